@@ -4,7 +4,7 @@ Evaluations, traces, resumed runs and model cards all use them. A path or a name
 what it was: the first 16 hexadecimal digits of a SHA-256. Imports no torch.
 
 Covered: every byte of a model's and an adapter's weights, its `config.json` or `adapter_config.json`, the files of the
-tokenizer with its chat template, the values of rows, and the text of a `.py` file. A folder that was moved or copied
+tokenizer with its chat template, the values of rows, and files of data and code. A folder that was moved or copied
 keeps its fingerprint. For a hub name, it is that of the commit in the local cache, whose files are not read.
 Not covered: `generation_config.json`, which nothing here reads; other files that a user's `.py` file imports; versions
 of libraries.

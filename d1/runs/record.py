@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from d1.runs.fingerprint import of_setting
+from d1.runs.fingerprint import CONTENTS, ROWS, of_setting
 from d1.runs.output_dir import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ class OnResume:
         before, now = past.settings, flat(settings)
         both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
-            f"{name} {old} (now {new})"
-            for name, (old, new) in both.items()
-            if (part := self.fixed.get(of_setting(name))) and part(old) != part(new)
+            f"{name} {both[name][0]} (now {both[name][1]})"
+            for setting, part in self.fixed.items()
+            for name in (setting, CONTENTS + setting, ROWS + setting)
+            if name in both and part(both[name][0]) != part(both[name][1])
         ]
         if other:
             raise ValueError(

@@ -93,11 +93,11 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
     training = stage.training
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
-    more = {"world_size": training.world_size}
-    stage.on_resume.changes(past, {**stage.settings(), **more}, checkpoint or folder)  # refuses another run at once
-    more |= from_rank_0(lambda: of_settings(stage.settings()))
-    stage.on_resume.changes(past, more, checkpoint or folder)
+    world = {"world_size": training.world_size}
+    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
+        with contextlib.suppress(FileNotFoundError):  # the model may be gone
+            stage.on_resume.changes(past, contents_of(stage), checkpoint)
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
             with writing(folder, "the model", lambda: way_on(folder)):
@@ -114,8 +114,8 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
-    more |= {name: value for name, value in facts.items() if name.startswith(ROWS)}
-    settings = {**stage.settings(), **more}
+    rows = {name: value for name, value in facts.items() if name.startswith(ROWS)}
+    settings = {**stage.settings(), **world, **contents_of(stage), **rows}
     changed = stage.on_resume.changes(past, settings, checkpoint or folder)
     with writing(folder, "the files of the run", lambda: way_on(folder)):
         if training.should_save:
@@ -187,6 +187,11 @@ def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
     """The command that evaluates the model in `folder` on a task; flags that are None keep their defaults."""
     words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
     return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
+
+
+def contents_of(stage: Stage) -> dict[str, Any]:
+    """The fingerprints of what the settings of a run name, which only the first process computes."""
+    return dict(from_rank_0(lambda: of_settings(stage.settings())))
 
 
 def check_processes(world_size: int) -> None:

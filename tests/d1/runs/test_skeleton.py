@@ -315,12 +315,12 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
     assert record["settings"][f"contents of {setting}"] == of_model(str(model))
     assert f"contents of {named}: {of_file(data)}" in (folder / "README.md").read_text()
     assert f"rows of {named}: {record['settings'][f'rows of {named}']}" in (folder / "README.md").read_text()
-    for path, name in (model / "config.json", setting), (model / "tokenizer.json", setting), (data, named):
+    for path, name in (model / "config.json", setting), (model / "tokenizer_config.json", setting), (data, named):
         before = path.read_bytes()
         if path == data:
             path.write_bytes(before.replace(b"4", b"5"))
         else:
-            edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"version": "2.0"}))
+            edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"model_max_length": 99}))
         for max_steps in (1, 2):
             with pytest.raises(
                 ValueError, match=rf"another run, of contents of {name} [^ ].* \(now .*settings and files"
@@ -331,6 +331,19 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
     (folder / "run.json").write_text(json.dumps(record | {"settings": edited}))  # as older versions wrote it
     edit_json(model / "config.json", rms_norm_eps=1e-5)
     assert run(folder, *own, max_steps=2).state.global_step == 2
+
+
+def test_another_reward_under_the_same_path_is_recorded(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A setting that may change: so may what it names, which the record then says."""
+    rewards = tmp_path / "more.py"
+    rewards.write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    run, own = Run("rl", tiny_model_dir, tmp_path), ["--reward_file", str(rewards)]
+    run(tmp_path / "run", *own, max_steps=1)
+    before = of_file(rewards)
+    rewards.write_text(rewards.read_text().replace("0.0", "1.0"))
+    run(tmp_path / "run", *own, "--resume", max_steps=2)
+    changed = {"step": 1, "max_steps": [1, 2], "contents of reward_file": [before, of_file(rewards)]}
+    assert json.loads((tmp_path / "run/run.json").read_text())["changes"] == [changed]
 
 
 def deepspeed(stage: int, scheduler: bool = False) -> Any:
