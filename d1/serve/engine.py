@@ -8,6 +8,7 @@ All methods but `run` may be called from any thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -200,12 +201,17 @@ class Engine:
         numbers, sampled = self.lanes[key].leave(dropped) or ([], None)
         if sampled is None:
             return
+        faults = self.lanes[key].faults()
         columns = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
         values = zip(*(of.tolist() for of in (*columns, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
             with self.changed:
                 row = self.rows.pop(number)
             if number in dropped:
+                continue
+            if number in faults:
+                logger.error("%s", faults[number].named(f"row {row.rid}"))
+                row.tell(Stopped(str(faults[number].named(f"row {row.rid}")), status=500))
                 continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
@@ -239,7 +245,7 @@ class Engine:
                 break
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
             full = state.filled - state.offset + (state.size if state.left == 0 else 0)
-            if row.watches and full > row.told:
+            if row.watches and full > row.told and lane.batch.canvas.sums[index].isfinite():
                 row.told = full
                 completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
                 row.tell(Finished(completion[:full].tolist()))
@@ -266,5 +272,7 @@ def tell_step(rows: Sequence[Row], step: Step) -> None:
         if row.watches == "steps":
             columns = step.positions, step.ids, step.logps, step.entropies
             positions, ids, logps, entropies = (of[place][kept].tolist() for of in columns)
+            if not all(map(math.isfinite, (*logps, *entropies))):  # its reader gets the error when the row leaves
+                continue
             first, fed = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
             row.tell(Revealed([column - first for column in positions], ids, logps, entropies, fed))

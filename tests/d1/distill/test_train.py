@@ -17,8 +17,10 @@ from d1.distill import METHODS
 from d1.distill.reference import Reference, trained_parts
 from d1.distill.train import main, make_parser
 from d1.models import load_model
+from d1.models.finite import NotFiniteError
 from tests import forks
 from tests.commands import ROOT
+from tests.faults import with_nan
 
 start = partial(forks.job, ROOT / "distill" / "distill_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
@@ -166,6 +168,13 @@ def test_traces_are_sampled_once_and_the_card_says_how(
     assert [file.read_bytes() for file in files] == before
     assert [file.stat().st_mtime_ns for file in files][::2] == stamps
     assert again.rows == trainer.rows
+
+
+def test_weights_that_are_not_finite_leave_no_traces(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    damaged = with_nan(tiny_model_dir, tmp_path / "model", "lm_head.weight", (7, 1))
+    with pytest.raises(NotFiniteError, match=r"^row 0: .*comes from .*lm_head, whose weight holds 1 numbers"):
+        run([*flags, "--model_name", str(damaged)], tmp_path)
+    assert not [*(tmp_path / "job").rglob("*.safetensors")]
 
 
 def test_bad_prompts_are_an_error_or_counted(
