@@ -27,7 +27,7 @@ from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
 from d1.models.kinds import KINDS, is_encoder, learnt_fields, released_kind
 from d1.models.load import load_model
-from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
 SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
@@ -212,7 +212,8 @@ def a2d(
         block_size: Tokens per block of block-causal attention (BD3-LM, arXiv 2503.09573); None is full attention.
 
     Raises:
-        ValueError: The checkpoint is not a decoder, already has a mask token, or cannot attend in such blocks.
+        ValueError: The checkpoint is not a decoder, already has a mask token, or cannot attend in such blocks; or
+            `mask_token` is another special token or ordinary text.
     """
     folder = fresh_folder(out)
     model = load_whole(source)
@@ -225,6 +226,7 @@ def a2d(
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     rows = model.get_input_embeddings().num_embeddings
     known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
+    check_mask_token(tokenizer, mask_token)
     tokenizer.add_special_tokens({"mask_token": mask_token})
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -131,7 +131,7 @@ def test_export_refuses_what_lladas_code_cannot_run(kind_dirs, tmp_path, name):
 
 def autoregressive(folder: Path, kind: str, words: int, rows: int, mask: str | None = None, tied: bool = False) -> Path:
     """A causal checkpoint with a tokenizer of `words` words and an embedding of `rows` rows."""
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<|endoftext|>", *[f"w{i}" for i in range(words - 2)]])}
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<|endoftext|>", *[f"w{i}" for i in range(words - 3)], "<spare>"])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|endoftext|>").save_pretrained(
@@ -152,7 +152,7 @@ def autoregressive(folder: Path, kind: str, words: int, rows: int, mask: str | N
         ("llama", 60, 60, "<|mask|>", False),  # a new row
         ("qwen2", 60, 60, "<|mask|>", True),  # one table serves as both
         ("qwen2", 60, 64, "<|mask|>", False),  # a row of the padding
-        ("llama", 60, 60, "w57", False),  # a spare token
+        ("llama", 60, 60, "<spare>", False),  # a spare token
     ],
 )
 def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token, tied):
@@ -161,7 +161,7 @@ def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token,
     tokenizer: Any = load_tokenizer(tmp_path / "out")
     model: Any = load_model(tmp_path / "out")
     mask = tokenizer.mask_token_id
-    assert mask == (59 if token == "w57" else 60)
+    assert mask == (59 if token == "<spare>" else 60)
     assert model.config.mask_token_id == mask
     assert tokenizer.pad_token == "<|endoftext|>"
     before = weights_of(source)
