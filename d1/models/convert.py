@@ -20,12 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
-from d1.models.kinds import KINDS, is_encoder, learnt_fields, released_kind
+from d1.models.kinds import KINDS, is_encoder, learnt_fields, raw_config, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
@@ -57,7 +57,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
         model = merge_adapter(add_adapter(model, adapter), adapter)
     model.name_or_path = path
-    kind = released_kind(PreTrainedConfig.get_config_dict(path)[0])
+    kind = released_kind(raw_config(path))
     if KINDS[kind].release is None:
         model.save_pretrained(folder)
         save_tokenizer(path, folder)

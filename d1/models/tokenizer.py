@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from jinja2 import TemplateError
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.kinds import KINDS, Kind, check_kind, released_kind
+from d1.models.files import OF_TOKENIZER, read_object, reading
+from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -45,7 +47,7 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
     """
     folder = tokenizer_folder(str(path))
     try:
-        raw = PreTrainedConfig.get_config_dict(folder)[0]
+        raw = raw_config(folder)
     except OSError:  # a tokenizer without a model
         raw = {}
     kind = KINDS.get(released_kind(raw), Kind())
@@ -55,11 +57,25 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # otherwise it asks on the terminal
         options["trust_remote_code"] = False
-    tokenizer = cls.from_pretrained(folder, **options)
+    with reading_tokenizer(folder):
+        tokenizer = cls.from_pretrained(folder, **options)
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+@contextmanager
+def reading_tokenizer(folder: str) -> Iterator[None]:
+    """Raise ValueError, which names the file, if the tokenizer's files are damaged."""
+    try:
+        with reading(folder, "its tokenizer cannot be read"):
+            yield
+    except ValueError:
+        for path in (Path(folder, name) for name in OF_TOKENIZER):
+            if path.is_file():
+                read_object(path)
+        raise
 
 
 def tokenizer_folder(path: str) -> str:
@@ -102,8 +118,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
     mask, named = found["mask_token"], raw.get("mask_token_id")
     if named is not None and named != vocab[mask]:
         raise ValueError(
-            f"{folder}: the tokenizer's mask token is {mask!r} with id {vocab[mask]}, but config.json says mask_token_id "
-            f"{named}: correct the one that the model was not trained with"
+            f"{folder}: the tokenizer's mask token is {mask!r} with id {vocab[mask]}, but config.json says "
+            f"mask_token_id {named}: correct the one that the model was not trained with"
         )
     check_mask_token(tokenizer, mask, found)
     return found
@@ -126,8 +142,8 @@ def check_mask_token(tokenizer: Any, mask: str, others: Mapping[str, str] | None
     text = mask.replace("\u2581", "").replace("\u0120", "").removeprefix("##").strip()  # without marks of a space
     if mask in words and (len(text) < 2 or text.isalnum()):
         raise ValueError(
-            f"{name}: the mask token {mask!r} is ordinary text, which would be hidden wherever it occurs: name a special "
-            "token of the vocabulary, or a new one"
+            f"{name}: the mask token {mask!r} is ordinary text, which would be hidden wherever it occurs: name a "
+            "special token of the vocabulary, or a new one"
         )
 
 

@@ -131,7 +131,9 @@ def test_export_refuses_what_lladas_code_cannot_run(kind_dirs, tmp_path, name):
 
 def autoregressive(folder: Path, kind: str, words: int, rows: int, mask: str | None = None, tied: bool = False) -> Path:
     """A causal checkpoint with a tokenizer of `words` words and an embedding of `rows` rows."""
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<|endoftext|>", *[f"w{i}" for i in range(words - 3)], "<spare>"])}
+    vocabulary = {
+        word: i for i, word in enumerate(["<unk>", "<|endoftext|>", *[f"w{i}" for i in range(words - 3)], "<spare>"])
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|endoftext|>").save_pretrained(
