@@ -155,6 +155,8 @@ class TrainerHooks(_Trainer):
       after it.
     - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, because callbacks do not
       get it.
+    - `_issue_warnings_after_load` (overridden): it only warns of weights that a checkpoint lacks, and warns of a tied
+      head, which no checkpoint has. Delete this once Trainer raises, and for tied weights does nothing.
     - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and does not count the first
       label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
@@ -183,6 +185,16 @@ class TrainerHooks(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        weights: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
+        read = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
+        missing = [name for name in load_result.missing_keys if id(weights.get(name)) not in read]
+        if missing or load_result.unexpected_keys:
+            raise ValueError(
+                f"the checkpoint's weights are not those of the model: missing {missing}, unexpected "
+                f"{list(load_result.unexpected_keys)}"
+            )
 
     def save_now(self) -> None:
         """Write a checkpoint of the last finished optimizer step. Every process must call this."""
