@@ -187,7 +187,8 @@ class TrainerHooks(_Trainer):
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        weights: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
+        model: Any = self.model
+        weights: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         read = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
         missing = [name for name in load_result.missing_keys if id(weights.get(name)) not in read]
         if missing or load_result.unexpected_keys:

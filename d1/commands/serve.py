@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import model_of, tokenizer_of
+from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--take_broadcasts: whoever reaches {args.host} could change the model: set --api_key")
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
+    check_canvas(args)
 
     def start() -> Any:
         model = model_of(args)
