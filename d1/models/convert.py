@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
-from d1.models.kinds import KINDS, is_encoder, learnt_fields, raw_config, released_kind
+from d1.models.kinds import KINDS, is_encoder, learnt_fields, native_config, raw_config, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
@@ -123,6 +123,8 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if name in config and config[name] is None:
                 config[name] = getattr(tokenizer, name)
+    elif config.get("mask_token_id", 0) is None:
+        raise ValueError(f"{source} names no mask token, which the format {kind} needs: run `python -m d1 a2d` first")
     return config
 
 
@@ -195,6 +197,28 @@ def save_shards(weights: dict[str, Any], folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
+def check_autoregressive(source: str, mask_token: str) -> None:
+    """Raise ValueError for a model that attends both ways already, or has another mask token than `mask_token`."""
+    path = adapter_chain(source, None)[0]
+    config, kind = native_config(path)
+    raw = raw_config(path)
+    says = {
+        f"it is an encoder, {config.model_type}": is_encoder(config),
+        f"its kind is {released_kind(raw)}": bool(kind.becomes),
+        **{f"its config.json has a {name}": raw.get(name) is not None for name in ("mask_token_id", "block_size")},
+        "its config.json says is_causal false": raw.get("is_causal") is False,
+    }
+    if why := [reason for reason, is_so in says.items() if is_so]:
+        raise ValueError(f"{source} is a masked model already, not an autoregressive decoder: {why[0]}")
+    if has_tokenizer(path):
+        own = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
+        if own not in (None, mask_token):
+            raise ValueError(
+                f"{source}: its tokenizer has the mask token {own!r}, so it may be a masked model already; if it is "
+                f"autoregressive, name this token: --mask_token '{own}'"
+            )
+
+
 def a2d(
     source: str,
     out: str,
@@ -216,10 +240,9 @@ def a2d(
             `mask_token` is another special token or ordinary text.
     """
     folder = fresh_folder(out)
+    check_autoregressive(source, mask_token)
     model = load_whole(source)
     config = model.config
-    if is_encoder(config) or getattr(config, "mask_token_id", None) is not None:
-        raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")
     if block_size is not None:
         config.block_size = block_size
         check_attention(config, source)

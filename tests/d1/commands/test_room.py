@@ -8,7 +8,7 @@ from d1.__main__ import main, make_parser
 from tests.commands import ROOT
 
 POCKET = ROOT / "pocket" / "base"  # 256 positions
-COMMANDS = [["serve", "MODEL"], ["chat", "MODEL"], ["watch", "--prompt", "a1", "--model_path", "MODEL"]]
+COMMANDS = [["serve", "MODEL"], ["chat", "MODEL"], ["watch", "--prompt", "0000000000000000", "--model_path", "MODEL"]]
 COMMANDS += [["fill", "MODEL", "a1 [MASK:300]"]]
 
 
