@@ -59,10 +59,19 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         options["trust_remote_code"] = False
     with reading_tokenizer(folder):
         tokenizer = cls.from_pretrained(folder, **options)
-    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
+    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw or config_of_base(folder), kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+def config_of_base(folder: str) -> dict[str, Any]:
+    """The `config.json` of the base of the adapter in `folder`, whose own tokenizer must fit it; empty if there is no
+    adapter, or no base where it says."""
+    try:
+        return raw_config(adapter_chain(folder, None)[0])
+    except (OSError, ValueError):
+        return {}
 
 
 @contextmanager

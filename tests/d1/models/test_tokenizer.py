@@ -186,3 +186,14 @@ def test_an_adapter_folder_has_the_tokenizer_of_its_base(tmp_path):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     assert load_tokenizer(tmp_path / "adapter").mask_token_id == 2
+
+
+def test_an_adapter_s_own_tokenizer_has_the_mask_token_of_its_base(tmp_path):
+    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
+    own = write(tmp_path / "own", None, eos_token="<|endoftext|>", mask_token="<|im_end|>")
+    (own / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ValueError, match=r"with id 4, but config\.json says mask_token_id 2"):
+        load_tokenizer(own)
+    (own / "adapter_config.json").write_text(json.dumps(adapter | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    assert load_tokenizer(own).mask_token_id == 4  # nothing contradicts it
