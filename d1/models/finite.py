@@ -91,7 +91,7 @@ def said(model: Any, name: str, module: nn.Module) -> str:
     first = f"the first output that is not comes from {name}"
     for weight_name, weight in module.named_parameters():
         if weight.is_floating_point() and (bad := int((~weight.isfinite()).sum())):
-            return f"{first}, whose {weight_name} holds {bad} numbers that are not: {NEW_COPY}"
+            return f"{first}, whose {weight_name} has {bad} of {weight.numel()} values that are not: {NEW_COPY}"
     if model.dtype == torch.float16:
         return f"{first}, whose weights are finite: float16 overflows there, so load the model in bfloat16 or float32"
     return f"{first}, whose weights are finite: numbers before it are too large for {model.dtype}, so {NEW_COPY}"

@@ -50,7 +50,9 @@ EVERY += [{"remasking": "random"}, {"remasking": "entropy"}]
 
 @pytest.mark.parametrize("settings", EVERY, ids=str)
 def test_every_sampler_ends_with_the_row_and_the_layer(damaged, settings):
-    with pytest.raises(NotFiniteError, match=rf"^row 0: .*comes from {DOWN}, whose weight holds 1 numbers") as caught:
+    with pytest.raises(
+        NotFiniteError, match=rf"^row 0: .*comes from {DOWN}, whose weight has 1 of \d+ values"
+    ) as caught:
         rollout(damaged, *prompts(), **LENGTHS, **settings, **options(settings))
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, FloatingPointError)  # one line and status 1 on the command line
@@ -62,7 +64,7 @@ def test_a_row_is_named_by_its_number(one_bad_token, sampler, ends):
     """The other rows are well, in a batch as alone."""
     clean = rollout(one_bad_token, *prompts(), **LENGTHS, **sampler, **options(sampler))
     assert clean.logps.isfinite().all()
-    message = r"^row 1: .*comes from model\.embed_tokens, whose weight holds 32 numbers"
+    message = r"^row 1: .*comes from model\.embed_tokens, whose weight has 32 of \d+ values"
     with pytest.raises(NotFiniteError, match=message) as caught:
         rollout(one_bad_token, *prompts(1), **LENGTHS, **sampler, eos_token_ids=ends, **options(sampler))
     assert caught.value.number == 1
@@ -116,7 +118,7 @@ def test_float16_that_overflows_is_another_cause(kind_dirs):
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1e5)
     assert rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK).logps.isfinite().all()
     model.half()
-    with pytest.raises(NotFiniteError, match=r"float16|holds") as caught:
+    with pytest.raises(NotFiniteError, match="float16|values") as caught:
         rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK)
     assert "model.layers.1.mlp.up_proj" in str(caught.value)
     model = load_model(kind_dirs["llama"], dtype=torch.float16)
