@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -33,9 +33,17 @@ def needs_copy(path: str, dtype: Any, device: Any) -> bool:
 
 
 def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Path]]:
-    """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder."""
+    """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
     for file_path in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file_path, framework="pt") as file:
+        try:
+            opened = safe_open(file_path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file_path} is damaged or cut off ({error}): copy or download it again") from error
+        with opened as file:
             for name in list(file.keys()):
                 weight = file.get_slice(name)
                 yield name, STORED.get(weight.get_dtype()), math.prod(weight.get_shape()), file_path
@@ -115,13 +123,19 @@ def forget_renaming(model: PreTrainedModel) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def has_file(folder: str, name: str) -> bool:
-    """Whether the folder or hub name (also without a network: its cache) holds a file `name`.
+def file_of(folder: str, name: str) -> str | None:
+    """The path of a file in a folder or of a hub name (also without a network: in its cache); None if it has none.
 
     `cached_file` of Transformers 5.23 raises for a missing file, unless an argument with an underscore says otherwise.
     Delete this once it, or huggingface_hub, has a public argument or function for it.
     """
-    return cached_file(folder, name, _raise_exceptions_for_missing_entries=False) is not None
+    path: str | None = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+    return path
+
+
+def has_file(folder: str, name: str) -> bool:
+    """Whether the folder or hub name holds a file `name`."""
+    return file_of(folder, name) is not None
 
 
 if TYPE_CHECKING:
@@ -142,6 +156,8 @@ class TrainerHooks(_Trainer):
     - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, because callbacks do not
       get it.
     - `_load_best_model` (overridden): calls `check_best` before, because Trainer reads what it finds there.
+    - `_issue_warnings_after_load` (overridden): it only warns of weights that a checkpoint lacks, and warns of a tied
+      head, which no checkpoint has. Delete this once Trainer raises, and for tied weights does nothing.
     - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and does not count the first
       label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
@@ -178,6 +194,17 @@ class TrainerHooks(_Trainer):
     def _load_best_model(self) -> None:
         self.check_best(Path(str(self.state.best_model_checkpoint)))
         super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        model: Any = self.model
+        weights: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        read = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
+        missing = [name for name in load_result.missing_keys if id(weights.get(name)) not in read]
+        if missing or load_result.unexpected_keys:
+            raise ValueError(
+                f"the checkpoint's weights are not those of the model: missing {missing}, unexpected "
+                f"{list(load_result.unexpected_keys)}"
+            )
 
     def save_now(self) -> None:
         """Write a checkpoint of the last finished optimizer step. Every process must call this."""

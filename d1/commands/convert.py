@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from d1.models.kinds import KINDS
 from d1.ranges import COUNT
@@ -23,6 +24,10 @@ def a2d(args: argparse.Namespace) -> None:
     from d1.models.convert import a2d
 
     a2d(args.source, args.out, args.mask_token, args.keep_shift, args.plain_chat_template, args.block_size)
+    attention = "full attention" if args.block_size is None else f"blocks of {args.block_size}"
+    shift = ", still predicting the next position" if args.keep_shift else ""
+    mask = f"mask token {args.mask_token}"
+    say_written(args.out, f"{args.source} with {attention} and the {mask}{shift}", "train it: d1 sft --model_name")
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,7 @@ def merge(args: argparse.Namespace) -> None:
     from d1.models.convert import merge
 
     merge(args.base, args.adapters, args.out, args.dtype, args.device)
+    say_written(args.out, f"{args.base} with {' and '.join(args.adapters)} merged into it")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -47,5 +53,20 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> None:
     from d1.models.convert import export
+    from d1.models.kinds import raw_config
 
+    same = raw_config(args.source).get("model_type") == args.format
     export(args.source, args.out, args.format)
+    note = f", which had the format {args.format} already" if same else ""
+    say_written(args.out, f"{args.source}{note}, for the code of {args.format}")
+
+
+def say_written(out: str, what: str, next_step: str = "") -> None:
+    """Writes a line about the model folder `out` to stderr."""
+    from d1.models.kinds import raw_config
+    from d1.transformers_bridge import checkpoint_dtype, stored_weights
+
+    count = sum(elements for *_, elements, _ in stored_weights(out))
+    kind, dtype = raw_config(out)["model_type"], str(checkpoint_dtype(out)).removeprefix("torch.")
+    advice = f". Next, {next_step} {out}" if next_step else ""
+    sys.stderr.write(f"Written: {out} ({kind}, {count:,} parameters in {dtype}): {what}{advice}\n")

@@ -1,4 +1,4 @@
-"""Load the model and the tokenizer that the flags of `chat`, `watch` and `fill` name."""
+"""Load the model and the tokenizer that the flags of `chat`, `watch`, `fill` and `serve` name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
         args.checkpoint_path or args.model_path,
         plain_chat_template=args.plain_chat_template,
     )
+
+
+def check_canvas(args: argparse.Namespace) -> None:
+    """Raise ValueError, before the weights are read, if the flags of sampling do not suit the model: if a completion of
+    `--gen_length` leaves no room for a prompt, say."""
+    from d1.models.adapters import adapter_chain
+    from d1.models.kinds import check_room, native_config
+    from d1.sampling.flags import sampling_settings
+
+    config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
+    check_room(config, 1, sampling_settings(vars(args), config).gen_length, ": lower --gen_length")
 
 
 def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> Any:

@@ -16,7 +16,7 @@ from errno import EADDRINUSE
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import model_of, tokenizer_of
+from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL
@@ -105,6 +105,7 @@ def run(args: argparse.Namespace) -> None:
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
+    check_canvas(args)
 
     def start() -> Any:
         model = model_of(args)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import model_of, tokenizer_of
+from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.entry import OneLineParser
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
@@ -122,6 +122,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     row = row_of(args)
     text = render_prompt(tokenizer, row["prompt"])
     ids = torch.tensor([encode_prompt(tokenizer, text)])
+    check_canvas(args)
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
     check_room(model.config, ids.shape[1], settings.gen_length)

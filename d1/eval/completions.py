@@ -12,7 +12,7 @@ import argparse
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
+from d1.models.finite import NotFiniteError
 from d1.models.fit import check_memory
 from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
@@ -145,7 +146,7 @@ def generate_rows(
         eos_token_ids=ends.tolist() if args.eos_stop else None,
     )
     began = time.perf_counter()
-    for numbers, sampled in stream:
+    for numbers, sampled in named(stream, asked):
         output, first = sampled.ids[:, -args.gen_length :], sampled.first_ids[:, -args.gen_length :]
         lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
         seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
@@ -166,3 +167,11 @@ def generate_rows(
                 entry["edits"] = edits
                 entry["first_text"] = tokenizer.decode(draft[:kept], skip_special_tokens=True)
             yield number, entry
+
+
+def named(stream: Iterable[T], asked: Mapping[int, Prompt]) -> Iterator[T]:
+    """The `stream`, whose NotFiniteError names the problem of its row."""
+    try:
+        yield from stream
+    except NotFiniteError as error:
+        raise error.named(f"problem {asked[error.number].key}") from error

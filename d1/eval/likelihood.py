@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from d1.masking import keyed_generator
+from d1.models.finite import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings, rollout_steps
 from d1.scoring import Views, score
@@ -93,6 +95,9 @@ def log_likelihoods(
         model: from `d1.models.load_model`, in eval mode.
         draws: masks per answer, each with a forward pass; equal masks share one.
         batch_size: sequences per forward pass.
+
+    Raises:
+        NotFiniteError: a pair's log-probabilities are not finite.
     """
     yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
     for places, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
@@ -109,7 +114,18 @@ def log_likelihoods(
             gen_length=length,
             views_at_once=max(batch_size // len(places), 1),
         )
-        yield from zip(places, scores.logps.double().sum(-1).tolist(), strict=True)
+        bounds = scores.logps.double().sum(-1).tolist()
+        for place, bound in zip(places, bounds, strict=True):
+            if not math.isfinite(bound):
+                raise fault(model, place, pairs[place], mask_token_id)
+        yield from zip(places, bounds, strict=True)
+
+
+def fault(model: Any, number: int, pair: Pair, mask_token_id: int) -> NotFiniteError:
+    """The error for a pair; it names the layer."""
+    prompt, answer = pair
+    texts = torch.tensor([[*prompt, *([mask_token_id] * len(answer))], [*prompt, *answer]], device=model.device)
+    return NotFiniteError(number, why_not_finite(model, texts))
 
 
 def joined(rows: Sequence[Views], prompt: int) -> Views:
@@ -126,16 +142,21 @@ def are_greedy(
     """Whether greedy sampling gives the answer, as (number of the pair, bool), on a canvas of the answer's length, with
     one token per step, the most probable first. A batch ends as soon as each of its rows has revealed a wrong token.
 
-    This is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code).
+    This is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code). Raises NotFiniteError, as
+    `log_likelihoods`.
     """
     yield from ((i, True) for i, (_, answer) in enumerate(pairs) if not answer)
     for places, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):
         length = wanted.shape[1]
         settings = SamplingSettings(gen_length=length, block_length=length, steps=length)
-        right = torch.ones(len(places), dtype=torch.bool, device=ids.device)
+        right, finite = torch.ones(2, len(places), dtype=torch.bool, device=ids.device)
         for step in rollout_steps(model, ids, mask, settings, mask_token_id=mask_token_id):
             other = step.ids != wanted[step.rows].gather(1, step.positions - ids.shape[1])
             right[step.rows] &= ~(other & step.revealed).any(1)
+            finite[step.rows] &= (step.logps.isfinite() | ~step.revealed).all(1)
             if not right.any():
                 break
+        for place, is_finite in zip(places, finite.tolist(), strict=True):
+            if not is_finite:
+                raise fault(model, place, pairs[place], mask_token_id)
         yield from zip(places, right.tolist(), strict=True)

@@ -10,10 +10,12 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
 from d1.hub import closest, is_path, no_hub, use_cache
+from d1.models.files import check_files, read_object, reading
 from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, kind_of, learnt_fields
 
@@ -38,11 +40,13 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
 
 
 def check_there(path: str) -> None:
-    """Raise FileNotFoundError for a missing folder, and for a hub name that is neither cached nor can be downloaded.
+    """Raise FileNotFoundError for a missing folder, and for a hub name that is neither cached nor can be downloaded;
+    ValueError for a folder with damaged files of JSON.
 
     If the hub does not answer, its cache is used from then on; its client would ask for every file, for a minute.
     """
     if Path(path).is_dir():
+        check_files(Path(path))
         return
     if is_path(path):
         raise FileNotFoundError(f"there is no model folder {path}{closest(path)}")
@@ -73,12 +77,20 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         if path in adapters:
             raise ValueError(f"adapter {path} names itself as its base")
         adapters.insert(0, path)
-        base = PeftConfig.from_pretrained(path).base_model_name_or_path
+        base = peft_config(path).base_model_name_or_path
         if not base:
             raise ValueError(f"adapter {path} names no base model: use load_model(base, adapter=...)")
+        if not isinstance(base, str):
+            raise ValueError(f"adapter {path}: base_model_name_or_path in adapter_config.json is {base!r}, no folder")
         path = base
         check_there(path)
     return path, adapters
+
+
+def peft_config(folder: str) -> PeftConfig:
+    """The `adapter_config.json` of a folder or hub name; ValueError if PEFT cannot read it."""
+    with reading(folder, "PEFT cannot read its adapter_config.json"):
+        return PeftConfig.from_pretrained(folder)
 
 
 def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
@@ -87,8 +99,11 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     Raises:
         ValueError: The model does not have a weight of the adapter, or the adapter lacks one that the model expects.
     """
-    config = PeftConfig.from_pretrained(folder)
-    weights = load_peft_weights(folder, device="cpu")
+    config = peft_config(folder)
+    try:
+        weights = load_peft_weights(folder, device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: a file of weights is damaged or cut off ({error})") from error
     native = {native_name(name, model.config.model_type): weight for name, weight in weights.items()}
     if native.keys() != weights.keys():
         if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
@@ -98,7 +113,8 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         weights, config.auto_mapping = native, None
         config.target_modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in native})
     config.inference_mode = False
-    peft = get_peft_model(model, config)
+    with reading(folder, "PEFT cannot make the adapter of its adapter_config.json"):
+        peft = get_peft_model(model, config)
     try:
         result: Any = set_peft_model_state_dict(peft, weights)
     except RuntimeError as error:  # a weight has another shape
@@ -122,7 +138,7 @@ def load_learnt(model: Any, folder: str) -> None:
     """Put what `save_learnt` wrote into the model's config."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if path := cached_file(folder, LEARNT_FILE, **quiet):
-        for name, value in learnt_fields(json.loads(Path(path).read_text())).items():
+        for name, value in learnt_fields(read_object(Path(path))).items():
             setattr(model.config, name, value)
 
 

@@ -20,15 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer
 
 from d1.files import give_usual_mode, writing
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
-from d1.models.kinds import KINDS, is_encoder, learnt_fields, released_kind
+from d1.models.kinds import KINDS, is_encoder, learnt_fields, native_config, raw_config, released_kind
 from d1.models.load import load_model
-from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
 SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
@@ -59,7 +59,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
         model = merge_adapter(add_adapter(model, adapter), adapter)
     model.name_or_path = path
-    kind = released_kind(PreTrainedConfig.get_config_dict(path)[0])
+    kind = released_kind(raw_config(path))
     if KINDS[kind].release is None:
         save_native(model, folder)
         save_tokenizer(path, folder)
@@ -125,6 +125,8 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if name in config and config[name] is None:
                 config[name] = getattr(tokenizer, name)
+    elif config.get("mask_token_id", 0) is None:
+        raise ValueError(f"{source} names no mask token, which the format {kind} needs: run `python -m d1 a2d` first")
     return config
 
 
@@ -207,6 +209,28 @@ def save_shards(weights: dict[str, Any], folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
+def check_autoregressive(source: str, mask_token: str) -> None:
+    """Raise ValueError for a model that attends both ways already, or has another mask token than `mask_token`."""
+    path = adapter_chain(source, None)[0]
+    config, kind = native_config(path)
+    raw = raw_config(path)
+    says = {
+        f"it is an encoder, {config.model_type}": is_encoder(config),
+        f"its kind is {released_kind(raw)}": bool(kind.becomes),
+        **{f"its config.json has a {name}": raw.get(name) is not None for name in ("mask_token_id", "block_size")},
+        "its config.json says is_causal false": raw.get("is_causal") is False,
+    }
+    if why := [reason for reason, is_so in says.items() if is_so]:
+        raise ValueError(f"{source} is a masked model already, not an autoregressive decoder: {why[0]}")
+    if has_tokenizer(path):
+        own = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
+        if own not in (None, mask_token):
+            raise ValueError(
+                f"{source}: its tokenizer has the mask token {own!r}, so it may be a masked model already; if it is "
+                f"autoregressive, name this token: --mask_token '{own}'"
+            )
+
+
 def a2d(
     source: str,
     out: str,
@@ -224,19 +248,20 @@ def a2d(
         block_size: Tokens per block of block-causal attention (BD3-LM, arXiv 2503.09573); None is full attention.
 
     Raises:
-        ValueError: The checkpoint is not a decoder, already has a mask token, or cannot attend in such blocks.
+        ValueError: The checkpoint is not a decoder, already has a mask token, or cannot attend in such blocks; or
+            `mask_token` is another special token or ordinary text.
     """
     folder = fresh_folder(out)
+    check_autoregressive(source, mask_token)
     model = load_whole(source)
     config = model.config
-    if is_encoder(config) or getattr(config, "mask_token_id", None) is not None:
-        raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")
     if block_size is not None:
         config.block_size = block_size
         check_attention(config, source)
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     rows = model.get_input_embeddings().num_embeddings
     known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
+    check_mask_token(tokenizer, mask_token)
     tokenizer.add_special_tokens({"mask_token": mask_token})
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

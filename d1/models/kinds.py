@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from d1.models.files import check_files, reading
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
 from d1.models.formats.llada_mixtures import (
     FROM_LLADA2,
@@ -206,22 +208,20 @@ def attend_both_ways(config: Any, name: str) -> None:
         config.use_cache = False
 
 
-def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
-    """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
-    the checkpoint's kind, which says how its weights are named.
+def raw_config(path: str) -> dict[str, Any]:
+    """The `config.json` at `path` (folder or hub name) as it is, or empty; ValueError if it is damaged."""
+    from transformers import PreTrainedConfig
 
-    Raises:
-        ValueError: the kind is not supported; the message says why.
-        OSError: there is no `config.json`.
-    """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    if Path(path).is_dir():
+        check_files(Path(path))
+    with reading(path, "its config.json cannot be read"):
+        raw: dict[str, Any] = PreTrainedConfig.get_config_dict(path)[0]
+    return raw
 
-    raw, _ = PreTrainedConfig.get_config_dict(path)
-    if not raw:
-        raise FileNotFoundError(f"{path} has no config.json: it is not a model folder")
-    model_type = released_kind(raw)
-    check_kind(model_type, path)
-    kind, learnt = KINDS[model_type], learnt_fields(raw)
+
+def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Transformers config for a released `config.json` of this kind."""
+    learnt = learnt_fields(raw)
     fields = kind.fields({name: value for name, value in raw.items() if name not in (*ABOUT_KERNELS, *learnt)})
     if kind.becomes:
         fields = {name: value for name, value in fields.items() if name not in ABOUT_FILES}
@@ -233,7 +233,27 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
         fields["block_size"] = fields.get("block_size") or kind.block_size
     if kind.release is as_released:
         fields["released"] = raw
-    config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields | learnt)
+    return fields | learnt
+
+
+def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
+    """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
+    the checkpoint's kind, which says how its weights are named.
+
+    Raises:
+        ValueError: the kind is not supported, or `config.json` is damaged; the message says why.
+        OSError: there is no `config.json`.
+    """
+    from transformers import CONFIG_MAPPING
+
+    raw = raw_config(path)
+    if not raw:
+        raise FileNotFoundError(f"{path} has no config.json: it is not a model folder")
+    model_type = released_kind(raw)
+    check_kind(model_type, path)
+    kind = KINDS[model_type]
+    with reading(path, f"its config.json describes no {model_type}"):
+        config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(native_fields(kind, raw))
     if kind.attention not in ("full", attention_name(config)) and not hasattr(config, "attention_pattern"):
         config.attention_pattern = kind.attention
     attend_both_ways(config, path)

@@ -25,6 +25,8 @@ from transformers import (
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import PREPARED, attention_of, check_attention, check_rule
+from d1.models.files import check_index
+from d1.models.files import reading as reading_file
 from d1.models.head import narrow, take_computations
 from d1.models.hooks import align_positions, align_states, attend, keep_states
 from d1.models.kinds import (
@@ -36,7 +38,7 @@ from d1.models.kinds import (
     native_config,
 )
 from d1.models.packing import place_packed
-from d1.transformers_bridge import checkpoint_dtype, converting, forget_renaming, needs_copy, reading
+from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -157,6 +159,8 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
     """The model without adapters; `options` are for `from_pretrained`."""
     config, kind = native_config(path)
     attention_of(config)  # an unknown name is an error before the weights are read
+    if not Path(path).is_dir() and (index := file_of(path, "model.safetensors.index.json")):
+        check_index(Path(index), complete=False)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     options["key_mapping"] = None if kind.names is None else dict(kind.names)
     stacked = experts(config) > 0
@@ -168,14 +172,24 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):  # of experts, for example: Transformers' report names them
+            check_buildable(path, config)
             raise
         raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError):
+        check_buildable(path, config)
+        raise
     check_loaded(path, report)
     if kind.names is not None or stacked:
         forget_renaming(model)
     if Path(path).is_dir():  # adapters trained on this model record it as their base
         model.name_or_path = str(Path(path).resolve())
     return prepare(model)
+
+
+def check_buildable(path: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError if Transformers cannot build the model of this config, without its weights."""
+    with torch.device("meta"), reading_file(path, "its config.json describes no model that can be built"):
+        auto_class(config).from_config(config)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from jinja2 import TemplateError
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.kinds import KINDS, Kind, check_kind, released_kind
+from d1.models.files import OF_TOKENIZER, read_object, reading
+from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -29,7 +31,7 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
     Each token comes from the tokenizer, else from the ids in `config.json`, else from here. `save_pretrained` keeps it.
 
-    - mask: the usual names, else the kind;
+    - mask: the usual names, else the kind; a mask token that the config contradicts is an error;
     - end of turn (`tokenizer.eot_token`): the usual names, else EOS;
     - padding: EOS;
     - EOS: BERT's [SEP].
@@ -39,12 +41,13 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`.
 
     Raises:
-        ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
-            tokenizer is of an unknown kind with its own code, which is not run.
+        ValueError: No mask or EOS token can be found, the mask token is another special token or ordinary text, or
+            has another id in `config.json`; an id lies outside the model's embedding; or the model or its tokenizer is
+            of an unknown kind with its own code, which is not run.
     """
     folder = tokenizer_folder(str(path))
     try:
-        raw = PreTrainedConfig.get_config_dict(folder)[0]
+        raw = raw_config(folder)
     except OSError:  # a tokenizer without a model
         raw = {}
     kind = KINDS.get(released_kind(raw), Kind())
@@ -54,11 +57,34 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # otherwise it asks on the terminal
         options["trust_remote_code"] = False
-    tokenizer = cls.from_pretrained(folder, **options)
-    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
+    with reading_tokenizer(folder):
+        tokenizer = cls.from_pretrained(folder, **options)
+    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw or config_of_base(folder), kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+def config_of_base(folder: str) -> dict[str, Any]:
+    """The `config.json` of the base of the adapter in `folder`, whose own tokenizer must fit it; empty if there is no
+    adapter, or no base where it says."""
+    try:
+        return raw_config(adapter_chain(folder, None)[0])
+    except (OSError, ValueError):
+        return {}
+
+
+@contextmanager
+def reading_tokenizer(folder: str) -> Iterator[None]:
+    """Raise ValueError, which names the file, if the tokenizer's files are damaged."""
+    try:
+        with reading(folder, "its tokenizer cannot be read"):
+            yield
+    except ValueError:
+        for path in (Path(folder, name) for name in OF_TOKENIZER):
+            if path.is_file():
+                read_object(path)
+        raise
 
 
 def tokenizer_folder(path: str) -> str:
@@ -98,7 +124,36 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
         if vocab[token] >= rows:
             raise ValueError(f"{folder}: {name} {token!r} has id {vocab[token]}, outside the model's embedding")
         found[name] = token
+    mask, named = found["mask_token"], raw.get("mask_token_id")
+    if named is not None and named != vocab[mask]:
+        raise ValueError(
+            f"{folder}: the tokenizer's mask token is {mask!r} with id {vocab[mask]}, but config.json says "
+            f"mask_token_id {named}: correct the one that the model was not trained with"
+        )
+    check_mask_token(tokenizer, mask, found)
     return found
+
+
+def check_mask_token(tokenizer: Any, mask: str, others: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError for a mask token that has another meaning: that of a special token, or text.
+
+    Args:
+        tokenizer: as its files have it, without this mask token added to it.
+        others: its other special tokens by name, where the tokenizer itself does not name them.
+    """
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+    roles = {name: getattr(tokenizer, name, None) for name in names} | {**(others or {})}
+    name = tokenizer.name_or_path
+    if same := [role for role, token in roles.items() if role != "mask_token" and token == mask]:
+        raise ValueError(f"{name}: the mask token {mask!r} is also the {same[0]}: a mask must be a token of its own")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = tokenizer.get_vocab() if backend is None else backend.get_vocab(with_added_tokens=False)
+    text = mask.replace("\u2581", "").replace("\u0120", "").removeprefix("##").strip()  # without marks of a space
+    if mask in words and (len(text) < 2 or text.isalnum()):
+        raise ValueError(
+            f"{name}: the mask token {mask!r} is ordinary text, which would be hidden wherever it occurs: name a "
+            "special token of the vocabulary, or a new one"
+        )
 
 
 def check_chat_template(

@@ -14,7 +14,7 @@ from trl import ModelConfig, get_peft_config
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
-from d1.models.tokenizer import check_chat_template
+from d1.models.tokenizer import check_chat_template, check_mask_token
 from d1.rl.budget import StopAtCompute, is_spent
 from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts
 from d1.rl.choose_method import find_method
@@ -60,6 +60,8 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
     args.reward_weights = [*weights, 0.0]  # the accuracy is only logged
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
+    if args.mask_id is not None:
+        check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
     longest = max(check_prompts(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
     numbers = plan(args, len(train_rows), check_config(longest, args))
     if args.should_save:

@@ -26,6 +26,9 @@ WARNINGS = (
 )
 MESSAGES = {  # logger -> the beginning of such a message
     "DeepSpeed": "Setting accelerator to CPU",  # 0.19, when it is imported, even if it is not used
+    # 5.23, when PEFT 0.21 saves an adapter: it compares the vocabulary with that in the base's config.json, which it
+    # reads as the class that runs the model, and a released format has a name of its own.
+    "transformers.configuration_utils": "You are using a model of type",
 }
 
 # Seconds that a process other than the first waits before it prints: if the first failed, too, a launcher stops it.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from d1.models.attention import attention_of
+from d1.models.finite import NotFiniteError, why_not_finite
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.sampling.caches import Cache
 from d1.sampling.canvas import Batch, Canvas
@@ -162,6 +163,7 @@ class Sampler:
             edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
+        canvas.sums[rows] += torch.where(chosen, recorded + entropies, 0.0).sum(1)
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
         if editing:  # the step's one host sync: which rows take another step
             made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
@@ -228,3 +230,18 @@ class Sampler:
             done = batch.finished(live, ends)
             kept = [place for place, row in enumerate(live) if row not in done]
             live = [live[place] for place in kept]
+
+    def checked(self, steps: Iterator[Step], canvas: Canvas) -> Iterator[Step]:
+        """The `steps` that fill a canvas, and then NotFiniteError if a row's log-probs or entropies are not finite."""
+        yield from steps
+        finite = canvas.sums.isfinite().tolist()  # the rollout's one host sync at its end
+        if not all(finite):
+            raise self.fault(canvas, finite.index(False), finite.index(False))
+
+    def fault(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
+        """The error for a row of the canvas, which is called `number`: it names the layer. The states that are run
+        again are the row's first and last, and the unconditional one of guidance."""
+        seen = canvas.visible[row].bool()
+        ids, given = canvas.ids[row][seen], canvas.given[row][seen]
+        hidden = torch.full_like(ids, self.mask_token_id)
+        return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))

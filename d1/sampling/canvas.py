@@ -30,11 +30,13 @@ class Canvas:
     places: Tensor  # (rows, n) the columns to fill: block after block, each from left to right
     passes: Tensor  # (rows,), as in `Rollout`
     forward_tokens: Tensor  # (rows,), as in `Rollout`
+    # (rows,) fp32, the sum of the log-probs and entropies of all that was written: not finite once one of them was not.
+    sums: Tensor
 
     @classmethod
     def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
-        counts = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
-        return cls(ids, visible, given, places, *counts)
+        passes, forward_tokens = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
+        return cls(ids, visible, given, places, passes, forward_tokens, torch.zeros(len(ids), device=ids.device))
 
     @property
     def start(self) -> int:

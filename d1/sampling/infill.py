@@ -38,6 +38,7 @@ def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None 
 
     Raises:
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
+        NotFiniteError: as `rollout`.
     """
     return recorded(fill_steps(model, ids, hidden, attention_mask, **options))
 
@@ -68,6 +69,7 @@ def fill_steps(
 
     Raises:
         ValueError: as `fill`; raised at the call, not at the first step.
+        NotFiniteError: as `fill`; raised after the last step.
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
@@ -94,7 +96,7 @@ def fill_steps(
         passes = sampler.passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
         return sampler.fill_canvas(batch, rows, passes)
 
-    return chain.from_iterable(complete(*group) for group in work)
+    return work[0][1].checked(chain.from_iterable(complete(*group) for group in work), canvas)
 
 
 def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:

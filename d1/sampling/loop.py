@@ -112,6 +112,7 @@ def rollout(
 
     Raises:
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
+        NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
     """
     whole = recorded(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
     first = prompt_ids.shape[1]
@@ -184,6 +185,7 @@ def rollout_steps(
 
     Raises:
         ValueError: as `rollout`; raised at the call, not at the first step.
+        NotFiniteError: as `rollout`; raised after the last step.
     """
     require_prepared(model)
     if settings is None:
@@ -208,7 +210,8 @@ def rollout_steps(
         live = [row for row, other in enumerate(inside) if other == after]
         return sampler.fill_canvas(batch, live, passes, eos_token_ids or ())
 
-    return chain.from_iterable(map(complete, sorted({*inside}, key=lambda after: after or 0)))
+    steps = chain.from_iterable(map(complete, sorted({*inside}, key=lambda after: after or 0)))
+    return sampler.checked(steps, canvas)
 
 
 def check_generator(

@@ -15,6 +15,7 @@ from torch import Generator
 from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
+from d1.models.finite import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.blocks import Sampler, Step, check_learnt, check_sampler
 from d1.sampling.caches import cache_of
@@ -58,6 +59,8 @@ def rollout_stream(
     Raises:
         ValueError: at the call, if the model is not prepared or an argument is wrong; later, if a prompt needs a
             generator and has none.
+        NotFiniteError: some log-probs or entropies of a row that ended are not finite; its `number` is that of the
+            prompt.
     """
     require_prepared(model)
     check_sampler(settings, model.config)
@@ -85,6 +88,8 @@ def sample_all(stream: Stream, asked: Iterator[Asked], batch_size: int) -> Itera
     """`rollout_stream` after the check of its arguments."""
     while True:
         if done := stream.leave():
+            for error in stream.faults().values():
+                raise error
             yield done
         room = batch_size - len(stream)
         stream.enter([*islice(asked, room)] if room else [])
@@ -121,6 +126,7 @@ class Stream:
         none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.batch, self.record = Batch.of([], start_canvas(none, none, 0, 0)), blank_record(0, 0, none.device)
         self.kept: list[int] = []  # which of the batch's rows stay
+        self.done: list[int] = []  # which were taken last
         self.count = 0  # rows at work
 
     def __len__(self) -> int:
@@ -152,9 +158,18 @@ class Stream:
         return self.taken([*range(len(self.rows))])
 
     def taken(self, places: Sequence[int]) -> Finished:
+        self.done = [*places]
         canvas, rows = self.batch.canvas, self.batch.upload(places)
         taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
         return [self.rows[place].number for place in places], taken
+
+    def faults(self) -> dict[int, NotFiniteError]:
+        """The errors of those rows of the last `leave` or `so_far` whose log-probs or entropies are not finite, by
+        number."""
+        canvas, rows = self.batch.canvas, self.batch.rows
+        finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
+        broken = [place for place, is_finite in zip(self.done, finite, strict=True) if not is_finite]
+        return {rows[place].number: self.sampler.fault(canvas, place, rows[place].number) for place in broken}
 
     @torch.no_grad()
     def enter(self, new: Sequence[Asked]) -> None:
@@ -188,6 +203,7 @@ class Stream:
             places=torch.arange(width - longest, width, device=device).expand(len(rows), -1),
             passes=torch.cat([old.passes[stay], fresh.passes]),
             forward_tokens=torch.cat([old.forward_tokens[stay], fresh.forward_tokens]),
+            sums=torch.cat([old.sums[stay], fresh.sums]),
         )
         both = Batch.of(rows, canvas)
         more = both.hidden.shape[1] - self.batch.hidden.shape[1]

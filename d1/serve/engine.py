@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import traceback
 from collections import deque
@@ -241,11 +242,14 @@ class Engine:
                 torch.cuda.synchronize()  # fails where the GPU does not work any more, which ends the engine
 
     def leave(self, key: Lane, dropped: set[int]) -> None:
-        if done := self.lanes[key].leave(dropped):
-            self.complete(*done)
+        lane = self.lanes[key]
+        if done := lane.leave(dropped):
+            self.complete(lane, *done)
 
-    def complete(self, numbers: Sequence[int], sampled: Rollout, cut_short: bool = False) -> None:
-        """Tells rows that they have ended: as a whole, or `cut_short` before their first hidden token."""
+    def complete(self, lane: Stream, numbers: Sequence[int], sampled: Rollout, cut_short: bool = False) -> None:
+        """Tells rows of a lane that they have ended: as a whole, or `cut_short` before their first hidden token. Those
+        whose logits were not finite stop with an error."""
+        faults = lane.faults()
         columns = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
         values = zip(*(of.tolist() for of in (*columns, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
@@ -254,6 +258,11 @@ class Engine:
                 if row is None or number in self.dropped:
                     self.dropped.discard(number)
                     continue
+            if number in faults:
+                fault = str(faults[number].named(f"row {row.rid}"))
+                logger.error("%s", fault)
+                row.tell(Stopped(fault, status=500))
+                continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
             lists = [of[-row.settings.gen_length :] for of in lists]
@@ -269,7 +278,7 @@ class Engine:
         """Ends the rows at work with what they have."""
         for key, lane in self.lanes.items():
             if not key.columns and lane.rows:
-                self.complete(*lane.so_far(), cut_short=True)
+                self.complete(lane, *lane.so_far(), cut_short=True)
 
     def advance(self, key: Lane, new: list[Row]) -> None:
         if key not in self.lanes:
@@ -298,6 +307,8 @@ class Engine:
             full = state.filled - state.offset + (state.size if state.left == 0 else 0)
             with self.changed:
                 if not row.watches or full <= row.told or row.number != state.number:  # or it was put back
+                    continue
+                if not lane.batch.canvas.sums[index].isfinite():  # its reader gets the error when the row leaves
                     continue
                 row.told = full
             completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
@@ -347,5 +358,7 @@ def tell_step(rows: Sequence[Row], step: Step) -> None:
         if row.watches == "steps":
             columns = step.positions, step.ids, step.logps, step.entropies
             positions, ids, logps, entropies = (of[place][kept].tolist() for of in columns)
+            if not all(map(math.isfinite, (*logps, *entropies))):  # its reader gets the error when the row leaves
+                continue
             first, fed = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
             row.tell(Revealed([column - first for column in positions], ids, logps, entropies, fed))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +30,10 @@ from d1.serve.sglang_rules import Sampled, finish, step_of
 VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
 NAME = "D1"  # of the algorithm
 ANY_TOP_K = 1 << 30  # SGLang's
+NOT_FINITE = (
+    "the model's logits are not finite: its weights are damaged, or float16 overflows (--dtype bfloat16); d1 serve and "
+    "d1 eval name the layer"
+)
 NAMES = {setting.name for setting in fields(SamplingSettings)}
 
 logger = logging.getLogger(__name__)
@@ -125,6 +130,7 @@ def own_sizes(config: Any, server_args: Any) -> None:
 def algorithm() -> type:
     """The class that SGLang runs; it lies in a function because its base is SGLang's."""
     from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     class D1(DllmAlgorithm):
         def __init__(self, config: Any) -> None:
@@ -164,6 +170,8 @@ def algorithm() -> type:
             finish(ids, closing)
             for place, one in closing:
                 states[place].finished, request = True, self.requests[place]
+                if one.broken:
+                    request.to_finish = FINISH_ABORT(NOT_FINITE, HTTPStatus.INTERNAL_SERVER_ERROR, "NotFiniteError")
                 if one.ended:  # SGLang ends a request at its length
                     request.sampling_params.max_new_tokens = len(request.output_ids) + one.row.size
             return done

@@ -36,6 +36,7 @@ class Sampled:
     block: Any = None  # (3, block): log-probs, entropies and steps
     passes: int = 0  # of the block at hand
     ended: bool = False  # a finished block holds one of `ends`
+    broken: bool = False  # a log-prob or an entropy was not finite
 
     @classmethod
     def of(
@@ -102,15 +103,17 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
         edited = asked.gather(1, slots) & ~still & (new != before) & (logps.exp() > settings.edits)
         chosen = chosen | edited
     ids.scatter_(1, slots, torch.where(chosen, new, before).to(ids.dtype))
-    counts = torch.stack([still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1)], dim=1).tolist()
-    for place, (one, (hides, edits, _)) in enumerate(zip(sampled, counts, strict=True)):
-        row = one.row
+    wrong = chosen & ~(recorded + entropies).isfinite()
+    counts = [still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1), wrong.sum(1)]
+    counted = torch.stack(counts, dim=1).tolist()
+    for place, (one, (hides, edits, _, wrongs)) in enumerate(zip(sampled, counted, strict=True)):
+        row, one.broken = one.row, one.broken or wrongs > 0
         row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
         row.step += 1
         now = torch.stack([recorded[place], entropies[place], torch.full_like(recorded[place], row.step)])
         at = slots[place]
         one.block[:, at] = torch.where(chosen[place], now, one.block[:, at])
-    return [writes == 0 for *_, writes in counts]
+    return [writes == 0 for _, _, writes, _ in counted]
 
 
 def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask_token_id: int) -> list[bool]:

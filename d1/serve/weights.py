@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from weakref import WeakSet
 from peft import PeftModel
 
 from d1.models.adapters import add_adapter
+from d1.models.files import check_files
 from d1.models.kinds import native_config
 from d1.models.load import load_model
 
@@ -45,9 +45,7 @@ def weights_below(roots: Sequence[Path], path: str) -> Path:
         raise ValueError(f"{path} holds links to files that do not lie below {top}")
     if not [*folder.glob("*.safetensors")]:
         raise ValueError(f"{path} holds no weights in safetensors")
-    for index in folder.glob("*.index.json"):
-        if any(Path(name).name != name for name in json.loads(index.read_text())["weight_map"].values()):
-            raise ValueError(f"{path}: {index.name} names files in other folders")
+    check_files(folder)
     return folder
 
 

@@ -89,7 +89,7 @@ def test_a_rollout_waits_where_listed_and_gives_a_runs_numbers(models, kind, set
     assert not ends or (real.reveal_steps < 0).any()  # some row has left
 
 
-def test_filling_holes_waits_before_its_first_pass_alone(models):
+def test_filling_holes_waits_before_its_first_pass_and_after_its_last(models):
     ids, mask = make_prompts([12, 9, 12], 1)
     hidden = torch.zeros_like(ids, dtype=torch.bool)
     hidden[0, 2:7] = hidden[1, 5:8] = hidden[2, ::3] = True

@@ -17,7 +17,9 @@ class Wait(NamedTuple):
     why: str
 
 
+FINITE = "d1/sampling/blocks.py Sampler.checked"
 SAMPLING = [
+    Wait(FINITE, 1, "rollout", "after the last pass: are all log-probs and entropies finite?"),
     Wait("d1/sampling/loop.py rollout_steps", 1, "rollout", "is there padding? attention is fastest without a mask"),
     Wait("d1/sampling/blocks.py tokens_inside", 1, "rollout of blocks", "which rows' blocks begin and end together"),
     Wait("d1/sampling/canvas.py Batch.finished", 1, "block", "under the EOS stop: which rows have ended and leave"),
@@ -26,6 +28,7 @@ SAMPLING = [
     ),
 ]
 INFILL = [
+    Wait(FINITE, 1, "fill", "after the last pass: are all log-probs and entropies finite?"),
     Wait("d1/sampling/infill.py fill_steps", 2, "fill", "what is hidden and what is padding, before the first pass"),
 ]
 SCORING = [

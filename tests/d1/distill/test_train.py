@@ -17,9 +17,10 @@ from d1.distill import METHODS
 from d1.distill.reference import Reference, trained_parts
 from d1.distill.train import main, make_parser
 from d1.models import load_model
+from d1.models.finite import NotFiniteError
 from tests import forks
 from tests.commands import ROOT
-from tests.faults import edit_json, flip_bit, write_at_the_same_time
+from tests.faults import edit_json, flip_bit, with_nan, write_at_the_same_time
 
 start = partial(forks.job, ROOT / "distill" / "distill_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
@@ -232,6 +233,13 @@ def test_traces_of_other_contents_are_sampled_again(flags: list[str], tiny_model
     assert prompts_and_traces(task)[1] != judged[1]
     edit_json(model / "config.json", rms_norm_eps=0.5)
     assert prompts_and_traces(file)[1] != other[1]
+
+
+def test_weights_that_are_not_finite_leave_no_traces(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    damaged = with_nan(tiny_model_dir, tmp_path / "model", "lm_head.weight", (7, 1))
+    with pytest.raises(NotFiniteError, match=r"^row 0: .*comes from .*lm_head, whose weight has 1 of \d+ values"):
+        run([*flags, "--model_name", str(damaged)], tmp_path)
+    assert not [*(tmp_path / "job").rglob("*.safetensors")]
 
 
 def test_bad_prompts_are_an_error_or_counted(

@@ -22,10 +22,11 @@ from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, read_prompts, setup_name
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
+from d1.models.finite import NotFiniteError
 from d1.runs.fingerprint import of_model
 from d1.sampling import generate, rollout
 from d1.tasks import load_task, under_protocol
-from tests.faults import edit_json
+from tests.faults import edit_json, with_nan
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
 
@@ -677,3 +678,10 @@ def test_a_run_is_named_recorded_and_scored_by_its_prompt_protocol(tiny_model_di
 def test_what_a_prompt_protocol_does_not_go_with_is_refused(tiny_model_dir, tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
         evaluate(tiny_model_dir, tmp_path, "--prompt_protocol", "llada", *flags)
+
+
+def test_weights_that_are_not_finite_end_an_evaluation_with_the_problem_and_the_layer(tiny_model_dir, tmp_path):
+    model = with_nan(tiny_model_dir, tmp_path / "model", "model.layers.0.mlp.up_proj.weight", (1, 2))
+    with pytest.raises(NotFiniteError, match=r"^problem \d+: .*comes from model\.layers\.0\.mlp\.up_proj, whose"):
+        evaluate(model, tmp_path / "results", "--limit", "5")
+    assert not [*(tmp_path / "results").glob("*_generations.json")]

@@ -154,7 +154,9 @@ def test_export_refuses_what_lladas_code_cannot_run(kind_dirs, tmp_path, name):
 
 def autoregressive(folder: Path, kind: str, words: int, rows: int, mask: str | None = None, tied: bool = False) -> Path:
     """A causal checkpoint with a tokenizer of `words` words and an embedding of `rows` rows."""
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<|endoftext|>", *[f"w{i}" for i in range(words - 2)]])}
+    vocabulary = {
+        word: i for i, word in enumerate(["<unk>", "<|endoftext|>", *[f"w{i}" for i in range(words - 3)], "<spare>"])
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|endoftext|>").save_pretrained(
@@ -175,7 +177,7 @@ def autoregressive(folder: Path, kind: str, words: int, rows: int, mask: str | N
         ("llama", 60, 60, "<|mask|>", False),  # a new row
         ("qwen2", 60, 60, "<|mask|>", True),  # one table serves as both
         ("qwen2", 60, 64, "<|mask|>", False),  # a row of the padding
-        ("llama", 60, 60, "w57", False),  # a spare token
+        ("llama", 60, 60, "<spare>", False),  # a spare token
     ],
 )
 def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token, tied):
@@ -184,7 +186,7 @@ def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token,
     tokenizer: Any = load_tokenizer(tmp_path / "out")
     model: Any = load_model(tmp_path / "out")
     mask = tokenizer.mask_token_id
-    assert mask == (59 if token == "w57" else 60)
+    assert mask == (59 if token == "<spare>" else 60)
     assert model.config.mask_token_id == mask
     assert tokenizer.pad_token == "<|endoftext|>"
     before = weights_of(source)
@@ -229,7 +231,55 @@ def test_a2d_makes_block_causal_models(tmp_path):
         run("a2d", source, tmp_path / "none", "--block_size", 0)
 
 
-def test_a2d_refuses_a_masked_model(kind_dirs, tmp_path):
-    for name in ("llada", "Dream", "bert"):
-        with pytest.raises(ValueError, match="is a masked model already"):
-            run("a2d", kind_dirs[name], tmp_path / "out")
+def test_a2d_refuses_a_masked_model(kind_dirs, tiny_model_dir, tiny_block_dir, tmp_path):
+    """Whatever says that it is one: its kind, its config or its tokenizer."""
+    source = autoregressive(tmp_path / "ar", "llama", 60, 60)
+    run("a2d", source, tmp_path / "once")
+    folders = {kind_dirs[name]: f"its kind is {name}" for name in ("llada", "Dream", "sdar", "llada2_moe")}
+    folders |= {kind_dirs["bert"]: "it is an encoder, bert", tmp_path / "once": "its config.json has a mask_token_id"}
+    folders |= {tiny_model_dir: "its config.json says is_causal false"}
+    folders |= {tiny_block_dir: "its config.json has a block_size"}
+    for folder, reason in folders.items():
+        with pytest.raises(ValueError, match=f"is a masked model already, not an autoregressive decoder: {reason}"):
+            run("a2d", folder, tmp_path / "out")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source, mask_token="<|own|>")
+    tokenizer.save_pretrained(source)
+    with pytest.raises(ValueError, match=r"its tokenizer has the mask token '<\|own\|>', so it may be a masked model"):
+        run("a2d", source, tmp_path / "out")
+    run("a2d", source, tmp_path / "out", "--mask_token", "<|own|>")
+
+
+@pytest.mark.parametrize(
+    ("token", "message"), [("<|endoftext|>", "is also the eos_token"), ("w5", "the mask token 'w5' is ordinary text")]
+)
+def test_a2d_refuses_a_mask_token_with_another_meaning(tmp_path, token, message):
+    source = autoregressive(tmp_path / "ar", "llama", 60, 60)
+    with pytest.raises(ValueError, match=message):
+        run("a2d", source, tmp_path / "out", "--mask_token", token)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_written_is_said(kind_dirs, tmp_path, capsys):
+    source, out = autoregressive(tmp_path / "ar", "llama", 60, 60), tmp_path / "out"
+    run("a2d", source, out, "--block_size", 4)
+    count = sum(weight.numel() for weight in weights_of(out).values())
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"Written: {out} (llama, {count:,} parameters in float32): {source} with blocks of 4 and the mask token "
+        f"<|mask|>. Next, train it: d1 sft --model_name {out}"
+    )
+    adapter_on(kind_dirs["llada"], tmp_path / "adapter", seed=1)
+    run("merge", kind_dirs["llada"], tmp_path / "adapter", tmp_path / "merged")
+    said = f"): {kind_dirs['llada']} with {tmp_path / 'adapter'} merged into it\n"
+    assert capsys.readouterr().err.endswith(said)
+    run("export", tmp_path / "merged", tmp_path / "llada", "--format", "llada")
+    said = f"{tmp_path / 'merged'}, which had the format llada already, for the code of llada\n"
+    assert capsys.readouterr().err.endswith(said)
+    load_model(tmp_path / "merged").save_pretrained(tmp_path / "native")
+    run("export", tmp_path / "native", tmp_path / "again", "--format", "llada")
+    assert capsys.readouterr().err.endswith(f"): {tmp_path / 'native'}, for the code of llada\n")
+
+
+def test_export_needs_a_mask_token(kind_dirs, tmp_path):
+    with pytest.raises(ValueError, match="llama names no mask token, which the format llada needs"):
+        run("export", kind_dirs["llama"], tmp_path / "out", "--format", "llada")
+    assert not (tmp_path / "out").exists()

@@ -41,8 +41,43 @@ def test_llada_names_its_mask_in_the_config_only(tmp_path):
 
 
 def test_the_tokenizer_comes_before_the_config(tmp_path):
-    tokenizer = load_tokenizer(write(tmp_path, LLADA, eos_token="<|endoftext|>", mask_token="b", pad_token="<pad>"))
-    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (6, 7)
+    config = LLADA | {"pad_token_id": 3}
+    tokenizer = load_tokenizer(write(tmp_path, config, eos_token="<|endoftext|>", pad_token="<pad>"))
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (2, 7)
+
+
+def test_a_mask_token_that_tokenizer_and_config_name_differently_is_refused(tmp_path):
+    tokens = {"eos_token": "<|endoftext|>", "mask_token": "<|im_end|>"}
+    with pytest.raises(ValueError, match=r"is '<\|im_end\|>' with id 4, but config.json says mask_token_id 2: correct"):
+        load_tokenizer(write(tmp_path, LLADA, **tokens))
+
+
+NAMED = {"eos_token": "<|endoftext|>", "bos_token": "<|startoftext|>", "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "message"),
+    [
+        ({}, {"mask_token": "<|endoftext|>"}, r"the mask token '<\|endoftext\|>' is also the eos_token"),
+        ({}, {"mask_token": "<|startoftext|>"}, "is also the bos_token"),
+        ({}, {"mask_token": "<pad>"}, "is also the pad_token"),
+        ({}, {"mask_token": "<|eot_id|>"}, "is also the eot_token"),
+        ({"mask_token_id": 0}, {}, "is also the eos_token"),
+        ({}, {"mask_token": "b"}, "the mask token 'b' is ordinary text"),
+        ({}, {"mask_token": ":"}, "the mask token ':' is ordinary text"),
+        ({}, {"mask_token": "user"}, "the mask token 'user' is ordinary text"),
+        ({"mask_token_id": 6}, {}, "the mask token 'b' is ordinary text"),
+    ],
+)
+def test_a_mask_token_that_has_another_meaning_is_refused(tmp_path, config, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(write(tmp_path, LLAMA | config, **(NAMED | tokens)))
+
+
+def test_a_new_token_may_look_like_a_word(tmp_path):
+    """It is not in the vocabulary of the text, so that no text is hidden by accident."""
+    tokenizer = load_tokenizer(write(tmp_path, LLAMA | {"vocab_size": 20}, **(NAMED | {"mask_token": "MASK"})))
+    assert tokenizer.mask_token_id == len(WORDS)
 
 
 def test_a_turn_ends_with_eos_where_nothing_else_is_known(tmp_path):
@@ -123,8 +158,8 @@ def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
     ("config", "tokens", "message"),
     [
         (LLAMA, {"eos_token": "b"}, "neither the tokenizer nor config.json names a mask"),
-        (LLAMA, {"mask_token": "b"}, "names a eos_token"),
-        (LLAMA | {"vocab_size": 6}, {"mask_token": "b", "eos_token": "a"}, "id 6, outside the model's embed"),
+        (LLAMA, {"mask_token": "<|mdm_mask|>"}, "names a eos_token"),
+        (LLAMA | {"vocab_size": 6}, {"mask_token": "<pad>", "eos_token": "a"}, "id 7, outside the model's embed"),
         ({**LLADA, "mask_token_id": 11}, {"eos_token": "a"}, "names a mask_token"),
     ],
 )
@@ -151,3 +186,14 @@ def test_an_adapter_folder_has_the_tokenizer_of_its_base(tmp_path):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     assert load_tokenizer(tmp_path / "adapter").mask_token_id == 2
+
+
+def test_an_adapter_s_own_tokenizer_has_the_mask_token_of_its_base(tmp_path):
+    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
+    own = write(tmp_path / "own", None, eos_token="<|endoftext|>", mask_token="<|im_end|>")
+    (own / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ValueError, match=r"with id 4, but config\.json says mask_token_id 2"):
+        load_tokenizer(own)
+    (own / "adapter_config.json").write_text(json.dumps(adapter | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    assert load_tokenizer(own).mask_token_id == 4  # nothing contradicts it

@@ -11,12 +11,14 @@ from peft import LoraConfig
 from transformers import AddedToken, TrainerCallback
 
 from d1.models import load_model
+from d1.models.finite import NotFiniteError
 from d1.rl import trainer as diffu_grpo_trainer
 from d1.rl.bridge import rollout_buffer
 from d1.rl.state import save_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import special_tokens
 from d1.runs.checkpoints import checkpoint_to_resume
+from tests.faults import with_nan
 from tests.tiny_grpo import clockless, logged, make_trainer, train_a_little, weights
 
 COMBINATIONS = [(a, g, m) for a in (1, 2, 3, 4) for g in sorted({1, a, 2 * a}) for m in (1, 2, 4, 12)]
@@ -286,6 +288,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(tiny_model_
     [row] = json.loads((tmp_path / "bad_loss_step1_rank0.json").read_text())
     assert row["completion"] == trainer.poisoned
     assert row["prompt"].startswith("<bos>")
+
+
+def test_weights_that_are_not_finite_stop_the_run_at_its_next_rollout(tiny_model_dir, tmp_path):
+    damaged = with_nan(tiny_model_dir, tmp_path / "model", "model.layers.1.self_attn.o_proj.weight", (0, 0))
+    with pytest.raises(NotFiniteError, match=r"^row 0: .*comes from model\.layers\.1\.self_attn\.o_proj, whose weight"):
+        make_trainer(damaged, tmp_path / "run").train()
 
 
 def test_weights_that_are_not_finite_stop_the_run_too(tiny_model_dir, tmp_path):

@@ -28,6 +28,7 @@ from d1.serve.requests import Server
 from d1.serve.rows import key_of
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import EXACT, SAMPLERS, alone, asked, check, serving
+from tests.faults import with_nan
 
 AS_JSON = {"Content-Type": "application/json"}
 
@@ -530,3 +531,42 @@ def test_the_health_is_that_of_the_engine(tiny_model_dir, monkeypatch):
 
 def error_of(served, status):
     return served.post("/generate", status, **OF_ONE)["error"]["message"]
+
+
+BAD = 40  # a token whose embedding is NaN
+
+
+@pytest.fixture(scope="module")
+def damaged(tiny_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged") / "model"
+    with serving(with_nan(tiny_model_dir, folder, "model.embed_tokens.weight", (BAD,))) as served:
+        yield served
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_a_row_whose_logits_are_not_finite_fails_alone(damaged, sampler):
+    """Its request gets 500 with the layer; rows that share its passes are `rollout`'s."""
+    params = {"max_new_tokens": 8, "block_length": 4, "steps": 4, "temperature": 0, "ignore_eos": True, **sampler}
+    settings = SamplingSettings(gen_length=8, block_length=4, steps=4, **sampler)
+    model = damaged.engine.model
+    clean = [[5, 6, 7], [8, 9]]
+    expected = [alone(model, damaged.engine.mask_token_id, ids, "0", settings) for ids in clean]
+    with ThreadPoolExecutor(3) as pool, damaged.paused():
+        bad = pool.submit(damaged.post, "/generate", 500, input_ids=[5, BAD], rid="bad", sampling_params=params)
+        good = [pool.submit(damaged.post, "/generate", input_ids=ids, sampling_params=params) for ids in clean]
+        damaged.wait_for("d1_rows_waiting", 3)
+        damaged.post("/continue_generation")
+        assert [one.result()["output_ids"] for one in good] == [one.ids[0, -8:].tolist() for one in expected]
+    message = bad.result()["error"]["message"]
+    assert message.startswith("row bad: the model's logits are not finite: the first output that is not comes from ")
+    assert "model.embed_tokens, whose weight has 32 of" in message
+
+
+def test_a_stream_of_such_a_row_has_no_text(damaged):
+    body = {"prompt": [5, BAD], "max_tokens": 8, "stream": True, "stream_steps": True, "ignore_eos": True}
+    lines = requests.post(f"{damaged.url}/v1/completions", json=body, timeout=60).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert not any(choice["text"] for event in events[:-1] for choice in event["choices"])
+    assert not any("step" in event for event in events)
+    assert events[-1]["error"]["code"] == 500
+    assert "model.embed_tokens" in events[-1]["error"]["message"]

@@ -88,6 +88,14 @@ def engine(model, rows, ends=(), retract=()):
     return texts, sampled, passes
 
 
+def test_a_row_whose_logits_are_not_finite_is_marked(kind_dirs):
+    """And the other rows go on: the plugin ends its request alone."""
+    model = load_model(kind_dirs["sdar"]).eval()
+    model.model.embed_tokens.weight.data[11] = torch.nan  # a token of the second prompt
+    _, sampled, _ = engine(model, rows_of({}))
+    assert [one.broken for one in sampled] == [False, True, False]
+
+
 def rows_of(chosen):
     rows = []
     for number, prompt in enumerate(PROMPTS):

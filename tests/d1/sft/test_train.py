@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from d1.models import load_model, load_tokenizer
-from d1.models.convert import a2d
+from d1.models.convert import a2d, export
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sft.setup import on_gpu
 from d1.sft.train import main, make_parser
@@ -277,6 +278,37 @@ def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
     with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\): continue it with --resume"):
         run(moving, tmp_path / "done")
+
+
+def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The best checkpoint is loaded at the end, and the last one for a resume."""
+    shutil.copytree(tiny_model_dir, tmp_path / "tied")
+    config = json.loads((tiny_model_dir / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "tied/config.json").write_text(json.dumps(config))
+    parts = load_file(tiny_model_dir / "model.safetensors")
+    del parts["lm_head.weight"]
+    save_file(parts, tmp_path / "tied/model.safetensors", metadata={"format": "pt"})
+    moving = [*flags, "--model_name", str(tmp_path / "tied"), "--full_finetuning", "--eval_steps", "2"]
+    run(moving, tmp_path, "--max_steps", "2")
+    run(moving, tmp_path, "--max_steps", "4", "--resume")
+    assert "missing" not in caplog.text
+    parts = load_file(tmp_path / "job/checkpoint-4/model.safetensors")
+    assert "lm_head.weight" not in parts
+    del parts["model.norm.weight"]
+    save_file(parts, tmp_path / "job/checkpoint-4/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing \['model\.norm\.weight'\], unexpected \[\]"):
+        run(moving, tmp_path, "--max_steps", "6", "--resume")
+
+
+def test_an_adapter_on_a_released_format_alarms_nobody(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    """PEFT reads the base's config.json as that of the class that runs it."""
+    export(str(tiny_model_dir), str(tmp_path / "llada"), "llada")
+    short = [*flags, "--model_name", str(tmp_path / "llada"), "--max_steps", "1", "--lora_r", "2", "--debugging"]
+    log = forks.finish(start(short, tmp_path), tmp_path / "log")
+    assert (tmp_path / "job/adapter_model.safetensors").exists()
+    assert "You are using a model of type" not in log
 
 
 @pytest.mark.parametrize(
