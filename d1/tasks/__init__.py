@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from d1.lazy import module_in
+from d1.ranges import nearest
 
 if TYPE_CHECKING:  # it takes a second to import, and parsers need only the names
     from datasets import Dataset
@@ -70,7 +71,8 @@ def load_task(name_or_path: str) -> ModuleType:
     if name_or_path in TASKS:
         return importlib.import_module(TASKS[name_or_path])
     if not name_or_path.endswith(".py"):
-        raise ValueError(f"unknown task {name_or_path!r}: use one of {', '.join(TASKS)}, or a path to a .py file")
+        known, hint = ", ".join(TASKS), nearest(name_or_path, TASKS)
+        raise ValueError(f"unknown task {name_or_path!r}: use one of {known}, or a path to a .py file{hint}")
     path = Path(name_or_path).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no task file {path}")
