@@ -55,10 +55,8 @@ def find_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     if not str(name).endswith(".py"):
-        known = ", ".join(METHODS)
-        raise ValueError(
-            f"--method must be one of {known}, or a path to a .py file, got {name!r}{nearest(name, METHODS)}"
-        )
+        known, hint = ", ".join(METHODS), nearest(name, METHODS)
+        raise ValueError(f"--method must be one of {known}, or a path to a .py file, got {name!r}{hint}")
     path = Path(name).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no method file {path}")
