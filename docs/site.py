@@ -27,8 +27,8 @@ CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig", "preference": "Preferenc
 def reference(room: str) -> str:
     """The text of a package's page: the names that the package exports, trainers first; for a file, all public ones.
 
-    Classes of settings show no members, which are internal. Their fields are in the signature; those of a stage's config
-    are in a table at the end.
+    Classes of settings show no members, which are internal. Their fields are in the signature; a stage's config has a
+    table at the end.
     """
     module = import_module(f"d1.{room}")
     names = sorted(ROWS if room == "rl.rows" else getattr(module, "HOMES", ()), key=lambda name: "Trainer" not in name)
