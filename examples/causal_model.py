@@ -26,9 +26,10 @@ BATCH, LEARNING_RATE, SEED = 64, 2e-3, 0
 def new_model(tokenizer: Any) -> Any:
     """A causal decoder of 0.2M parameters with random weights."""
     torch.manual_seed(SEED)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **sizes, **ends))
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(tokenizer), "intermediate_size": 192, "max_position_embeddings": 256}
+    sizes |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def next_token_loss(model: Any, ids: Tensor, answer: Tensor) -> Tensor:

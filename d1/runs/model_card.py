@@ -130,8 +130,8 @@ def from_folder(name: str, folder: Path) -> str:
     may be gone."""
     first = Path(name).parts[0]
     places = [place for place in (Path(), *folder.resolve().parents) if (place / first).exists()]
-    there = [place / name for place in places if (place / name).exists()]
-    return str((there or [place.resolve() / name for place in places] or [name])[0])
+    paths = sorted((place.resolve() / name for place in places), key=lambda path: not path.exists())
+    return str(paths[0]) if paths else name
 
 
 def bounds(settings: Mapping[str, Any]) -> str:
