@@ -499,7 +499,8 @@ def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
     assert {f"--{name}" for name in ("task", "use_peft", "load_in_4bit")} <= {*short.split()}
 
 
-@pytest.mark.parametrize("flag", ["--output_di", "--learning"])
-def test_abbreviated_flags_are_refused(flag):
-    with pytest.raises(ValueError, match=rf"there is no such setting: {flag} 1 \(--help_all lists them\)"):
+@pytest.mark.parametrize(("flag", "meant"), [("--output_di", "--output_dir"), ("--learning", "--learning_rate")])
+def test_abbreviated_flags_are_refused_and_the_whole_one_is_named(flag, meant):
+    says = rf"there is no such setting: {flag} 1; the nearest is {meant} \(--help_all lists them\)"
+    with pytest.raises(ValueError, match=says):
         diffu_grpo_train.make_parser().parse_args_and_config(["--output_dir", "x", flag, "1"])
