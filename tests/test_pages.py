@@ -34,7 +34,7 @@ ELSEWHERE = {  # commands that are not run here -> why
     r"^python -m pocket\.demo": "ten minutes and more; tests/pocket/test_demo.py runs it",
     r"^cd \.\. && python -m pytest": "a test of this suite",
 }
-LONGEST = 600  # seconds; under a minute to four minutes each, on two idle cores
+LONGEST = 900  # seconds for one command; those of the pages take up to four minutes on two idle cores
 Command = tuple[int, str]  # the number of its block, and the command
 
 
