@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, NoReturn
 
 from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, watch
@@ -52,10 +53,24 @@ COMMANDS = {
 }
 
 
+def versions() -> str:
+    """The versions of the library and of those that compute and train, on one line."""
+    found = []
+    for library in ("d1", "torch", "transformers", "trl"):
+        try:
+            found.append(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            found.append(f"{library} (not installed)")
+    return ", ".join(found)
+
+
 def make_parser() -> argparse.ArgumentParser:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="python -m d1", description=__doc__, formatter_class=as_written)
+    parser.add_argument("--version", action="version", version=versions(), help="show the versions, and exit")
     commands = parser.add_subparsers(dest="command", required=True)
+    for name in STAGES:  # known names; `cli` runs them with parsers of their own
+        commands.add_parser(name)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
     return parser

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from d1.ranges import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,7 @@ def is_path(name: str) -> bool:
 
 
 def closest(name: str, known: Iterable[str] = ()) -> str:
-    """ " (the closest is X)", of the names `known` and of those in the folder in which `name` would be; or nothing."""
+    """For a message: `nearest` of the names `known` and of those in the folder in which `name` would be."""
     folder = Path(name).parent
     there = [str(folder / path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    found = difflib.get_close_matches(str(Path(name)), [*known, *there], n=1, cutoff=0.75)
-    return f" (the closest is {found[0]})" if found else ""
+    return nearest(Path(name), [*known, *there], cutoff=0.75)

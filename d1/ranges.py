@@ -1,4 +1,4 @@
-"""Ranges of numeric settings. Each range is declared next to its setting.
+"""Ranges of numeric settings, each declared next to its setting; and the nearest name to one that does not exist.
 
 In a dataclass, it is part of the type, `beta: Annotated[float, AMOUNT] = 0.04`; in a parser, it is the `type`,
 `add_argument("--limit", type=COUNT)`. `|` adds other values: `COUNT | None`, `COUNT | -1`, `NATURAL | "max"`.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import get_type_hints
 
 
@@ -94,3 +95,13 @@ def check_ranges(settings: Mapping[str, object], ranges: Mapping[str, Range]) ->
     ]
     if wrong:
         raise ValueError("out of range: " + "; ".join(wrong))
+
+
+def nearest(name: object, known: Iterable[object], cutoff: float = 0.65) -> str:
+    """For a message: " (the nearest is X)", the known name that is most like `name`. Empty if none is.
+
+    Args:
+        cutoff: from 0 to 1, how alike they must be (`difflib`).
+    """
+    found = get_close_matches(str(name), [str(one) for one in known if one is not None], 1, cutoff)
+    return f" (the nearest is {found[0]})" if found else ""

@@ -25,12 +25,17 @@ CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig", "preference": "Preferenc
 
 
 def reference(room: str) -> str:
-    """The text of a package's page: the names that the package exports; all public ones of a single file."""
+    """The text of a package's page: the names that the package exports, trainers first; for a file, all public ones.
+
+    Classes of settings show no members, which are internal. Their fields are in the signature; a stage's config has a
+    table at the end.
+    """
     module = import_module(f"d1.{room}")
-    names = ROWS if room == "rl.rows" else getattr(module, "HOMES", ())
+    names = sorted(ROWS if room == "rl.rows" else getattr(module, "HOMES", ()), key=lambda name: "Trainer" not in name)
     text = f"# d1.{room}\n\n::: d1.{room}\n" + ("    options: {members: false}\n" if names else "")
     for name in names:
-        text += f"\n::: d1.{room}.{name}\n    options: {{show_root_heading: true}}\n"
+        members = ", members: false" if name.endswith(("Config", "Settings")) else ""
+        text += f"\n::: d1.{room}.{name}\n    options: {{show_root_heading: true{members}}}\n"
     return text + (settings(getattr(module, CONFIGS[room])) if room in CONFIGS else "")
 
 

@@ -50,7 +50,8 @@ def folder_of(room: str) -> Path:
 def check_script(text: str, folder: Path = ROOT) -> None:
     """Raises the parser's error or AssertionError at the first command of a shell text that could not run."""
     for line in text.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(re.sub(r"[<>]\s*\S+", "", line), posix=True, punctuation_chars=";&|")
+        bare = re.sub(r"""('[^']*'|"[^"]*")|[<>]\s*\S+""", lambda found: found[1] or "", line)  # without redirections
+        lexer = shlex.shlex(bare, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
         for joins, words in itertools.groupby(lexer, lambda word: set(word) <= set(";&|")):
             folder = folder if joins else check_command(list(words), folder)

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
+from d1.lazy import module_in
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.rows import LossInputs, Objective
 from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings, views_of_canvas
@@ -33,6 +34,15 @@ def test_the_glossary_has_twenty_words_and_the_picture_shows_six_of_them():
     for word in ("view", "canvas", "block", "pass", "draw", "update"):
         assert word in words
         assert re.search(rf"\b{word}\b", shown)
+
+
+def test_the_api_page_of_rl_begins_with_the_trainer_and_lists_no_internals_of_settings():
+    pytest.importorskip("mkdocs")  # of the extra `docs`
+    page = module_in(ROOT / "docs" / "site.py", "docs_site").reference("rl")
+    first, *others = re.findall(r"::: d1\.rl\.(\w+)\n    options: {(.*)}", page)
+    assert first == ("DiffuGRPOTrainer", "show_root_heading: true")
+    assert ("DiffuGRPOConfig", "show_root_heading: true, members: false") in others
+    assert "## Settings of DiffuGRPOConfig" in page
 
 
 @pytest.mark.parametrize("kind", [SampledRows, Randomness, ViewSettings, Views, LossInputs])

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,8 @@ DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in FOUND if not OUTPUTS 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.*<-])[\w.-][\w./-]*\.(?:py|sh|ya?ml|md)\b")
+# A file in a folder of the repository, as messages and docstrings name it.
+POINTER = re.compile(r"(?<![\w/.*{}-])(?:[\w.-]+/)+[\w.-]+\.(?:md|py|yaml|sh|toml|ipynb)\b")
 INLINE = re.compile(r"(?<!`)`((?:make|bash|python|accelerate|pip) [^`]+)`(?!`)")
 
 
@@ -43,6 +46,41 @@ def test_commands_could_run_links_lead_somewhere_and_python_imports_what_exists(
             assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
 
 
+def texts_of(path: Path) -> list[str]:
+    """The texts in a Python file: docstrings, messages and help, with {} for what is filled in."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts))
+    return found
+
+
+def test_messages_name_files_that_exist_and_that_speak_of_their_flags():
+    seen = set()
+    for path in sorted((ROOT / "d1").rglob("*.py")):
+        for text in texts_of(path):
+            for name in {*POINTER.findall(text)} - {"path/to/file.py"}:
+                assert (ROOT / name).is_file(), f"{path}: {name}"
+                seen.add(name)
+                if name.endswith(".md"):
+                    said = (ROOT / name).read_text()
+                    sentences = [one for one in re.split(r"(?<=[.;:])\s", text) if name in one]
+                    assert not [flag for one in sentences for flag in re.findall(r"--\w+", one) if flag not in said], (
+                        path
+                    )
+    assert seen >= {"docs/code.md", "docs/serve.md", "d1/tasks/__init__.py"}
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HISTORY])
+def test_where_a_sentence_points_to_a_page_for_a_flag_the_page_mentions_it(document):
+    for sentence in re.split(r"(?<=[.:;!?])\s+|\n\n|\n[|-]", FENCE.sub("", (ROOT / document).read_text())):
+        pages = [link for link in re.findall(r"\]\(([^)\s#]+\.md)", sentence) if "://" not in link]
+        said = "".join((ROOT / document).parent.joinpath(page).read_text() for page in pages)
+        if pages:
+            assert not [flag for flag in re.findall(r"`(--\w+)", sentence) if flag not in said], sentence
+
+
 def test_the_readmes_python_samples(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (example,) = (text for text in fences("README.md", "python") if "generate(" in text)
@@ -59,7 +97,9 @@ def test_the_readme_is_short_and_opens_with_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     assert len(text.split()) <= 900
-    assert re.fullmatch("make demo .*\nmake test .*\n", fences("README.md", "bash")[0])
+    first = fences("README.md", "bash")[0]
+    assert re.fullmatch("make demo .*\nmake test .*\n", first)
+    assert max(map(len, first.splitlines())) <= 85  # so that the site shows the lines whole
 
 
 def test_the_tree_names_what_exists_and_every_room():

@@ -1,4 +1,4 @@
-"""python -m d1 methods [NAME]: list the RL methods, or all settings of one method."""
+"""python -m d1 methods [NAME]: list the RL methods, or all settings of one method, by its name or its file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ COLUMNS = {  # header -> the setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", choices=METHODS, help=f"one of {', '.join(METHODS)}")
+    known = ", ".join(METHODS)
+    parser.add_argument("name", metavar="NAME", nargs="?", help=f"one of {known}, or the path of your own .py file")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,7 +42,16 @@ def all_methods() -> str:
 
 
 def one_method(name: str) -> str:
-    """A method's settings; the last ones are those that a config file overrides."""
-    method = METHODS[name]
+    """The settings of a method, or of the one in a user's file; the last ones are those that a config file overrides.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no such method or file, or the file is wrong.
+    """
+    if name in METHODS:
+        method = METHODS[name]
+    else:
+        from d1.rl.choose_method import find_method  # imports torch
+
+        method = find_method(name)
     rows = [[f"--{setting}", str(value)] for setting, value in {**method.values, **method.scale}.items()]
     return f"{name}: {method.paper}\n\n" + aligned_table(["setting", "value"], rows)

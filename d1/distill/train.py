@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from d1.distill.config import DistillConfig
+from d1.distill.methods import METHODS
 from d1.runs.entry import quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.settings import ConfigParser
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def make_parser(prog: str | None = None) -> ConfigParser:
-    return ConfigParser(DistillConfig, prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    return ConfigParser(DistillConfig, prog, METHODS, description=__doc__, formatter_class=as_written)
 
 
 def main(args: DistillConfig) -> DistillTrainer | None:

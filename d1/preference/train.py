@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from d1.preference.config import PreferenceConfig
+from d1.preference.methods import METHODS
 from d1.runs.entry import quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.settings import ConfigParser
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 
 
 def make_parser(prog: str | None = None) -> ConfigParser:
-    return ConfigParser(
-        PreferenceConfig, prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    return ConfigParser(PreferenceConfig, prog, METHODS, description=__doc__, formatter_class=as_written)
 
 
 def main(args: PreferenceConfig) -> PreferenceTrainer | None:

@@ -29,6 +29,7 @@ from d1.models import load_model
 from d1.rl.objectives import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.rl.updates import Batch, fitted
+from d1.runs.entry import silence
 from d1.runs.trainer import RunTrainer
 
 # Columns (rows,) of a sampled batch: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
@@ -61,6 +62,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     beta: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        silence()  # in a notebook, too: TRL uses names that Transformers will remove
         super().__init__(*args, **kwargs)
         self.record: Batch = {}
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from d1.lazy import module_in
 from d1.masking import keyed_generator
+from d1.ranges import nearest
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.methods import METHODS, Method
 from d1.rl.objectives import OBJECTIVES
@@ -54,7 +55,8 @@ def find_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     if not str(name).endswith(".py"):
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, or a path to a .py file, got {name!r}")
+        known, hint = ", ".join(METHODS), nearest(name, METHODS)
+        raise ValueError(f"--method must be one of {known}, or a path to a .py file, got {name!r}{hint}")
     path = Path(name).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no method file {path}")

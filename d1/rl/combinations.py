@@ -13,6 +13,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from d1.models.distribution import OWN
+from d1.ranges import nearest
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import find_method
 from d1.rl.objectives import OBJECTIVES
@@ -259,4 +260,5 @@ def check_choices(settings: Any) -> None:
             )
     for name, choices in CHOICES.items():
         if getattr(settings, name) not in choices:
-            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(settings, name)!r}")
+            value = getattr(settings, name)
+            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")

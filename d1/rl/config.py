@@ -201,6 +201,9 @@ class DiffuGRPOConfig(GRPOConfig):
                 "generation_batch_size is ambiguous: in TRL it is the completions of one rollout over all devices, in "
                 "d1 those that a device samples at once. Use steps_per_generation or rollout_batch_size."
             )
+        for part in ("", "_kwargs"):  # Transformers warns of the old names, of which TRL sets the first
+            if getattr(self, f"activation_checkpointing{part}") is None:
+                setattr(self, f"activation_checkpointing{part}", getattr(self, f"gradient_checkpointing{part}"))
         try:
             super().__post_init__()
         except ValueError as error:

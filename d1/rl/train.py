@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 from trl import ModelConfig, TrlParser
 
-from d1.ranges import check_ranges
-from d1.runs.entry import quick_imports, refuse_flags, run_script
+from d1.ranges import check_ranges, nearest
+from d1.runs.entry import flags_of, quick_imports, refuse_flags, run_script, show_defaults
 from d1.runs.output_dir import check_output_dir
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Parser(TrlParser):
         for name in config.__annotations__:
             self.titles[name] = title = SECTIONS.get(name, title)
         self.groups: dict[str, Any] = {}
-        super().__init__((config, ModelConfig), allow_abbrev=False, **options)
+        super().__init__((config, ModelConfig), allow_abbrev=False, formatter_class=argparse.HelpFormatter, **options)
 
     def add_argument(self, *flags: Any, **options: Any) -> Any:
         """Add a flag to its group; the groups are in the order of `SECTIONS`, and all others come last."""
@@ -90,6 +90,15 @@ class Parser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)
+
+    def format_help(self) -> str:
+        show_defaults(self)
+        return super().format_help()
+
+    def no_such(self, words: Sequence[str]) -> str:
+        """The message about words that are no flags."""
+        hints = [nearest(word.partition("=")[0], flags_of(self)) for word in words if word.startswith("--")]
+        return f"there is no such setting: {' '.join(words)}{''.join(hints)} (--help_all lists them)"
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
         words = sys.argv[1:] if args is None else args
@@ -106,7 +115,7 @@ class Parser(TrlParser):
             at = rest.index("--config")
             del rest[at : at + 2]
         if rest and not any(word.partition("=")[0][2:] in RENAMED for word in rest):  # before values are checked
-            raise ValueError(f"there is no such setting: {' '.join(rest)} (--help_all lists them)")
+            raise ValueError(self.no_such(rest))
         found = vars(known)
         self.named = None if found["method"] is None else find_method(found["method"])
         self.canvas = {name: found[name] for name in CANVAS if found[name] is not None}
@@ -120,8 +129,7 @@ class Parser(TrlParser):
             hints = [f"--{old} is now --{new}" for old, new in RENAMED.items() if f"--{old}" in str(error)]
             unknown = re.search(r"(?:arguments are not used by|Unknown arguments from).*?(\[.*?\])", str(error))
             if unknown and not hints:
-                named = " ".join(map(str, ast.literal_eval(unknown[1])))
-                hints = [f"there is no such setting: {named} (--help_all lists them)"]
+                hints = [self.no_such([str(word) for word in ast.literal_eval(unknown[1])])]
             if not hints:
                 raise
             raise ValueError("; ".join(hints)) from error

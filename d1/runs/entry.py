@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from d1.ranges import Range, check_ranges
+from d1.ranges import Range, check_ranges, nearest
 
 # Deprecation and other warnings, by their beginnings, that do not help a user. Delete each one with its version.
 WARNINGS = (
@@ -61,8 +61,24 @@ def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     parser.exit(2, f"{parser.prog}: {message} (--help lists what there is)\n")
 
 
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def show_defaults(parser: argparse.ArgumentParser) -> None:
+    """Add to each flag's help its default, unless the help states it, it is None or empty, or the flag is a switch."""
+    for action in parser._actions:
+        value = " ".join(map(str, action.default)) if isinstance(action.default, list | tuple) else action.default
+        silent = action.required or action.nargs == 0 or value in (None, "", argparse.SUPPRESS)
+        if not (silent or action.help == argparse.SUPPRESS or "default" in (action.help or "")):
+            action.help = f"{action.help or ''} (default: {str(value).replace('%', '%%')})".lstrip()
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line long, which refuses abbreviated flags and checks those of type `Range`."""
+    """A parser that refuses abbreviated flags and checks those of type `Range`.
+
+    Its errors are one line long and name the nearest flag, choice or command; its help shows defaults.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -81,6 +97,29 @@ class OneLineParser(argparse.ArgumentParser):
         known, rest = super().parse_known_args(args, namespace)
         check_ranges(vars(known), self.ranges())
         return known, rest
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            parser = self.used(known)
+            hints = [nearest(word.partition("=")[0], flags_of(parser)) for word in rest if word.startswith("-")]
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
+        return known
+
+    def used(self, known: argparse.Namespace) -> argparse.ArgumentParser:
+        """The parser of the command that was given; this one, if it has no commands."""
+        commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        return commands[0].choices[getattr(known, commands[0].dest)] if commands else self
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, error.message + nearest(value, action.choices or ())) from None
+
+    def format_help(self) -> str:
+        show_defaults(self)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)

@@ -78,13 +78,13 @@ def write_card(folder: Path) -> Path:
             method = f"preferences, {method}, {bounds(settings)}"
     linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
     metadata = ModelCardData(
-        base_model=base if on_hub(base) else None,
+        base_model=hub_origin(base),
         datasets=[data] if not rl and on_hub(data) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["d1", "masked-diffusion", stage],
     )
-    made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
+    made_of = [["base", base_row(base)], ["method", linked], ["data", local_name(data)]]
     if (rl or distilled) and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
         made_of.append(["answers judged by", judged])
     if known := fingerprints(settings):
@@ -104,6 +104,38 @@ def write_card(folder: Path) -> Path:
     )
     ModelCard(text).save(folder / "README.md")
     return folder / "README.md"
+
+
+def base_row(base: str) -> str:
+    """The base's name, and for a local folder the model on the hub that it was made from."""
+    if on_hub(base):
+        return base
+    origin = hub_origin(base)
+    made = f"made from {origin}" if origin else "which records no model of the hub that it was made from"
+    return f"{local_name(base)}, a local folder, {made}"
+
+
+def hub_origin(model: str, seen: tuple[str, ...] = ()) -> str | None:
+    """The model on the hub that a model was made from, by the records of the local folders between; None if unknown."""
+    if on_hub(model) or model in seen:
+        return model if on_hub(model) else None
+    folder = Path(model).expanduser()
+    for file in ("adapter_config.json", "run.json", "config.json"):
+        record = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+        settings = record.get("settings", record)
+        for name in ("base_model_name_or_path", "model_name", "model_path", "_name_or_path"):
+            if before := settings.get(name):
+                return hub_origin(from_folder(str(before), folder), (*seen, model))
+    return None
+
+
+def from_folder(name: str, folder: Path) -> str:
+    """A name that a folder's record gives: as a path, if it was one when the run started above this folder; such a path
+    may be gone."""
+    first = Path(name).parts[0]
+    places = [place for place in (Path(), *folder.resolve().parents) if (place / first).exists()]
+    paths = sorted((place.resolve() / name for place in places), key=lambda path: not path.exists())
+    return str(paths[0]) if paths else name
 
 
 def bounds(settings: Mapping[str, Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
-from d1.ranges import check_ranges, ranges_of
+from d1.ranges import check_ranges, nearest, ranges_of
 from d1.runs.entry import OneLineParser
 
 T = TypeVar("T")
@@ -36,7 +37,17 @@ def check_settings(config: Any) -> None:
     for one in fields(config):
         value, choices = getattr(config, one.name), one.metadata.get("choices")
         if choices and value != one.default and value not in choices:
-            raise ValueError(f"--{one.name} must be one of {', '.join(choices)}, got {value!r}")
+            hint = nearest(value, choices)
+            raise ValueError(f"--{one.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def of_methods(name: str, methods: Mapping[str, Any]) -> str:
+    """For a flag's help: the setting's default in each method that has one; empty if none has."""
+    values = {method: row.values[name] for method, row in methods.items() if name in row.values}
+    if len(values) == len(methods) and len({*values.values()}) == 1:
+        return f" (default: {next(iter(values.values()))})"
+    listed = ", ".join(f"{method} {value}" for method, value in values.items())
+    return f" (default: {listed})" if listed else ""
 
 
 class ConfigParser(OneLineParser):
@@ -46,7 +57,10 @@ class ConfigParser(OneLineParser):
     Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
     """
 
-    def __init__(self, config: type, prog: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: type, prog: str | None = None, methods: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`methods`: the rows of --method, whose `values` replace a setting's default of None."""
         super().__init__(prog, **options)
         self.config = config
         self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
@@ -59,6 +73,7 @@ class ConfigParser(OneLineParser):
             else:
                 more["default"] = one.default if one.default_factory is MISSING else one.default_factory()
                 more["type"] = ranges.get(one.name, str)
+                more["help"] += of_methods(one.name, methods or {})
             self.add_argument(*names, **more)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -88,7 +103,8 @@ class ConfigParser(OneLineParser):
         for name, value in settings.items():
             action = flags.get(f"--{name}")
             if action is None or action.dest == "help":
-                raise ValueError(f"--config {file}: there is no such setting: {name} (--help lists them)")
+                hint = nearest(name, [flag.removeprefix("--") for flag in flags])
+                raise ValueError(f"--config {file}: there is no such setting: {name}{hint} (--help lists them)")
             if action.dest in seen:
                 raise ValueError(f"--config {file}: {seen[action.dest]} and {name} are one setting: keep one")
             seen[action.dest] = name

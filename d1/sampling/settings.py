@@ -9,7 +9,7 @@ from typing import Any
 
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
-from d1.ranges import BELOW_ONE, Range
+from d1.ranges import BELOW_ONE, Range, nearest
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
 
@@ -74,8 +74,8 @@ class SamplingSettings:
         tables["editing"] = (None, *EDITING)
         for name, known in tables.items():
             if getattr(self, name) not in known:
-                choices = ", ".join(filter(None, known))
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+                choices, hint = ", ".join(filter(None, known)), nearest(getattr(self, name), known)
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}{hint}")
         orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None

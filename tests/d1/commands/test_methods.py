@@ -1,6 +1,7 @@
 """`python -m d1 methods` prints the table's content."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,14 @@ def test_a_method_by_its_name_has_all_its_values(capsys, name):
     assert dict(rows) == {f"--{setting}": str(value) for setting, value in {**method.values, **method.scale}.items()}
 
 
-def test_an_unknown_name_is_one_line_with_those_there_are(capsys):
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["methods", "esop"])
-    assert "invalid choice: 'esop' (choose from 'd1', " in capsys.readouterr().err
+def test_a_method_of_a_users_own_file(capsys):
+    file = Path(__file__).parents[2] / "my_method.py"
+    header, *rows = printed(capsys, str(file))
+    assert header == ["setting", "value"]
+    assert ["--estimator", "half"] in rows
+    assert ["--num_iterations", "2"] in rows
+
+
+def test_an_unknown_name_is_an_error_with_those_there_are_and_the_nearest():
+    with pytest.raises(ValueError, match=r"must be one of d1, .* got 'esop' \(the nearest is espo\)$"):
+        main(make_parser().parse_args(["methods", "esop"]))

@@ -112,7 +112,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     ("change", "message"),
     [
         ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
-        ({"dataset": "sudoko"}, r"unknown task 'sudoko' \(the closest is sudoku\): use one of gsm8k"),
+        ({"dataset": "sudoko"}, r"unknown task 'sudoko' \(the nearest is sudoku\): use one of gsm8k"),
         ({"dataset": "gsm8k", "data_file": None, "model_path": "./missing"}, "there is no model folder ./missing"),
         ({"model_path": None}, "--model_path is missing"),
         ({"model_path": "no/model"}, "no/model is no folder here and is not in the hub's cache"),
@@ -584,7 +584,8 @@ def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
     assert {f"--{name}" for name in ("task", "use_peft", "load_in_4bit")} <= {*short.split()}
 
 
-@pytest.mark.parametrize("flag", ["--output_di", "--learning"])
-def test_abbreviated_flags_are_refused(flag):
-    with pytest.raises(ValueError, match=rf"there is no such setting: {flag} 1 \(--help_all lists them\)"):
+@pytest.mark.parametrize(("flag", "meant"), [("--output_di", "--output_dir"), ("--learning", "--learning_rate")])
+def test_abbreviated_flags_are_refused_and_the_whole_one_is_named(flag, meant):
+    says = rf"there is no such setting: {flag} 1 \(the nearest is {meant}\) \(--help_all lists them\)"
+    with pytest.raises(ValueError, match=says):
         diffu_grpo_train.make_parser().parse_args_and_config(["--output_dir", "x", flag, "1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,16 @@ def make_trainer(model_dir: Any, folder: Any, cls: Any = Fixed, **changes: Any) 
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_run_from_python_warns_of_no_deprecated_name(tiny_model_dir, tmp_path, checkpointing) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = tiny_grpo.make_trainer(tiny_model_dir, tmp_path, max_steps=1, gradient_checkpointing=checkpointing)
+        trainer.train()
+    assert trainer.model.is_activation_checkpointing == checkpointing
+    assert not [str(one.message) for one in seen if issubclass(one.category, FutureWarning)]
 
 
 def tensors() -> tuple[Scores, dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -15,10 +17,13 @@ from typing import Any
 import pytest
 
 from d1 import __main__ as tools
+from d1.distill import train as distillation
 from d1.eval import run as evaluation
+from d1.preference import train as preference
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.entry import one_line, quick_imports
 from d1.sft import train as sft_train
+from d1.tasks import load_task
 from tests import forks
 
 ROOT = Path(__file__).parents[3]
@@ -201,6 +206,12 @@ def test_an_exception_without_a_message_gives_its_name() -> None:
         (tools.make_parser(), ["fit", "--gpus", "x"], "--gpus: must be an integer in [1, inf), got 'x'"),
         (rl_parser(), ["--beta", "x"], "--beta: invalid float value: 'x'"),
         (rl_parser(), ["--config"], "--config: expected the path"),
+        (tools.make_parser(), ["nonsense"], ", ".join(repr(name) for name in [*tools.STAGES, *tools.COMMANDS])),
+        (tools.make_parser(), ["evl"], " (the nearest is eval)"),
+        (tools.make_parser(), ["fit", "--gpu", "1", "--model_path", "x", "--stage", "rl"], " (the nearest is --gpus)"),
+        (tools.make_parser(), ["fit", "--model_path", "x", "--stage", "ditsill"], " (the nearest is distill)"),
+        (sft_train.make_parser(), ["--learning-rate=1"], " (the nearest is --learning_rate)"),
+        (preference.make_parser(), ["--method", "vpro"], " (the nearest is vrpo)"),
     ],
 )
 def test_a_bad_command_line_is_one_line(
@@ -210,6 +221,52 @@ def test_a_bad_command_line_is_one_line(
         getattr(parser, "parse_args_and_config", parser.parse_args)(flags)
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "typed", "meant"),
+    [("method", "espoo", "espo"), ("estimator", "one_stp", "one_step"), ("sampler", "paralel", "parallel")],
+)
+def test_a_value_that_does_not_exist_names_the_nearest(flag: str, typed: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{typed}' \(the nearest is {meant}\)$"):
+        rl_parser().parse_args_and_config([f"--{flag}", typed, "--per_device_train_batch_size", "6"])
+
+
+def test_a_task_that_does_not_exist_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown task 'sudku' \(the nearest is sudoku\): "):
+        load_task("sudku")
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        tools.make_parser().parse_args(["--version"])
+    (line,) = capsys.readouterr().out.splitlines()
+    names = ("d1", "torch", "transformers", "trl")
+    assert line == ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def shown(parser: Any) -> dict[str, str]:
+    """The help of each flag, on one line."""
+    parts = re.split(r"\n  (?=-)", parser.format_help())
+    return {flag: " ".join(part.split()) for part in parts for flag in re.findall(r"--\w+", part.partition("\n")[0])}
+
+
+def test_help_shows_the_default_of_every_flag_that_has_one() -> None:
+    """Switches are off, and None is explained by the flag's own text."""
+    makers: list[Any] = [sft_train.make_parser, preference.make_parser, distillation.make_parser]
+    for make in [*makers, evaluation.make_parser, rl_parser]:
+        parser = make()
+        helps = shown(parser)
+        defaults = {flag: parser.get_default(flag.removeprefix("--")) for flag in helps}
+        given = {flag: value for flag, value in defaults.items() if value not in (None, False, "", argparse.SUPPRESS)}
+        assert len(given) > 7
+        for flag, value in given.items():
+            text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            assert f"(default: {text})" in helps[flag] or re.search("by default|defaults to", helps[flag]), flag
+    assert helps["--model_path"].endswith("SFT adapter.")  # and no "(default: None)"
+    assert "(default: vrpo 0.2, vrpo-dare 0.2, elbo-kto 0.1)" in shown(preference.make_parser())["--beta"]
+    assert "(default: cosine)" in shown(preference.make_parser())["--lr_scheduler_type"]
+    assert "(default: t3d 0.1)" in shown(distillation.make_parser())["--beta"]
 
 
 def test_unknown_settings_are_named(tmp_path: Path) -> None:
@@ -262,7 +319,7 @@ def test_sft_reads_its_flags_from_a_yaml_and_the_command_line_wins(tmp_path: Pat
     ("text", "problem"),
     [
         ("nonsense: 3", "there is no such setting: nonsense "),
-        ("batch: 3", "there is no such setting: batch "),  # an abbreviation
+        ("batch: 3", "there is no such setting: batch (the nearest is batch_size)"),  # an abbreviation
         ("config: a.yaml", "there is no such setting: config "),
         ("model_name: m\nmodel_path: n", "model_name and model_path are one setting: keep one"),
         ("packing: 1", "packing must be true or false, got 1"),

@@ -50,10 +50,42 @@ def test_an_rl_card_has_its_method_and_task(tmp_path) -> None:
     card = ModelCard.load(write_card(run_of(tmp_path / "run" / "merged", settings)))
     assert card.data.base_model is None
     rows = tables(card.text)
-    assert rows["base"] == ["my-sft"]
+    assert rows["base"] == ["my-sft, a local folder, which records no model of the hub that it was made from"]
     assert rows["method"] == ["diffu-GRPO, method espo: ESPO, [arXiv 2512.03759](https://arxiv.org/abs/2512.03759)"]
     assert rows["data"] == ["gsm8k"]
     assert str(tmp_path) not in card.content
+
+
+@pytest.mark.parametrize(
+    ("file", "record"),
+    [
+        ("run.json", {"settings": {"model_name": "GSAI-ML/LLaDA-8B-Instruct"}}),
+        ("adapter_config.json", {"base_model_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}),
+        ("config.json", {"_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}),
+    ],
+)
+def test_the_card_of_a_run_from_a_local_folder_names_the_model_of_the_hub(tmp_path, file, record) -> None:
+    for folder in (first := tmp_path / "first", second := tmp_path / "second"):
+        folder.mkdir()
+    (first / file).write_text(json.dumps(record))
+    (second / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(first)}))
+    card = ModelCard.load(write_card(run_of(tmp_path / "rl", RL | {"model_path": str(second), "paper": PAPER})))
+    assert card.data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
+    assert tables(card.text)["base"] == ["second, a local folder, made from GSAI-ML/LLaDA-8B-Instruct"]
+    (first / file).write_text(json.dumps({"base_model_name_or_path": str(second)}))  # a circle ends
+    assert ModelCard.load(write_card(tmp_path / "rl")).data.base_model is None
+
+
+def test_a_relative_path_in_a_record_is_no_name_on_the_hub(tmp_path) -> None:
+    sft = tmp_path / "runs" / "sft"
+    sft.mkdir(parents=True)
+    (sft / "run.json").write_text(json.dumps({"settings": {"model_name": "runs/gone"}}))
+    settings = RL | {"model_path": str(sft), "paper": PAPER}
+    card = write_card(run_of(tmp_path / "runs" / "rl", settings))
+    assert ModelCard.load(card).data.base_model is None
+    (tmp_path / "runs" / "gone").mkdir()
+    (tmp_path / "runs" / "gone" / "config.json").write_text(json.dumps({"_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}))
+    assert ModelCard.load(write_card(card.parent)).data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
 
 
 def test_the_card_of_a_run_on_programs_says_how_they_were_judged(tmp_path) -> None:

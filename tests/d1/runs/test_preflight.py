@@ -60,7 +60,7 @@ def test_without_a_network_a_cached_model_is_read_from_the_cache(
     ("name", "problem"),
     [
         ("me/rows", "neither a local file nor a data set that the hub gives (http://127.0.0.1:9 does not answer ("),
-        ("sudokuu", "neither a local file (the closest is sudoku) nor a data set that the hub gives (http"),
+        ("sudokuu", "neither a local file (the nearest is sudoku) nor a data set that the hub gives (http"),
         ("./rows", "there is no such file"),
         ("some/folder/rows", "there is no such file"),
     ],
@@ -84,8 +84,8 @@ def test_a_task_out_of_reach_is_refused_without_retries(no_hub: Path) -> None:
 def test_a_name_gets_the_closest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pocket" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert closest("pocket/basex") == closest("./pocket/bases") == " (the closest is pocket/base)"
-    assert closest("sudoko", TASKS) == " (the closest is sudoku)"
+    assert closest("pocket/basex") == closest("./pocket/bases") == " (the nearest is pocket/base)"
+    assert closest("sudoko", TASKS) == " (the nearest is sudoku)"
     assert closest("GSAI-ML/LLaDA-8B-Instruct", TASKS) == closest("elsewhere/base") == ""
 
 
