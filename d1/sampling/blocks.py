@@ -163,7 +163,7 @@ class Sampler:
             edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
-        canvas.sums[rows] += torch.where(chosen, recorded + entropies, 0.0).sum(1)
+        canvas.sums.index_add_(0, rows, torch.where(chosen, recorded + entropies, 0.0).sum(1))
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
         if editing:  # the step's one host sync: which rows take another step
             made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
