@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ class Ahead:
     Attributes:
         kept: rollout number -> optimizer steps before it, and the folder with the weights from then.
         asked: rollout number -> what was asked for. Both are used in the first process alone.
+        behind: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
     """
 
     def __init__(self, trainer: Any, staleness: int) -> None:
@@ -53,7 +53,7 @@ class Ahead:
         self.kept: dict[int, tuple[int, Path]] = {}
         self.asked: dict[int, Asked] = {}
         self.thread = ThreadPoolExecutor(1)
-        self.at_work = False
+        self.at_work, self.behind = False, 0
 
     def weights_of(self, number: int) -> int:
         """The rollout before whose updates the weights of rollout `number` were those of the trainer."""
@@ -82,9 +82,10 @@ class Ahead:
         if prompt_ids[own] != [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]:
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
         trainer.log_metric("sampling/staleness", number - self.weights_of(number))
-        trainer.log_metric("sampling/staleness_steps", trainer.state.global_step - step)
-        columns = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
-        return Rollout(**{name: of[own].to(ids.device) for name, of in columns.items() if of is not None})
+        self.behind = trainer.state.global_step - step
+        trainer.log_metric("sampling/staleness_steps", self.behind)
+        columns = {name: of[own].to(ids.device) for name, of in vars(sampled).items() if isinstance(of, Tensor)}
+        return Rollout(**columns, sources=sampled.sources[own])
 
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""

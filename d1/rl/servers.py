@@ -217,7 +217,8 @@ class PolicyServers:
         """The rows of this process."""
         first = self.accelerator.process_index * len(ids)
         keys = [(*key, first + row) for row in range(len(ids))]
-        return Prompts(ids, mask, keys, settings, eos_token_ids or (), block_size(model.config) is not None)
+        of_model = block_size(model.config) is not None, model.config.vocab_size, self.mask_token_id
+        return Prompts(ids, mask, keys, settings, eos_token_ids or (), *of_model)
 
 
 def take_out(server: RolloutServer, error: Exception) -> None:

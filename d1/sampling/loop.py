@@ -57,6 +57,7 @@ class Rollout:
     passes: Tensor  # (rows,) forward passes that the row took part in
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
     writes: Writes | None = None  # None without editing
+    sources: tuple[str, ...] = ()  # the server that sampled each row; empty: this process
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
@@ -71,9 +72,10 @@ class Rollout:
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The rows of several rollouts in one."""
         columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        writes = columns.pop("writes")
+        writes, sources = columns.pop("writes"), tuple(chain(*columns.pop("sources")))
         columns = {name: torch.cat(values) for name, values in columns.items()}
-        return cls(**columns, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
+        joined = None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True)))
+        return cls(**columns, writes=joined, sources=sources)
 
     @property
     def edits(self) -> Tensor:
