@@ -19,9 +19,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from d1.rl.bridge import EpochSampler
+from d1.rl.servers import ServedRollout
 from d1.rl.weights_folder import WeightsFolder
 from d1.runs.checkpoints import reading
-from d1.sampling import Rollout
 from d1.serve.client import Prompts, Weights
 
 FOLDER = "rollouts_ahead"  # of a checkpoint
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
     prompt_ids: list[list[int]]
     step: int
-    result: Future[Rollout]
+    result: Future[ServedRollout]
 
 
 class Ahead:
@@ -59,7 +59,7 @@ class Ahead:
         """The rollout before whose updates the weights of rollout `number` were those of the trainer."""
         return max(0, number - self.staleness)
 
-    def take(self, ids: Tensor, mask: Tensor) -> Rollout:
+    def take(self, ids: Tensor, mask: Tensor) -> ServedRollout:
         """The trainer's current rollout, the rows of this process, whose prompts (rows, prompt) must be these; asks for
         the one that the policy's present weights are to sample.
 
@@ -84,8 +84,10 @@ class Ahead:
         trainer.log_metric("sampling/staleness", number - self.weights_of(number))
         self.behind = trainer.state.global_step - step
         trainer.log_metric("sampling/staleness_steps", self.behind)
-        columns = {name: of[own].to(ids.device) for name, of in vars(sampled).items() if isinstance(of, Tensor)}
-        return Rollout(**columns, sources=sampled.sources[own])
+        columns: dict[str, Any] = {
+            name: of[own].to(ids.device) for name, of in vars(sampled).items() if isinstance(of, Tensor)
+        }
+        return ServedRollout(**columns, sources=sampled.sources[own])
 
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
@@ -109,7 +111,7 @@ class Ahead:
         weights = Weights(servers.run, f"{servers.run}-{step}", folder)
         self.asked[number] = Asked(prompt_ids, step, self.thread.submit(self.sample, prompts, weights))
 
-    def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
+    def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
         """In the thread: the servers take the weights before they get rows."""
         self.trainer.servers.weights = weights
         return self.trainer.servers.sample(prompts)

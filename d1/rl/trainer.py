@@ -34,7 +34,7 @@ from d1.rl.rescored import check_servers
 from d1.rl.rewards import guarded
 from d1.rl.rollout_func import check_rollout_func, user_rollout
 from d1.rl.scored import SCORED, score_more
-from d1.rl.servers import servers_of
+from d1.rl.servers import ServedRollout, servers_of
 from d1.rl.state import load_rollout, save_rollout
 from d1.rl.state_rewards import compare_states
 from d1.rl.updates import (
@@ -159,7 +159,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         log_rollout(self, started, record["canvas_ids"].numel(), costs)
-        if sampled.sources and self.servers is not None:
+        if isinstance(sampled, ServedRollout) and self.servers is not None:
             with self.servers.together():
                 check_servers(self, {"prompt_ids": ids, "prompt_mask": mask} | record, sampled.sources)
         return completions, record

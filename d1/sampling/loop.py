@@ -57,7 +57,6 @@ class Rollout:
     passes: Tensor  # (rows,) forward passes that the row took part in
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
     writes: Writes | None = None  # None without editing
-    sources: tuple[str, ...] = ()  # the server that sampled each row; empty: this process
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
@@ -72,10 +71,9 @@ class Rollout:
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The rows of several rollouts in one."""
         columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        writes, sources = columns.pop("writes"), tuple(chain(*columns.pop("sources")))
+        writes = columns.pop("writes")
         columns = {name: torch.cat(values) for name, values in columns.items()}
-        joined = None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True)))
-        return cls(**columns, writes=joined, sources=sources)
+        return cls(**columns, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
 
     @property
     def edits(self) -> Tensor:

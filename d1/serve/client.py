@@ -208,7 +208,6 @@ class RolloutServer:
             entropies=columns["entropies"].float(),
             passes=columns["passes"],
             forward_tokens=columns["forward_tokens"],
-            sources=(self.url,) * len(rows),
         )
 
 

@@ -136,6 +136,26 @@ def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
         user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
 
 
+@pytest.mark.parametrize("lie", ["tokens", "logprobs"])
+def test_an_engine_that_lies_about_a_row_is_found_by_its_log_probabilities(tiny_model_dir, tmp_path, lie):
+    honest = engine("steps", "logprobs")
+
+    def lying(prompts, trainer):
+        told = honest(prompts, trainer)
+        if lie == "tokens":
+            told["completion_ids"] = [
+                [8 + (id * 7 + place) % 30 for place, id in enumerate(row)] for row in told["completion_ids"]
+            ]
+        else:
+            told["logprobs"] = [[-0.01] * len(row) for row in told["logprobs"]]
+        return told
+
+    trainer = make_method(tiny_model_dir, tmp_path, "d1", rollout_func=lying, eos_stop=False)
+    with pytest.raises(ValueError, match="rollout_func, row 0: the log-probabilities are not those of") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimators_views_depend_on_what_it_says_alone(name):
     rows, rest = left_to_right_rows(), {}

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.servers import NoServer
+from d1.sampling import SamplingSettings, rollout
+from d1.sampling.caches import CACHES
 from d1.scoring.rollouts import within_blocks
-from d1.serve.client import Prompts, Weights, reveal_steps
+from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
 from tests.commands import ROOT
 from tests.d1.serve.serving import serving
 from tests.faults import (
@@ -95,6 +99,50 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
         others = Weights("other", "other-0", tmp_path)
         with pytest.raises(ValueError, match="who else uses it"):
             trainer.servers.servers[0].sample(prompts, others)
+
+
+PARALLEL = {"sampler": "parallel", "reveal": "entropy", "reveal_level": 3.0}
+HOW = {  # of block-causal models ("blocks ...") and of others
+    "exact": {},
+    "guided": {"cfg_scale": 0.5},
+    "parallel": PARALLEL,
+    "blocks": {},
+    "blocks, parallel": PARALLEL,
+    **{name: {"sampler": "cached", "kv_cache": name} for name in CACHES},
+    "dual, parallel": {**PARALLEL, "sampler": "cached+parallel", "kv_cache": "dual"},
+}
+
+
+@pytest.fixture(scope="module")
+def served_kinds(tiny_model_dir, tiny_block_dir):
+    with serving(tiny_model_dir) as tiny, serving(tiny_block_dir) as blocks:
+        yield {False: tiny, True: blocks}
+
+
+@pytest.mark.parametrize("case", HOW)
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("lengths", [(3, 4, 9, 6, 5, 14, 9), (16, 16, 16)], ids=["padded", "equal"])
+def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, stops, lengths):
+    """Prompts differ in length, rows end early, and other rows are at work."""
+    aligned = case.startswith("blocks")
+    served, settings = served_kinds[aligned], SamplingSettings(24, 4, 12, temperature=1.0, **HOW[case])
+    model, mask_token_id, draw = served.engine.model, served.tokenizer.mask_token_id, torch.Generator().manual_seed(0)
+    ids, mask = torch.zeros(2, len(lengths), 16, dtype=torch.long)  # padded to more than the longest has
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = torch.randint(8, 40, (length,), generator=draw), 1
+    keys = [(0, 1, row) for row in range(len(lengths))]
+    ends = (*range(8, 14),) if stops else ()
+    prompts = Prompts(ids, mask, keys, settings, ends, aligned, model.config.vocab_size, mask_token_id)
+    server = RolloutServer(served.url)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"input_ids": [[5] * 3] * 2, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+        other = pool.submit(served.post, "/generate", **body)
+        found = server.sample(prompts, Weights("default", "default", ROOT))
+        assert len(other.result()) == 2
+    options = {"mask_token_id": mask_token_id, "generator": [keyed_generator(*key) for key in keys]}
+    own = rollout(model, ids, mask, settings, eos_token_ids=ends or None, **options)
+    for name in ("ids", "logps", "entropies", "reveal_steps", "passes", "forward_tokens"):
+        assert torch.equal(getattr(found, name), getattr(own, name)), name
 
 
 # What a server of rows of 8 tokens, in blocks of 4 and 4 steps, may say wrongly: the lie, and what is said of it.
