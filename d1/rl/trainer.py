@@ -103,7 +103,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
-                reward_funcs=[guarded(reward, task_name, Path(args.output_dir)) for reward in rewards],
+                reward_funcs=[guarded(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
