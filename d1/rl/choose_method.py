@@ -147,10 +147,17 @@ def try_rows(settings: Any) -> None:
 
 
 def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[ViewSettings, Views]:
-    """The settings for completions of `canvas` tokens, and the views of three of them."""
+    """The settings for completions of `canvas` tokens, and the views of three of them. Raises ValueError if these are
+    more than the estimator's row says."""
     small = replace(settings, gen_length=canvas, steps=canvas, block_length=canvas // 2)
     random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
-    return small, estimator(left_to_right_rows(canvas), random, small)
+    views, most = estimator(left_to_right_rows(canvas), random, small), estimator.views(small)
+    if views.noise.shape[1] > most:
+        raise ValueError(
+            f"gave {views.noise.shape[1]} views, but its row says at most {most}: "
+            "write Estimator(..., views=lambda settings: ...)"
+        )
+    return small, views
 
 
 def left_to_right_rows(canvas: int = CANVAS) -> SampledRows:
