@@ -118,7 +118,8 @@ def of_rl(file: Path, gpus: int, rows: int | None) -> Recipe:
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
     flags = {"model_path": args.model_path, "stage": "rl", "batch": args.per_device_train_batch_size}
     length = args.max_prompt_length + args.max_completion_length
-    flags |= {"length": length, "method": args.method, "beta": args.beta, "dtype": model.dtype or "bfloat16"}
+    flags |= {"length": length, "method": args.method, "beta": args.beta}
+    flags["dtype"] = "bfloat16" if asked.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
     flags |= {name: getattr(args, name) for name in names}
     flags |= {"steps_per_generation": args.steps_per_generation // gpus, "load_in_4bit": model.load_in_4bit}

@@ -148,7 +148,7 @@ class RolloutServer:
                 )
             if "mask_token_id" not in facts and self.problem:  # SGLang, which may have started anew
                 rows = self.ask("POST", "/generate", sglang_client.probe(mask_token_id))
-                sglang_client.check_answer(self.url, rows)
+                explained(f"{self.url}: ", sglang_client.check_answer, rows)
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
