@@ -61,6 +61,7 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     replace(NUMBER, many=True) | None: ("reward_weights",),
 }
 BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> of evaluations
+OUTPUT_DIR = "runs/rl"
 TRAINERS_BATCH = 8  # the Trainer's default
 INHERITED = {name: row for row, names in INHERITED_BY_RANGE.items() for name in names}
 Count = Annotated[int, COUNT]
@@ -193,7 +194,6 @@ class DiffuGRPOConfig(GRPOConfig):
     logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
     disable_dropout: bool = setting(True, "With dropout the first ratio would not be 1.")
     router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
-    output_dir: str | None = setting("runs/rl", "Folder of the run.")
     # The number is there after `settle_batches`.
     per_device_train_batch_size: int = setting(  # type: ignore[assignment]
         None, "Completions per device and micro-batch; unset: 8, or num_generations where 8 make no whole groups."
@@ -201,6 +201,7 @@ class DiffuGRPOConfig(GRPOConfig):
     per_device_eval_batch_size: int = setting(None, "The same in evaluations.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        self.output_dir: str | None = self.output_dir or OUTPUT_DIR
         unset, self.canvas_is_unset = self.settle_batches(), self.max_completion_length is None
         if self.max_completion_length is None:
             self.max_completion_length = CANVAS["max_completion_length"]
