@@ -55,7 +55,8 @@ def main(args: argparse.Namespace) -> None:
     ids = torch.randint(4, config.vocab_size - 1, shape, generator=keyed_generator(0))
     ids[ids == mask_token_id] = 4
     keys = [(0, 0, 0, row) for row in range(args.rows)]
-    prompts = Prompts(ids, torch.ones_like(ids), keys, settings, (), block_size(config) is not None)
+    of_model = block_size(config) is not None, config.vocab_size, mask_token_id
+    prompts = Prompts(ids, torch.ones_like(ids), keys, settings, (), *of_model)
     first: Rollout | None = None
     sys.stdout.write(
         "| server | tokens per second | passes per row | tokens as the first server |\n| --- | --- | --- | --- |\n"

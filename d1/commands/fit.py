@@ -1,15 +1,17 @@
 """python -m d1 fit --model_path X --stage rl --gpus 8: show the memory that a stage needs, and the largest batch per
-card."""
+card. python -m d1 fit --config FILE: the same for a file of SFT or RL settings, and the hours that its run takes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from d1.commands.recipes import PEAKS, UTILISATION, Recipe, hardware_of, read_recipe, time_table
 from d1.distill.methods import METHODS as DISTILLATIONS
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range
 from d1.rl.methods import METHODS
 from d1.sampling.flags import DTYPES
 
@@ -41,16 +43,23 @@ OWN = {  # flags that only these stages read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
-    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "distill", "eval"], required=True)
+    parser.add_argument("--model_path", "--model_name", help="only its config.json is read")
+    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "distill", "eval"])
+    recipe = parser.add_argument_group("a file of settings, whose values take the place of all other flags")
+    recipe.add_argument("--config", type=Path, metavar="FILE", help="yaml of SFT or RL, such as those of recipes/")
+    recipe.add_argument("--card", choices=PEAKS, help="for the hours (default: that of the file's head, or H100)")
+    recipe.add_argument("--rows", type=COUNT, help="to train on (default: those of the data set, where known)")
+    share = "share of the card's peak speed that the run reaches (default: %(default)s)"
+    recipe.add_argument("--utilisation", type=Range(0, 1, open_low=True), default=UTILISATION, help=share)
     rows = "rows per GPU, of prefer completions, two per pair (default: the stage's recipe)"
     parser.add_argument("--batch", type=COUNT, help=rows)
     parser.add_argument(
         "--length", type=COUNT, help="tokens per row, prompt and completion (default: the stage's recipe)"
     )
     parser.add_argument("--block_length", type=COUNT, default=32)
-    parser.add_argument("--gpus", type=COUNT, default=1)
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
+    parser.add_argument("--gpus", type=COUNT, help="(default: 1, or by the head of the --config file)")
+    zero = "DeepSpeed ZeRO stage (default: 0, plain DDP, or by the head of the --config file)"
+    parser.add_argument("--zero", type=int, choices=range(4), help=zero)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: train all weights (default: %(default)s)")
     targets = "attention, all-linear or names of modules (default: the stage's recipe)"
@@ -76,9 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def with_recipe(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments, with those of the stage's recipe where none were given."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    given = {"gpus": 1, "zero": 0} | {name: value for name, value in vars(args).items() if value is not None}
     found = {"load_in_4bit": args.stage == "rl" and args.lora_r > 0, **PER_STAGE[args.stage], **given}
-    rollout = {"steps_per_generation": max(1, COMPLETIONS // (found["batch"] * args.gpus))}
+    rollout = {"steps_per_generation": max(1, COMPLETIONS // (found["batch"] * found["gpus"]))}
     return argparse.Namespace(**{**vars(args), **rollout, **found})
 
 
@@ -131,7 +140,31 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     return found | {"stored": a_row * args.steps_per_generation}
 
 
+BESIDE_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")
+
+
+def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
+    """The arguments that describe the run of `--config`, and that run. Raises ValueError for flags of the file's."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, value in vars(args).items():
+        if name not in BESIDE_CONFIG and value != parser.get_default(name):
+            raise ValueError(f"--{name} {value}: with --config, {args.config} says what the run is; change it there")
+    known = hardware_of(args.config)
+    hardware: dict[str, Any] = {"gpus": 1, "zero": 0, "card": "H100"} | known
+    hardware |= {name: getattr(args, name) for name in hardware if getattr(args, name) is not None}
+    if hardware["card"] not in PEAKS:
+        raise ValueError(f"{args.config}: the speed of {hardware['card']} is not known: use --card")
+    recipe = read_recipe(args.config, hardware["gpus"], args.rows)
+    return argparse.Namespace(**{**vars(args), **hardware, **recipe.flags}), recipe
+
+
 def run(args: argparse.Namespace) -> None:
+    recipe = None
+    if args.config is not None:
+        args, recipe = with_config(args)
+    elif args.model_path is None or args.stage is None:
+        raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     args = with_recipe(args)
     from d1.models.adapters import adapter_chain
     from d1.models.fit import FitSettings, fit_table
@@ -154,8 +187,12 @@ def run(args: argparse.Namespace) -> None:
     }
     settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
     shown = {**vars(args), "beta": settings.beta}
-    hidden = {"command", "model_path", *chain(*OWN.values())} - {*OWN.get(args.stage, ())}
+    hidden = {"command", "model_path", "config", "card", "rows", "utilisation", *chain(*OWN.values())} - {
+        *OWN.get(args.stage, ())
+    }
     names = [name for name in shown if name not in hidden]
     values = {name: " ".join(map(str, value)) if isinstance(value := shown[name], list) else value for name in names}
     sys.stdout.write("Computed for " + ", ".join(f"{name} {value}" for name, value in values.items()) + "\n\n")
     sys.stdout.write(fit_table(config, settings) + "\n")
+    if recipe is not None:
+        sys.stdout.write("\n" + time_table(recipe, args) + "\n")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +19,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from d1.rl.bridge import EpochSampler
+from d1.rl.servers import ServedRollout
 from d1.rl.weights_folder import WeightsFolder
 from d1.runs.checkpoints import reading
-from d1.sampling import Rollout
 from d1.serve.client import Prompts, Weights
 
 FOLDER = "rollouts_ahead"  # of a checkpoint
@@ -33,7 +32,7 @@ class Asked(NamedTuple):
 
     prompt_ids: list[list[int]]
     step: int
-    result: Future[Rollout]
+    result: Future[ServedRollout]
 
 
 class Ahead:
@@ -42,6 +41,7 @@ class Ahead:
     Attributes:
         kept: rollout number -> optimizer steps before it, and the folder with the weights from then.
         asked: rollout number -> what was asked for. Both are used in the first process alone.
+        behind: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
     """
 
     def __init__(self, trainer: Any, staleness: int) -> None:
@@ -53,13 +53,13 @@ class Ahead:
         self.kept: dict[int, tuple[int, Path]] = {}
         self.asked: dict[int, Asked] = {}
         self.thread = ThreadPoolExecutor(1)
-        self.at_work = False
+        self.at_work, self.behind = False, 0
 
     def weights_of(self, number: int) -> int:
         """The rollout before whose updates the weights of rollout `number` were those of the trainer."""
         return max(0, number - self.staleness)
 
-    def take(self, ids: Tensor, mask: Tensor) -> Rollout:
+    def take(self, ids: Tensor, mask: Tensor) -> ServedRollout:
         """The trainer's current rollout, the rows of this process, whose prompts (rows, prompt) must be these; asks for
         the one that the policy's present weights are to sample.
 
@@ -82,9 +82,12 @@ class Ahead:
         if prompt_ids[own] != [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]:
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
         trainer.log_metric("sampling/staleness", number - self.weights_of(number))
-        trainer.log_metric("sampling/staleness_steps", trainer.state.global_step - step)
-        columns = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
-        return Rollout(**{name: of[own].to(ids.device) for name, of in columns.items() if of is not None})
+        self.behind = trainer.state.global_step - step
+        trainer.log_metric("sampling/staleness_steps", self.behind)
+        columns: dict[str, Any] = {
+            name: of[own].to(ids.device) for name, of in vars(sampled).items() if isinstance(of, Tensor)
+        }
+        return ServedRollout(**columns, sources=sampled.sources[own])
 
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
@@ -108,7 +111,7 @@ class Ahead:
         weights = Weights(servers.run, f"{servers.run}-{step}", folder)
         self.asked[number] = Asked(prompt_ids, step, self.thread.submit(self.sample, prompts, weights))
 
-    def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
+    def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
         """In the thread: the servers take the weights before they get rows."""
         self.trainer.servers.weights = weights
         return self.trainer.servers.sample(prompts)

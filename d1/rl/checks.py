@@ -15,6 +15,7 @@ from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.rl.config import DiffuGRPOConfig
 from d1.runs.record import OnResume, whole
+from d1.sampling.settings import BLOCK_LENGTH
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,30 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
         )
 
 
+def settle_canvas(args: DiffuGRPOConfig) -> None:
+    """Where nobody gave the length of the canvas, and the model has no room for the default: as many blocks as it has
+    room for after prompts of `max_prompt_length` tokens, with d1's two tokens per step."""
+    if not args.canvas_is_unset:
+        return
+    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
+    room, block = getattr(config, "max_position_embeddings", None), args.block_length or block_size(config)
+    length = int(args.max_completion_length or 0)
+    if room is None or room > length:
+        return
+    block = block or BLOCK_LENGTH
+    fits = (room - args.max_prompt_length) // block * block
+    if fits > 0:
+        args.max_completion_length = fits
+        args.diffusion_steps = (
+            max(fits // 2, fits // block) if args.diffusion_steps == length // 2 else args.diffusion_steps
+        )
+        logger.warning(
+            "max_completion_length is %d and diffusion_steps %d: after %d tokens of a prompt (max_prompt_length), the "
+            "model's %d positions have no room for the default of %d.",
+            *(fits, args.diffusion_steps, args.max_prompt_length, room, length),
+        )
+
+
 def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
     """Refuses settings that contradict the model's config, for prompts of up to `prompt` tokens.
 
@@ -98,7 +123,8 @@ def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
     args.sampling_settings(config)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has {config.vocab_size} tokens, numbered from 0")
-    check_room(config, prompt, int(args.max_completion_length or 0), ": lower --max_completion_length")
+    by_default = f" (its default is {args.max_completion_length})" if args.canvas_is_unset else ""
+    check_room(config, prompt, int(args.max_completion_length or 0), f": lower --max_completion_length{by_default}")
     return block_size(config)
 
 

@@ -26,7 +26,7 @@ from d1.rl.methods import METHODS, Method
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
 from d1.rl.rows import LossInputs
-from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
+from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings
 from d1.scoring.estimators import called
 
 # What a user's own file may define besides `METHOD`: rows of these tables.
@@ -131,14 +131,8 @@ def try_rows(settings: Any) -> None:
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
-            small = replace(settings.view_settings(), gen_length=CANVAS, steps=CANVAS, block_length=CANVAS // 2)
-            random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
-            views, most = estimator(left_to_right_rows(), random, small), estimator.views(small)
-            if views.noise.shape[1] > most:
-                raise ValueError(
-                    f"gave {views.noise.shape[1]} views, but its row says at most {most}: "
-                    "write Estimator(..., views=lambda settings: ...)"
-                )
+            small, views = tried(estimator, settings.view_settings(), CANVAS)
+            tried(estimator, settings.view_settings(), 3 * CANVAS)  # the number of views may depend on the length
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
@@ -154,16 +148,30 @@ def try_rows(settings: Any) -> None:
                 advantage(torch.linspace(-1, 1, 3 * settings.num_generations).view(3, -1))
 
 
-def left_to_right_rows() -> SampledRows:
-    """Three completions that a sampler filled from left to right; the first prompt is padded."""
-    places = torch.arange(CANVAS).repeat(len(LENGTHS), 1)
+def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[ViewSettings, Views]:
+    """The settings for completions of `canvas` tokens, and the views of three of them. Raises ValueError if these are
+    more than the estimator's row says."""
+    small = replace(settings, gen_length=canvas, steps=canvas, block_length=canvas // 2)
+    random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
+    views, most = estimator(left_to_right_rows(canvas), random, small), estimator.views(small)
+    if views.noise.shape[1] > most:
+        raise ValueError(
+            f"gave {views.noise.shape[1]} views, but its row says at most {most}: "
+            "write Estimator(..., views=lambda settings: ...)"
+        )
+    return small, views
+
+
+def left_to_right_rows(canvas: int = CANVAS) -> SampledRows:
+    """Three completions of `canvas` tokens that a sampler filled from left to right; the first prompt is padded."""
+    places = torch.arange(canvas).repeat(len(LENGTHS), 1)
     visible = torch.arange(PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
     return SampledRows(
         prompt_ids=torch.ones_like(visible, dtype=torch.long),
         attention_mask=visible.long(),
         maskable=visible,
         completion_ids=places,
-        scored=SCORED,
+        scored=torch.arange(canvas) < (LENGTHS * canvas // CANVAS).unsqueeze(1),
         reveal_steps=places,
         logps=-torch.ones(places.shape),
         entropies=torch.ones(places.shape),

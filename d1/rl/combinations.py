@@ -2,7 +2,8 @@
 
 A setting that would do nothing is refused only if its value is neither the default nor the method's own, because then
 somebody asked for it. So `--method espo --estimator one_step` is accepted, although ESPO's number of draws is not used,
-and `--method espo --estimator one_step --num_views 4` is refused.
+and `--method espo --estimator one_step --num_views 4` is refused. `state_reward` costs forward passes and rewards, so
+the method's own is refused, too, where no row reads it.
 """
 
 from __future__ import annotations
@@ -162,6 +163,13 @@ def contradictions(s: Any) -> Iterator[str]:
                 f"all of them: use --objective clipped_views --loss_type views, clipped_steps or rldf, and "
                 f"--kl {names(PENALTIES, by_view=True)}"
             )
+    reads = objective.settings is None or "state_reward" in objective.settings
+    if s.state_reward and not reads and not asked_for(s, "state_reward"):
+        able = ", ".join(name for name, row in OBJECTIVES.items() if "state_reward" in (row.settings or ()))
+        yield (
+            f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "
+            f"{s.objective} reads none of it: set --state_reward 0 or --objective {able}"
+        )
     if s.state_reward and s.num_iterations > 1 and not s.split_views:
         yield "state_reward needs one draw of views for all updates: set --split_views true or --num_iterations 1"
     if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -13,8 +14,8 @@ from trl import GRPOConfig
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import check_names, find_method, try_rows
-from d1.rl.combinations import check_choices, check_combination
-from d1.rl.methods import METHODS
+from d1.rl.combinations import asked_for, check_choices, check_combination
+from d1.rl.methods import CANVAS, METHODS
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
 from d1.rl.scored import SCORED
@@ -59,6 +60,9 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     NUMBER: ("entropy_coef", "entropy_coef_min", "entropy_coef_max"),
     replace(NUMBER, many=True) | None: ("reward_weights",),
 }
+BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> of evaluations
+OUTPUT_DIR = "runs/rl"
+TRAINERS_BATCH = 8  # the Trainer's default
 INHERITED = {name: row for row, names in INHERITED_BY_RANGE.items() for name in names}
 Count = Annotated[int, COUNT]
 OptionalCount = Annotated[int | None, COUNT | None]
@@ -172,7 +176,10 @@ class DiffuGRPOConfig(GRPOConfig):
     learning_rate: Amount = setting(3e-6, "Peak learning rate.")
     num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
     num_iterations: Count = setting(12, "mu: optimiser passes over each rollout.")
-    max_completion_length: Annotated[int | None, COUNT] = setting(256, "Length of the canvas in tokens.")
+    max_completion_length: Annotated[int | None, COUNT] = setting(
+        None,
+        f"Length of the canvas in tokens; unset: {CANVAS['max_completion_length']}, or less if a model has no room.",
+    )
     temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
     top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
     top_p: float = setting(1.0, "Sample among the most likely tokens whose probabilities add up to this.")
@@ -187,8 +194,17 @@ class DiffuGRPOConfig(GRPOConfig):
     logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
     disable_dropout: bool = setting(True, "With dropout the first ratio would not be 1.")
     router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
+    # The number is there after `settle_batches`.
+    per_device_train_batch_size: int = setting(  # type: ignore[assignment]
+        None, "Completions per device and micro-batch; unset: 8, or num_generations where 8 make no whole groups."
+    )
+    per_device_eval_batch_size: int = setting(None, "The same in evaluations.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        self.output_dir: str | None = self.output_dir or OUTPUT_DIR
+        unset, self.canvas_is_unset = self.settle_batches(), self.max_completion_length is None
+        if self.max_completion_length is None:
+            self.max_completion_length = CANVAS["max_completion_length"]
         if self.diffusion_steps is None:
             self.diffusion_steps = self.max_completion_length
         check_ranges(vars(self), INHERITED | ranges_of(type(self)))  # before TRL divides by some of them
@@ -201,6 +217,7 @@ class DiffuGRPOConfig(GRPOConfig):
                 "generation_batch_size is ambiguous: in TRL it is the completions of one rollout over all devices, in "
                 "d1 those that a device samples at once. Use steps_per_generation or rollout_batch_size."
             )
+        self.check_groups(unset)
         for part in ("", "_kwargs"):  # Transformers warns of the old names, of which TRL sets the first
             if getattr(self, f"activation_checkpointing{part}") is None:
                 setattr(self, f"activation_checkpointing{part}", getattr(self, f"gradient_checkpointing{part}"))
@@ -216,6 +233,38 @@ class DiffuGRPOConfig(GRPOConfig):
         check_choices(self)
         check_combination(self)
         try_rows(self)
+
+    def rollout_batches(self, evaluates: bool) -> int:
+        """Batches per device in a rollout, over all processes."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return processes * (1 if evaluates else self.steps_per_generation or self.gradient_accumulation_steps)
+
+    def group_size(self, evaluates: bool) -> int | None:
+        """Completions per prompt; None where nothing is evaluated."""
+        if not evaluates:
+            return self.num_generations
+        eval_strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
+        return (self.num_generations_eval or self.num_generations) if eval_strategy != "no" else None
+
+    def settle_batches(self) -> tuple[str, ...]:
+        """Sets the batch sizes that are not given, so that they make whole groups; returns their names."""
+        unset = tuple(name for name in BATCHES if getattr(self, name) is None)
+        for name in unset:
+            group = self.group_size(BATCHES[name])
+            whole = not group or not TRAINERS_BATCH * self.rollout_batches(BATCHES[name]) % group
+            setattr(self, name, TRAINERS_BATCH if whole else group)
+        return unset
+
+    def check_groups(self, unset: Sequence[str]) -> None:
+        """Raises ValueError if a rollout is no whole number of groups; `unset` are the batch sizes that nobody gave."""
+        for name, evaluates in BATCHES.items():
+            group, batches = self.group_size(evaluates), self.rollout_batches(evaluates)
+            size = getattr(self, name)
+            if name not in unset and group and size * batches % group:
+                of_group = "num_generations_eval" if evaluates and self.num_generations_eval else "num_generations"
+                default = "" if asked_for(self, of_group) else f", the default of method {self.method}"
+                times = f" x {batches} batches of a rollout" if batches > 1 else ""
+                raise ValueError(f"--{name} {size}{times} must be divisible by {of_group} {group}{default}")
 
     @property
     def reads_old_logps(self) -> bool:

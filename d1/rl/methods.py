@@ -33,7 +33,7 @@ class Method:
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
         """The method's settings: `given` overrides `scale`, and `values` override `given`. The canvas is one setting,
         because its length, steps and blocks must fit each other: if one of them is given, the others are d1's."""
-        canvas = CANVAS if CANVAS.keys() & given.keys() else {}
+        canvas = {**CANVAS, "max_completion_length": None} if CANVAS.keys() & given.keys() else {}
         return {**self.scale, **canvas, **given, **self.values}
 
 

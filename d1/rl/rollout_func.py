@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from d1.models.kinds import block_size
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
 from d1.rl.record import log_rollout
+from d1.rl.rescored import check_engine
 from d1.rl.scored import SCORED
 from d1.rl.updates import Batch, texts_of
+from d1.sampling.checks import Expected, check_ids, check_row
 from d1.scoring import ESTIMATORS
 
 TOKENS = ("prompt_ids", "completion_ids")
 RECORD = {"steps": "reveal_steps", "logprobs": "rollout_logps", "entropies": "rollout_entropies"}
 READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # of `SampledRows`
-ROUNDING = 1e-3  # by which a log-probability may be above 0, or an entropy below
+COLUMNS = {"completion_ids": "canvas_ids", **RECORD}
 
 
 def readers(args: Any) -> dict[str, list[str]]:
@@ -83,6 +84,8 @@ def user_rollout(function: Callable[[list, Any], dict[str, Any]], prompts: list,
     completions = texts_of(record["canvas_ids"], trainer.eos_token_ids)
     trainer.record = {name: column.to(trainer.accelerator.device) for name, column in record.items()}
     log_rollout(trainer, started, record["canvas_ids"].numel(), {})
+    if {"steps", "logprobs"} <= given.keys() and not trainer.weights_are_split:
+        check_engine(trainer, given, trainer.record)
     others = {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, "env_mask")}
     return {"prompt_ids": given["prompt_ids"], "completion_ids": completions, "logprobs": None} | others
 
@@ -104,58 +107,19 @@ def check_keys(given: Iterable[str], trainer: Any) -> None:
 
 def record_of(given: dict[str, Sequence[Any]], trainer: Any) -> Batch:
     """The columns (rows, canvas) of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` given."""
-    args, config, block = trainer.args, trainer.model.config, block_size(trainer.model.config)
-    length, ends = int(args.max_completion_length), torch.tensor(trainer.eos_token_ids)
-    steps = max(trainer.sampling.most_passes(filled) for filled in (range(block) if block else [None]))
-    whole = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
-    shape = len(given["completion_ids"]), length
-    record = {"canvas_ids": ends[0].repeat(shape), "reveal_steps": torch.full(shape, -1)}
+    args, config, ends = trainer.args, trainer.model.config, trainer.eos_token_ids
+    behind = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
+    whole = f"--method {args.method} reads what follows the EOS" if behind else ""
+    aligned = block_size(config) is not None
+    expected = Expected(config.vocab_size, trainer.mask_token_id, ends, trainer.sampling, aligned, by_our_rules=False)
+    shape = len(given["completion_ids"]), int(args.max_completion_length)
+    record = {"canvas_ids": torch.full(shape, ends[0]), "reveal_steps": torch.full(shape, -1)}
     record |= {column: torch.zeros(shape) for name, column in RECORD.items() if name in given and name != "steps"}
-    for row, (prompt, ids) in enumerate(zip(given["prompt_ids"], given["completion_ids"], strict=True)):
-        where = f"rollout_func, row {row}: "
+    for number, prompt in enumerate(given["prompt_ids"]):
+        where = f"rollout_func, row {number}: "
         check_ids(prompt, f"{where}prompt_ids", config.vocab_size, args.max_prompt_length, "max_prompt_length")
-        canvas = check_ids(ids, f"{where}completion_ids", config.vocab_size, length, "max_completion_length")
-        is_end = torch.isin(canvas, ends).int()
-        if (canvas == trainer.mask_token_id).any():
-            raise ValueError(f"{where}completion_ids hold the mask token, {trainer.mask_token_id}: fill the canvas")
-        if len(canvas) < length and (whole or not is_end.any()):
-            why = f"--method {args.method} reads what follows the EOS" if is_end.any() else "there is no EOS"
-            raise ValueError(f"{where}{len(canvas)} completion_ids, and {why}: return the whole canvas of {length}")
-        record["canvas_ids"][row, : len(canvas)] = canvas
-        for name in RECORD.keys() & given.keys():
-            values = numbers(given[name][row], f"{where}{name}", len(canvas))
-            if name == "steps":
-                unrevealed = (values < 0) & (is_end.cumsum(0) - is_end == 0)  # a token up to the first EOS
-                wrong = (values != values.round()) | (values < -1) | (values >= steps) | unrevealed
-                expected = f"0 to {steps - 1} (-1: filled in after the first EOS)"
-            else:
-                wrong = ~values.isfinite() | ((values if name == "logprobs" else -values) > ROUNDING)
-                expected = "a finite log-probability" if name == "logprobs" else "a finite entropy"
-            if wrong.any():
-                at = int(wrong.nonzero()[0])
-                raise ValueError(f"{where}{name}[{at}] is {values[at]:g}: expected {expected}")
-            record[RECORD[name]][row, : len(canvas)] = values.to(record[RECORD[name]].dtype)
+        row = {name: rows[number] for name, rows in given.items() if name != "prompt_ids"}
+        for name, values in check_row(where, row, len(prompt), expected, whole).items():
+            column = record[COLUMNS[name]]
+            column[number, : len(values)] = values.to(column.dtype)
     return record
-
-
-def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
-    """(count,) numbers. Raises ValueError for anything else."""
-    try:
-        tensor = torch.as_tensor(values).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}") from error
-    if tensor.dim() != 1 or tensor.dtype == torch.bool:
-        raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}")
-    if count not in (None, len(tensor)):
-        raise ValueError(f"{what} has {len(tensor)} entries for {count} completion_ids: expected one per token")
-    return tensor
-
-
-def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Tensor:
-    """Token ids as a tensor. Raises ValueError for ids outside of the vocabulary, none, or too many."""
-    tensor = numbers(ids, what)
-    if not 0 < len(tensor) <= most:
-        raise ValueError(f"{what} has {len(tensor)} ids: expected 1 to {limit} ({most})")
-    if tensor.is_floating_point() or ((tensor < 0) | (tensor >= vocabulary)).any():
-        raise ValueError(f"{what}: the model has {vocabulary} tokens, numbered from 0, got {tensor.tolist()!r:.60}")
-    return tensor

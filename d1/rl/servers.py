@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -32,7 +33,18 @@ PAUSE = 1.0  # seconds until a server that failed is asked again
 WATCH = 10.0  # seconds between questions to a server that has rows
 REMIND = 60.0  # seconds between messages while the run waits
 
-Part = tuple[Prompts, "Future[Rollout]"]
+Part = tuple[Prompts, "Future[tuple[Rollout, str]]"]  # with the address of the server that sampled it
+
+
+@dataclass(frozen=True)
+class ServedRollout(Rollout):
+    """A rollout that servers sampled.
+
+    Attributes:
+        sources: the address of the server that sampled each row.
+    """
+
+    sources: tuple[str, ...] = ()
 
 
 class NoServer(ConnectionError):
@@ -128,7 +140,7 @@ class PolicyServers:
         self.weights = None
         self.folder.remove()
 
-    def sample(self, prompts: Prompts) -> Rollout:
+    def sample(self, prompts: Prompts) -> ServedRollout:
         """The rollout of prompts by the servers that answer, with the weights of the last `publish`.
 
         Raises:
@@ -138,7 +150,7 @@ class PolicyServers:
         assert self.weights is not None
         parts = prompts.split(self.size or -(-len(prompts.ids) // len(self.servers)))
         queue: SimpleQueue[Part | None] = SimpleQueue()
-        futures: list[Future[Rollout]] = [Future() for _ in parts]
+        futures: list[Future[tuple[Rollout, str]]] = [Future() for _ in parts]
         for part in zip(parts, futures, strict=True):
             queue.put(part)
         over, held = Event(), dict[RolloutServer, Part]()
@@ -153,7 +165,9 @@ class PolicyServers:
                     future.result()
                     waited.since = None
                 waited.someone_answers()
-            return Rollout.joined([future.result() for future in futures])
+            rollouts, urls = zip(*(future.result() for future in futures), strict=True)
+            sources = (url for part, url in zip(parts, urls, strict=True) for _ in part.keys)
+            return ServedRollout(**vars(Rollout.joined(rollouts)), sources=tuple(sources))
         finally:
             over.set()
             for _ in self.servers:
@@ -180,7 +194,7 @@ class PolicyServers:
             held[server], (prompts, future) = part, part
             with contextlib.suppress(InvalidStateError):
                 try:
-                    future.set_result(server.sample(prompts, self.weights))
+                    future.set_result((server.sample(prompts, self.weights), server.url))
                 except Unavailable as error:
                     take_out(server, error)
                     if server in held:
@@ -198,7 +212,7 @@ class PolicyServers:
         key: Sequence[int],
         settings: SamplingSettings,
         eos_token_ids: Sequence[int] | None,
-    ) -> Rollout:
+    ) -> ServedRollout:
         """What `rollout` samples with the weights of `model` after so many optimizer steps, in the process that has the
         generators (*key, row)."""
         self.publish(model, step)
@@ -217,7 +231,8 @@ class PolicyServers:
         """The rows of this process."""
         first = self.accelerator.process_index * len(ids)
         keys = [(*key, first + row) for row in range(len(ids))]
-        return Prompts(ids, mask, keys, settings, eos_token_ids or (), block_size(model.config) is not None)
+        of_model = block_size(model.config) is not None, model.config.vocab_size, self.mask_token_id
+        return Prompts(ids, mask, keys, settings, eos_token_ids or (), *of_model)
 
 
 def take_out(server: RolloutServer, error: Exception) -> None:

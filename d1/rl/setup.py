@@ -16,7 +16,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.tokenizer import check_chat_template, check_mask_token
 from d1.rl.budget import StopAtCompute, is_spent
-from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts
+from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts, settle_canvas
 from d1.rl.choose_method import find_method
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.plan import idle, plan
@@ -36,6 +36,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     """RL as a `Stage` for `d1.runs.skeleton.run`."""
     check_model_settings(args, model_args)
     check_start(str(args.model_path))
+    settle_canvas(args)
     return Stage(
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},

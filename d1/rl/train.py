@@ -84,6 +84,8 @@ class Parser(TrlParser):
         if not self.groups:
             titles = dict.fromkeys([*SECTIONS.values(), *self.titles.values(), ""])
             self.groups = {title: self.add_argument_group(title or "all others") for title in titles}
+        if flags[0] == "--output_dir":
+            options["help"] = "Folder of the run (runs/rl if unset)."
         title = self.titles.get(options.get("dest", flags[0].removeprefix("--")), "")
         hidden = {} if title or self.everything else {"help": argparse.SUPPRESS}
         return self.groups[title].add_argument(*flags, **options | hidden)

@@ -30,10 +30,11 @@ from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_ma
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
 from d1.rl.record import log_rollout, recorded, sampled_logps, view_logps_as_sampled
+from d1.rl.rescored import check_servers
 from d1.rl.rewards import guarded
 from d1.rl.rollout_func import check_rollout_func, user_rollout
 from d1.rl.scored import SCORED, score_more
-from d1.rl.servers import servers_of
+from d1.rl.servers import ServedRollout, servers_of
 from d1.rl.state import load_rollout, save_rollout
 from d1.rl.state_rewards import compare_states
 from d1.rl.updates import (
@@ -102,7 +103,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
-                reward_funcs=[guarded(reward, task_name, Path(args.output_dir)) for reward in rewards],
+                reward_funcs=[guarded(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
@@ -115,6 +116,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
+        self.warned_of_scores = False
         self.servers, self.ending = servers_of(self), Ending(self)
         self.ahead = ahead_of(self)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
@@ -152,10 +154,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Samples one canvas per prompt. Returns completions up to their first EOS, and a record of the whole canvas,
         (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and `rollout_entropies`, fp32."""
         started = time.perf_counter()
-        sampled = self.sample(*self.padded(prompt_ids))
+        ids, mask = self.padded(prompt_ids)
+        sampled = self.sample(ids, mask)
         record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         log_rollout(self, started, record["canvas_ids"].numel(), costs)
+        if isinstance(sampled, ServedRollout) and self.servers is not None:
+            with self.servers.together():
+                check_servers(self, {"prompt_ids": ids, "prompt_mask": mask} | record, sampled.sources)
         return completions, record
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:

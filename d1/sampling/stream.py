@@ -106,6 +106,8 @@ class Stream:
 
     Args:
         columns: the least width of the prompts, with their padding.
+        alone: all rows enter together, with one length and, in a block-causal model, prompts that end at the same place
+            of a block. Passes are then those of `rollout` for this batch, to the bit.
     """
 
     def __init__(
@@ -117,11 +119,14 @@ class Stream:
         guided: bool,
         noise_dtype: torch.dtype = torch.float32,
         columns: int = 0,
+        alone: bool = False,
     ) -> None:
-        self.columns = columns
+        self.columns, self.alone, self.padded = columns, alone, False
         self.cache, branches = cache_of(model.config, cache), 2 if guided else 1
+        if alone:
+            self.cache = replace(self.cache, together=True)
         options = {"branches": branches, "mask_token_id": mask_token_id, "device": model.device}
-        self.passes = self.cache.passes(model, **options, masked=True, aligned=False)
+        self.passes = self.cache.passes(model, **options, masked=not alone, aligned=alone)
         self.sampler = Sampler(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)  # each row has its own
         none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.batch, self.record = Batch.of([], start_canvas(none, none, 0, 0)), blank_record(0, 0, none.device)
@@ -187,8 +192,10 @@ class Stream:
             check_learnt(config, settings)
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
-            row = Row(one.number, len(one.ids), len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
+            columns = max(self.columns, len(one.ids)) if self.alone else len(one.ids)
+            row = Row(one.number, columns, len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
             rows.append(row)
+            self.padded |= len(one.ids) < columns
         longest = max((row.length for row in rows), default=0)
         for row in rows:
             row.shift(longest - row.length - row.offset)
@@ -233,7 +240,11 @@ class Stream:
         """Steps until all rows have filled their blocks or, without a cache, until one has. Without a cache, the caller
         may stop after any step."""
         batch, live = self.batch, [*range(len(self.batch.rows))]
-        self.passes.masked = self.cache.together or any(row.prompt < batch.canvas.start for row in batch.rows)
+        if self.alone:
+            self.passes.masked |= self.padded
+        else:
+            shorter = any(row.prompt < batch.canvas.start for row in batch.rows)
+            self.passes.masked = self.cache.together or shorter
         self.passes.enter(batch.open_blocks(live), self.kept)
         for step in self.sampler.fill_blocks(batch, live, self.passes, self.cache.together):
             note(self.record, step, batch.canvas.start)

@@ -119,6 +119,7 @@ def make_app(server: Server) -> Any:
         block = getattr(config, "block_size", None)
         facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
         facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
+        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch.")}
         facts |= {"takes_broadcasts": server.receiver is not None}
         return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 

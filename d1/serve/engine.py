@@ -288,6 +288,7 @@ class Engine:
                 cache=key.cache,
                 guided=key.guided,
                 columns=key.columns,
+                alone=bool(key.own),
             )
         lane, device = self.lanes[key], self.model.device
         generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from d1.models.kinds import check_room
+from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
 from d1.sampling.settings import SamplingSettings
@@ -299,9 +299,9 @@ class Server:
                 f"{len(rows)} rows shall share a batch, and this server's --batch_size is {self.engine.batch_size}: "
                 "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
             )
-        own = uuid.uuid4().hex
+        own, size = uuid.uuid4().hex, block_size(self.engine.model.config)
         for row in rows:
-            row.own, row.columns = own, columns
+            row.own, row.columns, row.after = own, columns, len(row.ids) % size if size else 0
 
     def rows_of_openai(self, body: Completion | Chat) -> list[Row]:
         """The rows of a request in OpenAI's dialect: `n` per prompt. With a `seed` and no `rid`, equal requests draw

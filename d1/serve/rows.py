@@ -71,6 +71,7 @@ class Lane(NamedTuple):
     guided: bool
     own: str = ""  # names a batch of its own; "": all rows that have none share passes
     columns: int = 0  # the least width of its prompts, with their padding
+    after: int = 0  # of a batch of its own: tokens of its prompts in the block where they end; `rollout` groups them
 
 
 Event = Completed | Revealed | Finished | Stopped
@@ -97,9 +98,10 @@ class Row:
     watches: str = ""
     own: str = ""  # the batch of its own that the row belongs to, as in `Lane`
     columns: int = 0
+    after: int = 0  # as in `Lane`
     number: int = -1
     told: int = field(default=0, init=False)  # tokens of full blocks
 
     @property
     def lane(self) -> Lane:
-        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns)
+        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns, self.after)

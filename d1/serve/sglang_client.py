@@ -18,15 +18,15 @@ def probe(mask_token_id: int) -> dict[str, Any]:
     return {"input_ids": [prompt, prompt], "rid": [uuid.uuid4().hex, uuid.uuid4().hex], "sampling_params": params}
 
 
-def check_answer(url: str, rows: Sequence[dict[str, Any]]) -> None:
+def check_answer(where: str, rows: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError, with the command that starts a right server, unless these answers to `probe` come from SGLang
-    with the plugin."""
+    with the plugin; `where` begins the message."""
     if all("step_maps" in row["meta_info"] for row in rows):
         return
     same = ", and two samples at temperature 1 are identical" if rows[0]["output_ids"] == rows[1]["output_ids"] else ""
     raise ValueError(
-        f"{url} does not sample by d1's rules: its answers have no step_maps{same}. Install d1 into its environment "
-        f"(pip install --no-deps) and start it with: {START}"
+        f"{where}it does not sample by d1's rules: its answers have no step_maps{same}. Install d1 into its "
+        f"environment (pip install --no-deps) and start it with: {START}"
     )
 
 

@@ -17,7 +17,8 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from d1.__main__ import main, make_parser
-from d1.commands.fit import with_recipe
+from d1.commands.fit import with_config, with_recipe
+from d1.commands.recipes import hours_of
 from d1.models.fit import CARDS, total_and_active
 from d1.models.kinds import native_config
 from d1.rl.train import make_parser as rl_parser
@@ -120,6 +121,10 @@ class Recipe:
         return self.found(r"^#   (python -m d1 fit .*)$")[0]
 
     @property
+    def time(self) -> str:
+        return self.found(r"^# (Time: .*) \(d1 fit .*\)$")[0]
+
+    @property
     def launch(self) -> Any:
         """Accelerate's arguments, those of its config file included."""
         words = shlex.split(self.found(r"^#   (accelerate .*)$")[0])
@@ -190,6 +195,103 @@ def test_the_head_names_the_memory_that_fit_computes_for_the_recipe(
     main(with_recipe(make_parser().parse_args(shlex.split(recipe.fit)[3:])))
     total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", capsys.readouterr().out, re.MULTILINE)[1])
     assert recipe.memory == pytest.approx(total, rel=0.02)
+
+
+def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
+    """The flags that `d1 fit --config` finds for a recipe, and its run."""
+    return with_config(make_parser().parse_args(["fit", "--config", str(recipe.path), *words]))
+
+
+@pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
+def test_the_head_has_the_hours_that_fit_computes_from_the_file(
+    recipe: Recipe, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models)
+    args, run = of_config(recipe)
+    words = with_recipe(make_parser().parse_args(shlex.split(recipe.fit)[3:]))  # of the line about its memory
+    same = {"model_path", "stage", "batch", "length", "gpus", "zero", "dtype", "lora_r", "load_in_4bit"}
+    same |= {"lora_targets"} if args.lora_r else set()
+    same |= {"gradient_checkpointing", "edit_turns"} & vars(args).keys()
+    if recipe.stage == "rl":
+        same |= {"method", "views_at_once", "max_completion_length", "diffusion_steps", "steps_per_generation"}
+    assert {name: getattr(args, name) for name in same} == {name: getattr(words, name) for name in same}
+    assert recipe.time == hours_of(run, args)[1]
+    assert f"(d1 fit --config recipes/{recipe.path.name})" in recipe.text
+    assert args.card == recipe.found(r"^# Hardware: .* \((.+)\)$")[0]
+
+
+def test_the_hours_are_those_of_the_formula_written_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaDA-1.5 on GSM8K: 10 epochs of 467 rollouts of 96 completions, 12 updates on each, 456 tokens per row."""
+    monkeypatch.chdir(models)
+    args, run = of_config(Recipe(FOLDER / "llada-1.5-rl.yaml"), "--card", "H100", "--utilisation", "0.5")
+    hours, line = hours_of(run, args)
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 12288) + 126464 * 4096
+    rows, each = 467 * 96 * 10, 456 * (2 * weights + 4 * 32 * 4096 * 456)
+    passes = {"sampling": 128, "old log-probs": 12, "reference log-probs": 12, "updates, forward": 24}
+    passes["updates, backward"] = 12  # frozen weights need the gradient of their input alone
+    expected = {name: count * rows * each / (989e12 * 0.5 * 3600) for name, count in passes.items()}
+    assert hours == pytest.approx(expected, rel=1e-3)
+    steps = 467 * 12 * 10
+    trial = int(2 * steps / sum(expected.values())) // 12 * 12
+    assert (
+        line == f"Time: {sum(expected.values()):.0f} hours for {steps} steps; a trial of two hours: --max_steps {trial}"
+    )
+
+
+def test_the_hours_of_sft_are_those_of_the_formula_written_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """990 of s1K's rows, and all weights of a model with tied embeddings, which backward passes train, too."""
+    monkeypatch.chdir(models)
+    args, run = of_config(Recipe(FOLDER / "qwen2.5-0.5b-a2d-sft.yaml"), "--rows", "1000", "--card", "A100")
+    weights = 151936 * 896 + 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+    each = 2 * weights + 4 * 24 * 896 * 1024
+    tokens = 4 * 256 * 1024  # 999 rows fill four steps of 256
+    expected = {"forward": tokens * each, "backward": 2 * tokens * each}
+    assert run.steps == 4
+    speed = 312e12 * 0.4 * 3600
+    assert hours_of(run, args)[0] == pytest.approx({name: of / speed for name, of in expected.items()}, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_fit_of_a_file_shows_its_memory_and_its_hours(
+    name: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(models)
+    recipe = Recipe(FOLDER / f"{name}-sft.yaml")
+    main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
+    shown = capsys.readouterr().out
+    total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", shown, re.MULTILINE)[1])
+    assert recipe.memory == pytest.approx(total, rel=0.02)
+    assert shown.splitlines()[-1] == recipe.time
+
+
+def test_what_fit_cannot_read_from_a_file_is_named(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(models)
+    recipe = FOLDER / "llada-1.5-sft.yaml"
+    with pytest.raises(ValueError, match=r"--batch 3: with --config, .*llada-1.5-sft.yaml says what the run is"):
+        main(make_parser().parse_args(["fit", "--config", str(recipe), "--batch", "3"]))
+    with pytest.raises(ValueError, match="needs --model_path and --stage, or a --config file"):
+        main(make_parser().parse_args(["fit", "--gpus", "2"]))
+    own = tmp_path / "own.yaml"
+    own.write_text(recipe.read_text().replace("simplescaling/s1K", "mine.jsonl").replace("RTX 4090", "RTX 9"))
+    with pytest.raises(ValueError, match="the speed of RTX 9 is not known: use --card"):
+        main(make_parser().parse_args(["fit", "--config", str(own)]))
+    with pytest.raises(ValueError, match=r"the number of rows of mine.jsonl is not known: add --rows N"):
+        main(make_parser().parse_args(["fit", "--config", str(own), "--card", "A100"]))
+    own.write_text("[]")
+    with pytest.raises(ValueError, match="must have lines NAME: VALUE"):
+        main(make_parser().parse_args(["fit", "--config", str(own)]))
+
+
+def test_the_table_of_hours_lists_every_recipe() -> None:
+    page = (FOLDER / "README.md").read_text()
+    rows = re.findall(r"^\| \[(.+?)\]\(\1\) \| (.+) \| (\d+) \| ([\d.]+) \| `(.+)` \|$", page, re.MULTILINE)
+    found = {name: (hardware, steps, hours, trial) for name, hardware, steps, hours, trial in rows}
+    expected = {}
+    for one in map(Recipe, RECIPES):
+        gpus, card = one.found(r"^# Hardware: (\d+) .* \((.+)\)$")
+        hours, steps, trial = re.fullmatch(r"Time: (\S+) hours for (\d+) .*: (--max_steps \d+)", one.time).groups()
+        expected[one.path.name] = (f"{gpus} x {card}", steps, hours, trial)
+    assert found == expected
 
 
 def test_the_table_lists_every_recipe_and_every_model_has_one_of_each_stage() -> None:

@@ -70,7 +70,8 @@ def prompts_of(model, chosen, sizes=(5, 13, 21), length=LENGTH, ends=()):
         ids[row, width - size :] = torch.arange(size) * 7 % 30 + 8
         mask[row, width - size :] = 1
     settings = SamplingSettings(**{"gen_length": length, "block_length": BLOCK, "steps": length} | chosen)
-    return Prompts(ids, mask, [(SEED, 1, 0, row) for row in range(rows)], settings, ends, True)
+    of_model = True, model.config.vocab_size, model.config.mask_token_id
+    return Prompts(ids, mask, [(SEED, 1, 0, row) for row in range(rows)], settings, ends, *of_model)
 
 
 def expected(model, prompts):

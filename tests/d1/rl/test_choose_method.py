@@ -310,6 +310,10 @@ REFUSED = [
     ),
     ({"method": "tracerl", "kl": "k2_draws"}, "some of a row's views, but k2_draws with loss_type views needs all"),
     (
+        {"method": "egspo-sa", "objective": "clipped_views", "loss_type": "views"},
+        "state_reward 0.5 of method egspo-sa .* clipped_views reads none of it: .*--objective clipped_steps",
+    ),
+    (
         {"method": "egspo-sa", "split_views": False},
         "state_reward needs one draw of views for all updates: set --split_views",
     ),

@@ -90,7 +90,7 @@ def test_settings_that_it_cannot_serve_are_refused_at_once(tiny_model_dir, tmp_p
 
 END, MASK = 2, 3
 GOOD = {"prompt_ids": [[1, 9], [1, 8]], "completion_ids": [[9, 8, END], [7] * 8]}
-STEPS = {"steps": [[0, 0, 1], [0, 1, 2, 3] * 2]}
+STEPS = {"steps": [[0, 0, 1], [0, 1, 0, 1, 2, 3, 2, 3]]}
 MALFORMED = [
     (["no dictionary"], "returned list"),
     ({"completion_ids": GOOD["completion_ids"]}, "no prompt_ids"),
@@ -111,9 +111,11 @@ MALFORMED = [
     (GOOD | {"steps": [[0, 0, 4], STEPS["steps"][1]]}, r"row 0: steps\[2\] is 4: expected 0 to 3"),
     (GOOD | {"steps": [[0, 0.5, 1], STEPS["steps"][1]]}, r"row 0: steps\[1\] is 0.5"),
     (GOOD | {"steps": [[0, -1, 1], STEPS["steps"][1]]}, r"row 0: steps\[1\] is -1"),
+    (GOOD | {"steps": [[0, 0, 1], [0, 1, 0, 1] * 2]}, r"row 1: steps\[4\] is 0: expected 2 or more"),
     (GOOD | {"logprobs": [[-1.0, 0.5, -1.0], [-1.0] * 8]}, r"row 0: logprobs\[1\] is 0.5: expected a finite log"),
     (GOOD | {"logprobs": [[-1.0, None, -1.0], [-1.0] * 8]}, "row 0: logprobs: expected a list of numbers"),
     (GOOD | {"entropies": [[float("nan")] * 3, [1.0] * 8]}, r"row 0: entropies\[0\] is nan"),
+    (GOOD | {"entropies": [[1.0] * 3, [1.0, 9.0] * 4]}, r"row 1: entropies\[1\] is 9: expected .* 0 to log\("),
     (GOOD | {"env_mask": [[1] * 3, [1] * 8]}, "env_mask"),
 ]
 
@@ -127,11 +129,31 @@ def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
     given = user_rollout(lambda prompts, trainer: GOOD | STEPS | {"logprobs": None}, ["a", "b"], trainer)
     assert given == GOOD | {"logprobs": None}
     assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
-    assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], [0, 1, 2, 3] * 2]
+    assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     assert {*trainer.record} == {"canvas_ids", "reveal_steps"}
     replays = make_method(tiny_model_dir, tmp_path, "cj-grpo", ends=(END,))
     with pytest.raises(ValueError, match="row 0: 3 completion_ids, and --method cj-grpo reads what follows the EOS"):
         user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
+
+
+@pytest.mark.parametrize("lie", ["tokens", "logprobs"])
+def test_an_engine_that_lies_about_a_row_is_found_by_its_log_probabilities(tiny_model_dir, tmp_path, lie):
+    honest = engine("steps", "logprobs")
+
+    def lying(prompts, trainer):
+        told = honest(prompts, trainer)
+        if lie == "tokens":
+            told["completion_ids"] = [
+                [8 + (id * 7 + place) % 30 for place, id in enumerate(row)] for row in told["completion_ids"]
+            ]
+        else:
+            told["logprobs"] = [[-0.01] * len(row) for row in told["logprobs"]]
+        return told
+
+    trainer = make_method(tiny_model_dir, tmp_path, "d1", rollout_func=lying, eos_stop=False)
+    with pytest.raises(ValueError, match="rollout_func, row 0: the log-probabilities are not those of") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -41,6 +41,9 @@ TO_OLD = KL.replace("(f)", "(f, to='old')")
 ADVANTAGE = "def f(groups): {}\nMETHOD = {{'advantage': 'mine'}}\nADVANTAGES = {{'mine': Advantage(f)}}"
 VIEWS = "def f(sampled, random, settings): {}\nMETHOD = {{'estimator': 'mine'}}\nESTIMATORS = {{'mine': Estimator(f)}}"
 TWO = "noise = torch.ones(3, 2, 11, dtype=bool); weights = torch.ones(3, 2, 8); "
+GROWING = VIEWS.replace("(f)}", "(f, views=lambda settings: 2)}")
+FOURTH = "size = sampled.gen_length; noise = torch.ones(3, size // 4, 3 + size, dtype=bool); "
+FOURTH += "weights = torch.ones(3, size // 4, size); "
 ROW = "[A-Z]+\\['mine'\\]: f \\(.*mine.py, line 7\\)"
 MISTAKES = [
     (LOSS, "return None", "returned None: expected a pair"),
@@ -64,6 +67,7 @@ MISTAKES = [
     (ADVANTAGE, "return groups > 0", "expected floats"),
     (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
     (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its row says at most 1"),
+    (GROWING, FOURTH + "return Views(noise, weights)", "gave 6 views, but its row says at most 2"),
     (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),
     (VIEWS, TWO + "return Views(noise[:, :, :8], weights)", r"views.noise must be \(3, views, 11\)"),
     (VIEWS, TWO + "return Views(noise[:, 0], weights)", r"views.noise must be \(3, views, 11\), got \(3, 11\)"),

@@ -5,19 +5,36 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.servers import NoServer
+from d1.sampling import SamplingSettings, rollout
+from d1.sampling.caches import CACHES
 from d1.scoring.rollouts import within_blocks
-from d1.serve.client import Prompts, Weights, reveal_steps
+from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
 from tests.commands import ROOT
 from tests.d1.serve.serving import serving
+from tests.faults import (
+    everywhere,
+    lying_server,
+    no_lie,
+    resized,
+    with_higher_logps,
+    with_logp,
+    with_lower_entropies,
+    with_meta,
+    with_random_tokens,
+    with_short_blocks,
+    with_token,
+)
 from tests.tiny_grpo import make_method
 
 
@@ -76,11 +93,127 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
         trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", **where)
         trainer.servers.publish(trainer.model, 0)
-        prompts = Prompts(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), False)
+        of_model = False, trainer.model.config.vocab_size, trainer.mask_token_id
+        prompts = Prompts(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), *of_model)
         assert trainer.servers.sample(prompts).ids.shape == (1, 9)
         others = Weights("other", "other-0", tmp_path)
         with pytest.raises(ValueError, match="who else uses it"):
             trainer.servers.servers[0].sample(prompts, others)
+
+
+PARALLEL = {"sampler": "parallel", "reveal": "entropy", "reveal_level": 3.0}
+HOW = {  # of block-causal models ("blocks ...") and of others
+    "exact": {},
+    "guided": {"cfg_scale": 0.5},
+    "parallel": PARALLEL,
+    "blocks": {},
+    "blocks, parallel": PARALLEL,
+    **{name: {"sampler": "cached", "kv_cache": name} for name in CACHES},
+    "dual, parallel": {**PARALLEL, "sampler": "cached+parallel", "kv_cache": "dual"},
+}
+
+
+@pytest.fixture(scope="module")
+def served_kinds(tiny_model_dir, tiny_block_dir):
+    with serving(tiny_model_dir) as tiny, serving(tiny_block_dir) as blocks:
+        yield {False: tiny, True: blocks}
+
+
+@pytest.mark.parametrize("case", HOW)
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("lengths", [(3, 4, 9, 6, 5, 14, 9), (16, 16, 16)], ids=["padded", "equal"])
+def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, stops, lengths):
+    """Prompts differ in length, rows end early, and other rows are at work."""
+    aligned = case.startswith("blocks")
+    served, settings = served_kinds[aligned], SamplingSettings(24, 4, 12, temperature=1.0, **HOW[case])
+    model, mask_token_id, draw = served.engine.model, served.tokenizer.mask_token_id, torch.Generator().manual_seed(0)
+    ids, mask = torch.zeros(2, len(lengths), 16, dtype=torch.long)  # padded to more than the longest has
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = torch.randint(8, 40, (length,), generator=draw), 1
+    keys = [(0, 1, row) for row in range(len(lengths))]
+    ends = (*range(8, 14),) if stops else ()
+    prompts = Prompts(ids, mask, keys, settings, ends, aligned, model.config.vocab_size, mask_token_id)
+    server = RolloutServer(served.url)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"input_ids": [[5] * 3] * 2, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+        other = pool.submit(served.post, "/generate", **body)
+        found = server.sample(prompts, Weights("default", "default", ROOT))
+        assert len(other.result()) == 2
+    options = {"mask_token_id": mask_token_id, "generator": [keyed_generator(*key) for key in keys]}
+    own = rollout(model, ids, mask, settings, eos_token_ids=ends or None, **options)
+    for name in ("ids", "logps", "entropies", "reveal_steps", "passes", "forward_tokens"):
+        assert torch.equal(getattr(found, name), getattr(own, name)), name
+
+
+# What a server of rows of 8 tokens, in blocks of 4 and 4 steps, may say wrongly: the lie, and what is said of it.
+LIES = {
+    "another order": (lambda rows: rows[::-1], r"row 0 \(id 3-0-0\): this is the answer for id .3-0-3."),
+    "a row less": (lambda rows: rows[:-1], "answered 4 prompts with 3 rows"),
+    "no list": (lambda rows: {"rows": rows}, "answered 4 prompts with dict"),
+    "no JSON": (lambda rows: b"sorry", "answered what is no JSON: 'sorry'"),
+    "another prompt": (lambda rows: with_prompt(rows), r"row 1 .*: 3 tokens of the prompt were read, of \d\d"),
+    "a token less": (lambda rows: resized(rows, lambda of: of[:-1]), r"row 1 .*: 7 completion_ids, and .* canvas of 8"),
+    "a token more": (lambda rows: resized(rows, lambda of: [*of, of[-1]]), r"row 1 .*: completion_ids has 9 ids"),
+    "a step less": (lambda rows: cut_steps(rows), "row 1 .*: steps has 7 entries for 8 completion_ids"),
+    "a mask": (lambda rows: with_token(rows, 2, 3), "row 1 .*: completion_ids hold the mask token, 3"),
+    "no token": (lambda rows: with_token(rows, 2, 10**6), "row 1 .*: completion_ids: the model has 60 tokens"),
+    "other tokens": (lambda rows: with_meta(rows, "output_token_logprobs", 5, [-1.0, 99, None]), "row 1 .* other tok"),
+    "above 0": (lambda rows: with_logp(rows, 6, 0.5), r"row 1 .*: logprobs\[6\] is 0.5: expected a finite log-prob"),
+    "no number": (lambda rows: with_logp(rows, 6, float("nan")), r"row 1 .*: logprobs\[6\] is nan"),
+    "no entropy": (lambda rows: with_meta(rows, "output_token_entropies", 3, 99.0), r"row 1 .*: entropies\[3\] is 99"),
+    "-4": (lambda rows: with_meta(rows, "step_maps", 3, -4), r"row 1 .*: steps\[3\] is -5: expected 0 to 3"),
+    "10^6": (lambda rows: with_meta(rows, "step_maps", 6, 10**6), r"row 1 .*: steps\[6\] is 1e\+06: expected 0 to 3"),
+    "no step": (lambda rows: with_meta(rows, "step_maps", 0, 0), r"row 1 .*: steps\[0\] is -1: expected"),
+    "all at once": (
+        lambda rows: everywhere(rows, with_short_blocks),
+        r"row 0 .*: steps of block 0 reveal \[4\] tokens: expected \[2, 2\]",
+    ),
+    "a text": (lambda rows: with_meta(rows, "step_maps", 0, "one"), "row 1 .*: the answer is not of the form"),
+    "no passes": (lambda rows: with_passes(rows, 2), "row 1 .*: forward_passes is 2: expected 4 at least"),
+    "random tokens": (
+        lambda rows: everywhere(rows, with_random_tokens),
+        "row . .*: the log-probabilities are not thos",
+    ),
+    "higher": (lambda rows: everywhere(rows, with_higher_logps), "row . .*: the log-probabilities are not those of th"),
+    "lower": (lambda rows: everywhere(rows, with_lower_entropies), "row . .*: the entropies are not those of this run"),
+}
+
+
+def with_prompt(rows):
+    rows[1]["meta_info"]["prompt_tokens"] = 3
+    return rows
+
+
+def with_passes(rows, count):
+    rows[1]["meta_info"]["forward_passes"] = count
+    return rows
+
+
+def cut_steps(rows):
+    rows[1]["meta_info"]["step_maps"].pop()
+    return rows
+
+
+@pytest.fixture(scope="module")
+def lied_to(tiny_model_dir, folder):
+    """A proxy that may lie, and a trainer whose rollouts come through it."""
+    with serving(tiny_model_dir, weights_dir=folder) as served, lying_server(served.url) as liar:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [liar.url], "temperature": 1.0}
+        yield liar, make_method(tiny_model_dir, folder / "run", "d1", eos_stop=False, **where)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_each_lie_of_a_server_is_one_clear_line(lied_to, name):
+    liar, trainer = lied_to
+    lie, said = LIES[name]
+    prompts = trainer.encoded([trainer.train_dataset[0]["prompt"]] * 4)
+    liar.lie = no_lie
+    assert len(trainer.rollout(prompts)[0]) == 4
+    liar.lie = lie
+    with pytest.raises(ValueError, match=said) as caught:
+        trainer.rollout(prompts)
+    assert str(caught.value).startswith(liar.url)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

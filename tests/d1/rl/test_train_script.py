@@ -16,10 +16,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from trl import ModelConfig
 
+from d1 import __main__ as d1_main
 from d1.models import load_model
 from d1.rl import checks as grpo_checks
 from d1.rl import setup as grpo_setup
 from d1.rl import train as diffu_grpo_train
+from d1.rl.checks import check_config, settle_canvas
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.curves import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
 from d1.runs.record import Past
@@ -75,6 +77,61 @@ def test_the_defaults_are_d1s():
     }
     assert {name: getattr(args, name) for name in expected} == expected
     assert args.sampling_settings().block_length == 32
+
+
+def bare(*words):
+    """The settings of `d1 rl --model_path pocket/base --dataset sudoku` and more words."""
+    words = ["--model_path", str(ROOT / "pocket" / "base"), "--dataset", "sudoku", *words]
+    return diffu_grpo_train.make_parser().parse_args_and_config([*words, "--use_cpu", "true"])[0]
+
+
+def test_the_line_of_the_help_runs_with_defaults_that_fit_together(tmp_path):
+    """On a model whose 256 positions have no room for d1's canvas."""
+    assert "python -m d1 rl --model_path X --dataset sudoku " in d1_main.__doc__
+    assert bare().output_dir == "runs/rl"
+    words = ["rl", "--model_path", str(ROOT / "pocket" / "base"), "--dataset", "sudoku", "--max_steps", "1"]
+    words += ["--data_file", str(ROOT / "dataset" / "sudoku_train.csv"), "--report_to", "none"]
+    log = tmp_path / "log"
+    said = forks.finish(forks.start(forks.module, "d1", *words, log=log, folder=tmp_path), log)
+    assert "max_completion_length is 32 and diffusion_steps 16: after 200 tokens of a prompt" in said
+    record = json.loads((tmp_path / "runs" / "rl" / "run.json").read_text())["settings"]
+    expected = {"per_device_train_batch_size": 6, "num_generations": 6, "max_completion_length": 32}
+    assert {name: record[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "batches"),
+    [
+        ("", (6, 8)),
+        ("--num_generations 4", (8, 8)),  # as before: 8 are two groups
+        ("--gradient_accumulation_steps 3", (8, 8)),  # 24 completions per rollout
+        ("--eval_strategy steps --eval_steps 1", (6, 6)),
+        ("--eval_strategy steps --eval_steps 1 --num_generations_eval 1", (6, 8)),
+        ("--method coupled-grpo", (10, 8)),
+        ("--per_device_train_batch_size 12", (12, 8)),
+    ],
+)
+def test_batches_that_nobody_gave_make_whole_groups(words, batches):
+    args = bare(*words.split())
+    assert (args.per_device_train_batch_size, args.per_device_eval_batch_size) == batches
+
+
+def test_a_message_about_groups_names_what_was_given():
+    with pytest.raises(
+        ValueError, match=r"--per_device_train_batch_size 8 .* num_generations 6, the default of method d1$"
+    ):
+        bare("--per_device_train_batch_size", "8")
+    with pytest.raises(ValueError, match=r"--per_device_train_batch_size 8 must be divisible by num_generations 5$"):
+        bare("--per_device_train_batch_size", "8", "--num_generations", "5")
+
+
+def test_a_canvas_that_was_given_is_not_made_shorter():
+    for given in (["--max_completion_length", "256"], ["--max_completion_length", "64", "--diffusion_steps", "32"]):
+        args = bare(*given)
+        settle_canvas(args)
+        assert args.max_completion_length == int(given[1])
+    with pytest.raises(ValueError, match=r"18 tokens of text and 256 .*: lower --max_completion_length$"):
+        check_config(18, bare("--max_completion_length", "256"))
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.convert import write_weights
 from d1.sampling import SamplingSettings, rollout
-from d1.serve.client import RolloutServer, reveal_steps
+from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
 from d1.serve.sglang_client import as_ours
 from d1.serve.sglang_plugin import ANY_TOP_K, VERSION, settings_of
 from d1.serve.sglang_rules import Sampled, finish, step_of
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
 from tests.d1.conftest import MASK
+from tests.faults import no_lie, resized, with_logp, with_meta, with_token
 
 BLOCK, SEED = 4, 5
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 15]]
@@ -202,6 +203,52 @@ def test_answers_have_the_form_of_our_server():
     assert ours["output_ids"] == [9, 2, 2, 2, 2, 2]
     assert ours["meta_info"]["step_maps"] == [1, 2, 0, 0, 0, 0]
     assert (ours["meta_info"]["forward_passes"], ours["meta_info"]["forward_tokens"]) == (3, 16)
+
+
+def told_by(model, body):
+    """What SGLang answers to the body of `/generate`."""
+    params = body["sampling_params"]
+    custom, length = params["custom_params"], params["max_new_tokens"]
+    settings = SamplingSettings(**{"gen_length": length} | custom["settings"])
+    rows = [(text, settings, rid.partition(".")[0]) for text, rid in zip(body["input_ids"], body["rid"], strict=True)]
+    texts, sampled, _ = engine(model, rows, tuple(custom["eos_stop"]))
+    metas = [{"id": rid, "cached_tokens": 0, "weight_version": "v"} for rid in body["rid"]]
+    return [
+        {"output_ids": text[len(prompt) :], "meta_info": {**one.record, **meta, "prompt_tokens": len(prompt)}}
+        for text, one, meta, (prompt, *_) in zip(texts, sampled, metas, rows, strict=True)
+    ]
+
+
+LIES = [
+    (lambda rows: rows[::-1], r"row 0 \(id 1-0\..*\): this is the answer for id '1-1\."),
+    (lambda rows: resized(rows, lambda of: of[:-1]), "row 1 .*: steps.* is -1: expected|row 1 .* canvas"),
+    (lambda rows: resized(rows, lambda of: [*of, of[-1]]), "row 1 .*: completion_ids has 12 ids"),
+    (lambda rows: with_token(rows, 2, MASK), "row 1 .*: completion_ids hold the mask token"),
+    (lambda rows: with_logp(rows, 2, 0.5), r"row 1 .*: logprobs\[2\] is 0.5"),
+    (lambda rows: with_meta(rows, "step_maps", 1, -4), r"row 1 .*: steps\[1\] is -5"),
+    (lambda rows: with_meta(rows, "step_maps", 1, 10**6), r"row 1 .*: steps\[1\] is 999999"),
+]
+
+
+def test_a_lie_of_sglang_is_one_clear_line(model):
+    """The truth is a `Rollout`, equal to that of our sampler."""
+    length = length_of(PROMPTS[0])
+    settings = SamplingSettings(length, BLOCK, length, temperature=1.0)
+    ids, keys = torch.tensor([PROMPTS[0]] * 2), [(SEED, 1, 0), (SEED, 1, 1)]
+    prompts = Prompts(ids, torch.ones_like(ids), keys, settings, (), True, model.config.vocab_size, MASK)
+    server, weights, lies = RolloutServer("http://127.0.0.1:1"), Weights("v", "v", ROOT), [no_lie]
+    server.mask_token_id = MASK
+    server.ask = lambda method, path, body: lies[-1](told_by(model, body))
+    found = server.sample(prompts, weights)
+    for row in range(2):
+        own = expected(model, (PROMPTS[0], settings, f"1-{row}"))
+        assert torch.equal(found.ids[row], own.ids[0])
+        assert torch.equal(found.reveal_steps[row], own.reveal_steps[0])
+    for lie, said in LIES:
+        lies.append(lie)
+        with pytest.raises(ValueError, match=said) as caught:
+            server.sample(prompts, weights)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["sdar", "llada2_moe"])
