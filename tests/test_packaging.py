@@ -19,8 +19,8 @@ OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fast
 OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
-    ("files", "hub", "lazy", "ranges", "show", "transformers_bridge"),
-    ("sandbox",),
+    ("files", "lazy", "ranges", "show", "transformers_bridge"),
+    ("hub", "sandbox"),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),

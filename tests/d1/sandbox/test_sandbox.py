@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import multiprocessing
 import os
 import socket
 import struct
@@ -22,6 +21,7 @@ from d1.sandbox import WORKERS, Cases, Limits, SandboxError, box, passed, shares
 from d1.sandbox.box import seconds_now
 from d1.sandbox.inside import pack, unpack
 from d1.sandbox.system_calls import MACHINES, refusals
+from tests import forks
 from tests.faults import NO_PROCESS, failing_sandbox
 from tests.sandbox import skip_without_sandbox
 
@@ -567,11 +567,9 @@ def children_after_judging() -> None:
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_nothing_is_left_for_the_first_process_of_a_container_to_reap() -> None:
-    process = multiprocessing.get_context("fork").Process(target=children_after_judging)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+def test_nothing_is_left_for_the_first_process_of_a_container_to_reap(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    forks.finish(forks.start(children_after_judging, log=log, folder=tmp_path), log)
 
 
 @pytest.mark.parametrize(("name", "value"), [("seconds", 0), ("memory", 8), ("processes", 1.5), ("files", 0)])

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from d1.sandbox import SandboxError, box, shares_passed
 from d1.tasks import code
+from tests import forks
 from tests.faults import failing_sandbox
 from tests.sandbox import skip_without_sandbox
 
@@ -215,15 +215,15 @@ def test_verdicts_are_counted_kept_and_used_again(
     assert len([line for line in verdicts.read_text().splitlines() if line.endswith("]")]) == 3
 
 
+def load_with_cache(path: str, cache: str) -> None:
+    datasets.config.HF_DATASETS_CACHE = cache
+    code.load_rows("train", path)
+
+
 def test_processes_that_load_together_run_the_tests_once(tmp_path: Path, verdicts: Path) -> None:
     rows = [GOOD | {"solution": f"{SQUARE}  # {number}"} for number in range(6)]
-    given = ("train", written(tmp_path, *rows))
-    processes = [multiprocessing.get_context("fork").Process(target=code.load_rows, args=given) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    given, log = (written(tmp_path, *rows), str(verdicts.parent)), tmp_path / "log"
+    forks.finish(forks.start(load_with_cache, *given, log=log, folder=tmp_path, processes=3), log)
     assert len([line for line in verdicts.read_text().splitlines() if line]) == 6
 
 
