@@ -57,7 +57,7 @@ def hardware_of(file: Path) -> dict[str, Any]:
 
 
 def read_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
-    """The run that a yaml file of RL (it has a `model_path`) or SFT settings describes, on so many GPUs.
+    """The run that a yaml file of RL (it has a `model_path`) or SFT settings describes, on this number of GPUs.
 
     Args:
         rows: to train on; None: those of the data set, if they are known.

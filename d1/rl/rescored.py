@@ -41,7 +41,7 @@ def check_servers(trainer: Any, batch: Batch, sources: Sequence[str]) -> None:
 
 
 def check_engine(trainer: Any, given: dict[str, Sequence[Any]], record: Batch) -> None:
-    """`check_scores` of what a `rollout_func` returned. Of a canvas that is cut, the states are not known."""
+    """`check_scores` of what a `rollout_func` returned. A canvas that is cut is left out: its states are not known."""
     rows = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == record["canvas_ids"].shape[1]]
     ids, mask = trainer.padded([[*prompt] for prompt in given["prompt_ids"]])
     batch = {"prompt_ids": ids, "prompt_mask": mask} | record

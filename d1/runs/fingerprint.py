@@ -57,7 +57,7 @@ def of_rows(rows: Dataset) -> str:
 
 
 def of_file(path: str | Path) -> str:
-    """The fingerprint of a file's bytes; of an `adapter_config.json`, without the place of its base."""
+    """The fingerprint of a file's bytes. For an `adapter_config.json`, the path of its base does not count."""
     file = Path(path)
     if file.name == "adapter_config.json":
         return of_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})

@@ -77,7 +77,7 @@ def check_row(
 
 
 def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, prompt: int, expected: Expected) -> None:
-    """Raises ValueError for steps (tokens,) that no sampler takes to fill a `canvas` after so many `prompt` tokens."""
+    """Raises ValueError for steps (tokens,) that no sampler takes to fill a `canvas` after `prompt` tokens."""
     settings, by_our_rules = expected.settings, expected.by_our_rules
     schedule = settings.schedule(prompt % settings.block_length if expected.aligned else None)
     most = sum(len(counts) + settings.post_steps for counts in schedule)
@@ -105,7 +105,7 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
 
 
 def check_counts(what: str, taken: Tensor, due: Tensor, rule: str | None) -> None:
-    """Raises ValueError unless a block was filled with `due` tokens per step or, by a `rule`, with at least so many
+    """Raises ValueError unless a block was filled with `due` tokens per step or, by a `rule`, with at least that many
     until each step, and one or more in it."""
     if rule is None:
         possible = taken.tolist() == due.tolist()

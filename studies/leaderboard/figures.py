@@ -91,6 +91,6 @@ def write_names(axis: Axes, ends: dict[str, tuple[float, float, str]]) -> None:
 
 
 def apart(wanted: list[float], least: float) -> list[float]:
-    """The heights nearest to `wanted`, both ascending, of which no two are nearer than `least` (least squares)."""
+    """The heights that are nearest to `wanted` (least squares) with at least `least` between any two; both ascend."""
     steps = least * np.arange(len(wanted))
     return [*(isotonic_regression(np.array(wanted) - steps).x + steps)]
