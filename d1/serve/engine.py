@@ -200,11 +200,11 @@ class Engine:
         for key in [*self.lanes]:
             self.guarded(key, partial(self.leave, dropped=dropped))
         with self.changed:
-            new = [] if self.update else self.admitted()
-            self.rows |= {row.number: row for row in new}
-        joining: dict[Lane, list[Row]] = {key: [] for key in self.lanes}
-        for row in new:
-            joining.setdefault(row.lane, []).append(row)
+            new = {} if self.update else {row.number: row for row in self.admitted()}
+            self.rows |= new
+        joining: dict[Lane, dict[int, Row]] = {key: {} for key in self.lanes}
+        for number, row in new.items():
+            joining.setdefault(row.lane, {})[number] = row
         for key, rows in joining.items():
             self.guarded(key, partial(self.advance, new=rows))
 
@@ -280,7 +280,9 @@ class Engine:
             if not key.columns and lane.rows:
                 self.complete(lane, *lane.so_far(), cut_short=True)
 
-    def advance(self, key: Lane, new: list[Row]) -> None:
+    def advance(self, key: Lane, new: dict[int, Row]) -> None:
+        """Has `new` rows enter a lane, under the numbers that they were admitted with (a retract may have changed them
+        since), and makes a pass or, with a cache, fills a block."""
         if key not in self.lanes:
             self.lanes[key] = Stream(
                 self.model,
@@ -291,9 +293,9 @@ class Engine:
                 alone=bool(key.own),
             )
         lane, device = self.lanes[key], self.model.device
-        generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new]
-        pairs = zip(new, generators, strict=True)
-        lane.enter([Asked(row.number, row.ids, row.settings, generator, row.ends) for row, generator in pairs])
+        generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new.values()]
+        asked = zip(new.items(), generators, strict=True)
+        lane.enter([Asked(number, row.ids, row.settings, own, row.ends) for (number, row), own in asked])
         if not lane.rows:
             del self.lanes[key]
             return

@@ -83,28 +83,34 @@ def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return root
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_second_retract_in_the_turn_after_one(tiny_model_dir, monkeypatch, where):
-    """The moment between the turn's look at what was dropped and the rows' leaving."""
-    plain, times = Stream.leave, [0]
+@pytest.mark.parametrize("where", ["before", "after", "entering"])
+def test_a_second_retract_in_the_turn_after_one(tiny_model_dir, monkeypatch, caplog, where):
+    """The moments between the turn's look at what was dropped and the rows' leaving, and before new rows enter."""
+    leave, advance, times = Stream.leave, Engine.advance, [0]
     with running(tiny_model_dir) as engine:
 
-        def again() -> None:
-            times[0] += 1
-            engine.pause("retract")
-            engine.resume()
+        def again(when: str) -> None:
+            if when == where and times[0] < 6:
+                times[0] += 1
+                engine.pause("retract")
+                engine.resume()
 
-        def leave(self: Stream, dropped: Any = ()) -> Any:
-            if times[0] < 6 and len(self):
-                if where == "before":
-                    again()
-                done = plain(self, dropped)
-                if where == "after":
-                    again()
-                return done
-            return plain(self, dropped)
+        def leaving(self: Stream, dropped: Any = ()) -> Any:
+            at_work = len(self) > 0
+            if at_work:
+                again("before")
+            done = leave(self, dropped)
+            if at_work:
+                again("after")
+            return done
 
-        monkeypatch.setattr(Stream, "leave", leave)
+        def entering(self: Engine, key: Any, new: Any) -> None:
+            if new:
+                again("entering")
+            advance(self, key, new)
+
+        monkeypatch.setattr(Stream, "leave", leaving)
+        monkeypatch.setattr(Engine, "advance", entering)
         rows, events = rows_of(12)
         engine.submit(rows)
         check(engine, last_of(rows, events))
@@ -112,6 +118,7 @@ def test_a_second_retract_in_the_turn_after_one(tiny_model_dir, monkeypatch, whe
         assert not engine.rows
         assert not engine.waiting
         assert not engine.dropped
+    assert "sampling failed" not in caplog.text
 
 
 def test_an_error_of_one_row_ends_that_row_alone(tiny_model_dir):
