@@ -200,7 +200,8 @@ class Engine:
         for key in [*self.lanes]:
             self.guarded(key, partial(self.leave, dropped=dropped))
         with self.changed:
-            new = {} if self.update else {row.number: row for row in self.admitted()}
+            held = self.update is not None or self.paused  # either may have come since the look above
+            new = {} if held else {row.number: row for row in self.admitted()}
             self.rows |= new
         joining: dict[Lane, dict[int, Row]] = {key: {} for key in self.lanes}
         for number, row in new.items():

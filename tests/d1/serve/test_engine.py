@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,6 +120,33 @@ def test_a_second_retract_in_the_turn_after_one(tiny_model_dir, monkeypatch, cap
         assert not engine.waiting
         assert not engine.dropped
     assert "sampling failed" not in caplog.text
+
+
+def test_no_row_enters_once_the_engine_is_paused(tiny_model_dir, monkeypatch):
+    """A pause that comes in the middle of a turn: rows at work would refuse the weights that follow it."""
+    leave, turn, paused, turned = Stream.leave, Engine.turn, threading.Event(), threading.Event()
+    with running(tiny_model_dir) as engine:
+
+        def leaving(self: Stream, dropped: Any = ()) -> Any:
+            done = leave(self, dropped)
+            if len(self) and not paused.is_set():
+                engine.pause("retract")
+                paused.set()
+            return done
+
+        def turning(self: Engine) -> None:
+            turn(self)
+            if paused.is_set():
+                turned.set()
+
+        monkeypatch.setattr(Stream, "leave", leaving)
+        monkeypatch.setattr(Engine, "turn", turning)
+        rows, events = rows_of(2)
+        engine.submit(rows)
+        assert turned.wait(60)
+        engine.replace_model(lambda model: model, "the same").result(60)
+        engine.resume()
+        check(engine, last_of(rows, events))
 
 
 def test_an_error_of_one_row_ends_that_row_alone(tiny_model_dir):
