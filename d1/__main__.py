@@ -1,7 +1,7 @@
 """One command per tool; python -m d1 COMMAND --help lists its options.
 
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
-python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
+python -m d1 rl --model_path X --dataset sudoku --max_steps 600   # diffu-GRPO, and the other methods
 python -m d1 prefer --model_name X --train_data FILE   # VRPO and ELBO-KTO: pairs or labels
 python -m d1 distill --model_name X --train_data TASK   # dParallel, T3D, d-OPSD: fewer sampling steps
 python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
