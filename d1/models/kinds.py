@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d1.models.files import check_files, reading
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
 from d1.models.formats.llada_mixtures import (
     FROM_LLADA2,
@@ -22,6 +21,7 @@ from d1.models.formats.llada_mixtures import (
     split_projections,
 )
 from d1.models.formats.released import as_released, one_by_one, same_names
+from d1.models.json_files import check_files, reading
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,10 +25,10 @@ from transformers import (
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import PREPARED, attention_of, check_attention, check_rule
-from d1.models.files import check_index
-from d1.models.files import reading as reading_file
 from d1.models.head import narrow, take_computations
 from d1.models.hooks import align_positions, align_states, attend, keep_states
+from d1.models.json_files import check_index
+from d1.models.json_files import reading as reading_file
 from d1.models.kinds import (
     attend_both_ways,
     check_kind,

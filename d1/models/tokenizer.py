@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.files import OF_TOKENIZER, read_object, reading
+from d1.models.json_files import OF_TOKENIZER, read_object, reading
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.transformers_bridge import has_file
 

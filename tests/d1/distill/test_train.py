@@ -20,7 +20,7 @@ from d1.models import load_model
 from d1.models.finite import NotFiniteError
 from tests import forks
 from tests.commands import ROOT
-from tests.faults import edit_json, flip_bit, with_nan, write_at_the_same_time
+from tests.faults import damage_is_noticed, edit_json, with_nan, write_at_the_same_time
 
 start = partial(forks.job, ROOT / "distill" / "distill_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
@@ -156,23 +156,11 @@ def test_damage_is_noticed_and_the_last_line_names_the_folder(
     caplog.set_level("INFO")
     short = [*flags, "--method", "dparallel", "--save_steps", "1", "--max_steps"]
     run([*short, "1"], tmp_path / "run")
-    checkpoint = tmp_path / "run/job/checkpoint-1"
     assert caplog.messages[-1] == (
         f"The adapter is in {tmp_path}/run/job: python -m d1 eval --model_path {tmp_path}/run/job --dataset {task} "
         "--gen_length 8 --block_length 4 --diffusion_steps 4"
     )
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        flip_bit(file)
-        with pytest.raises(ValueError, match=rf"{file} is damaged \(its checksum"):
-            run([*short, "2", "--resume"], tmp_path / "run")
-        flip_bit(file)
-    (checkpoint / "checksums.json").unlink()
-    (checkpoint / "distill_sums.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"distill_sums.json is damaged \(.*; no earlier checkpoint is left"):
-        run([*short, "2", "--resume"], tmp_path / "run")
-    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
-        run([*short, "1", "--learning_rate", "1e39"], tmp_path / "bad")
-    assert not list((tmp_path / "bad/job").glob("**/*model.safetensors"))
+    damage_is_noticed(run, short, tmp_path, "distill_sums.json")
 
 
 def test_traces_are_sampled_once_and_the_card_says_how(

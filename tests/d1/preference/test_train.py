@@ -19,7 +19,7 @@ from d1.preference.train import main, make_parser
 from d1.runs.start import on_gpu
 from tests import forks
 from tests.commands import ROOT
-from tests.faults import flip_bit
+from tests.faults import damage_is_noticed
 
 start = partial(forks.job, ROOT / "preference" / "prefer_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]
@@ -159,20 +159,8 @@ def test_damage_is_noticed_and_the_last_line_names_the_folder(
     caplog.set_level("INFO")
     short = [*flags, "--method", "vrpo", "--save_steps", "1", "--max_steps"]
     run([*short, "1"], tmp_path / "run")
-    checkpoint = tmp_path / "run/job/checkpoint-1"
     assert caplog.messages[-1] == f"The adapter is in {tmp_path}/run/job: python -m d1 chat {tmp_path}/run/job"
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        flip_bit(file)
-        with pytest.raises(ValueError, match=rf"{file} is damaged \(its checksum"):
-            run([*short, "2", "--resume"], tmp_path / "run")
-        flip_bit(file)
-    (checkpoint / "checksums.json").unlink()
-    (checkpoint / "preference_sums.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"preference_sums.json is damaged \(.*; no earlier checkpoint is left"):
-        run([*short, "2", "--resume"], tmp_path / "run")
-    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
-        run([*short, "1", "--learning_rate", "1e39"], tmp_path / "bad")
-    assert not list((tmp_path / "bad/job").glob("**/*model.safetensors"))
+    damage_is_noticed(run, short, tmp_path, "preference_sums.json")
 
 
 def test_memory_does_not_grow_with_the_draws(flags: list[str], tmp_path: Path) -> None:
