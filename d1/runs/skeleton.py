@@ -148,15 +148,14 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
     lock, made = FileLock(folder / ".lock"), not folder.exists()
 
     def take() -> None:
-        if training.process_index == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.take()
-            except Held as holder:
-                todo = "wait until that run ends, stop it, or choose another folder"
-                raise ValueError(f"{holder} writes to {folder}: {todo}") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.take()
+        except Held as holder:
+            todo = "wait until that run ends, stop it, or choose another folder"
+            raise ValueError(f"{holder} writes to {folder}: {todo}") from None
 
-    together(take)
+    from_rank_0(take)
     try:
         yield
     finally:
