@@ -37,10 +37,10 @@ from benchmarks.random_models import MASK, SIZES, random_model, random_prompts, 
 from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head
 from d1.ranges import COUNT
+from d1.rl import batch
 from d1.rl import trainer as rl_module
-from d1.rl import updates
 from d1.rl.config import DiffuGRPOConfig
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import Rollout, rollout
 from d1.sampling.settings import SamplingSettings
 from d1.scoring import Scores, Views, score
@@ -179,7 +179,7 @@ def rl_trainer(args: Any, folder: str) -> Any:
 def train_rl(trainer: Any, way: str) -> None:
     """One rollout and its updates, sampled and scored as `WAYS[way]`."""
     sample, log_probs = WAYS[way]
-    with patch.object(rl_module, "rollout", sample), patch.object(updates, "score", log_probs):
+    with patch.object(rl_module, "rollout", sample), patch.object(batch, "score", log_probs):
         trainer.train()
 
 

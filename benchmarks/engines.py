@@ -21,9 +21,9 @@ from d1.masking import keyed_generator
 from d1.models import load_tokenizer
 from d1.models.kinds import block_size, native_config
 from d1.ranges import COUNT
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import Rollout
-from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.settings import add_sampling_flags, sampling_settings
 from d1.serve.client import FRESH, Prompts, RolloutServer, Weights
 
 

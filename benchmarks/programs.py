@@ -17,7 +17,7 @@ from itertools import count
 
 from benchmarks.machine import as_markdown, describe
 from d1.ranges import COUNT
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sandbox import WORKERS, Cases, shares_passed, working_python
 from d1.tasks.code import with_cases
 

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file
 
 from d1.rl.methods import METHODS
-from d1.runs.entry import run_script
+from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 from pocket.phases import ENVIRONMENT as ONE_THREAD
 

@@ -26,7 +26,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import end_ids
 from d1.ranges import COUNT, POSITIVE
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import SamplingSettings, rollout_stream
 
 BASE = str(Path(__file__).resolve().parents[1] / "pocket" / "base")

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, NoReturn
 
 from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, watch
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
     "sft": "d1.sft.train",
@@ -27,7 +27,7 @@ STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported onl
     "prefer": "d1.preference.train",
     "distill": "d1.distill.train",
     "eval": "d1.eval.run",
-    "parse": "d1.eval.accuracy",
+    "parse": "d1.eval.scores",
 }
 
 

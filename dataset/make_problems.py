@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from d1.runs.entry import run_script
+from d1.runs.cli import run_script
 from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
 from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
 from d1.tasks.programs import INPUTS, functions, program_of

@@ -4,7 +4,7 @@ python harness.py --model_path ../pocket/base --tasks gsm8k
 """
 
 from d1.eval.harness import main, make_parser
-from d1.runs.entry import run_script
+from d1.runs.cli import run_script
 
 if __name__ == "__main__":
     run_script("harness.py", lambda: main(make_parser().parse_args()))

@@ -1,9 +1,9 @@
-"""The table of accuracies: `d1.eval.accuracy` under d1's name.
+"""The table of accuracies: `d1.eval.scores` under d1's name.
 
 python parse_and_get_acc.py results/
 """
 
-from d1.eval.accuracy import cli, main, make_parser
+from d1.eval.scores import cli, main, make_parser
 
 __all__ = ["main", "make_parser"]
 

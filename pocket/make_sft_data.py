@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from d1.runs.entry import run_script
+from d1.runs.cli import run_script
 from pocket.answers import Draw
 from pocket.recipes import RECIPES, ROOT, Recipe
 

@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from d1.runs.fingerprint import FILES, OF_A_TOKENIZER, model_files, of_file, of_folder
-from d1.runs.output_dir import write_atomically
+from d1.files import write_atomically
+from d1.runs.record import FILES, OF_A_TOKENIZER, model_files, of_file, of_folder
 
 # One thread is fastest for models this small. glibc returns large blocks to the kernel when they are freed, which then
 # maps and clears new ones for the next tensors; the MALLOC values keep them.

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from d1.eval.accuracy import Row, compare, score_setup
 from d1.eval.files import read_setups
-from d1.rl.curves import draw
-from d1.runs.entry import run_script
+from d1.eval.scores import Row, compare, score_setup
+from d1.rl.report import draw
+from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
@@ -52,7 +52,7 @@ def demo_folder(task: str) -> Path:
 @dataclass(frozen=True)
 class Job:
     """A folder of `demo.py`: the base's folder in pocket/, the arms evaluated at both lengths, and per arm and length
-    the row of `d1.eval.accuracy` with the score of each problem."""
+    the row of `d1.eval.scores` with the score of each problem."""
 
     folder: Path
     task: str

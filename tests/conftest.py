@@ -114,7 +114,7 @@ def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def method_tables() -> Iterator[None]:
     """Removes the rows that a method file adds to the tables after each test, even if the test only reads a command."""
-    from d1.rl.choose_method import TABLES
+    from d1.rl.checks import TABLES
 
     before = {table: dict(rows) for table, rows in TABLES.items()}
     yield

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from d1.rl.rows import LossInputs
+from d1.rl.losses import LossInputs
 
 
 @dataclass

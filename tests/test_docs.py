@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from d1.lazy import module_in
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.rows import LossInputs, Objective
+from d1.rl.losses import OBJECTIVES, LossInputs, Objective
 from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings, views_of_canvas
 from tests.commands import ROOT
 from tests.tiny_grpo import make_trainer

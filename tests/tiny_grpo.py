@@ -7,10 +7,9 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
-from d1.rl.budget import StopAtCompute
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
-from d1.rl.trainer import DiffuGRPOTrainer
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute
 
 # Long enough that two random masks of one prompt are never equal by chance, each of another length.
 WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]

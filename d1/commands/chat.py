@@ -11,9 +11,8 @@ from typing import Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.models.kinds import check_room
-from d1.runs.entry import MISTAKES, one_line
-from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import SamplingSettings
+from d1.runs.cli import MISTAKES, one_line
+from d1.sampling.settings import SamplingSettings, add_model_flags, add_sampling_flags, sampling_settings
 from d1.show.film import MASK, harmless
 
 HELP = """On a terminal, /reset forgets the conversation, /exit or Ctrl-D ends the chat, and Ctrl-C stops an answer.

@@ -9,8 +9,7 @@ from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
 from d1.models.kinds import check_room, native_config
-from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags
-from d1.sampling.settings import BLOCK_LENGTH
+from d1.sampling.settings import BLOCK_LENGTH, FLAGS, add_model_flags, add_sampling_flags
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
 LEFT_OUT = ("gen_length", "kv_cache")  # the text gives the number of tokens, and there is no cache here

@@ -13,7 +13,7 @@ from d1.commands.recipes import PEAKS, UTILISATION, Recipe, hardware_of, read_re
 from d1.distill.methods import METHODS as DISTILLATIONS
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range
 from d1.rl.methods import METHODS
-from d1.sampling.flags import DTYPES
+from d1.sampling.settings import DTYPES
 
 COMPLETIONS = 96  # per optimizer step of RL, as in run.sh
 PER_STAGE: dict[
@@ -114,8 +114,7 @@ def of_distillation(args: argparse.Namespace) -> dict[str, Any]:
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
     """The fields of `FitSettings` that depend on the RL method: its views, their stored bytes, and whether it has a KL
     to a reference. The method's own values of the canvas win. Raises ValueError for settings that training refuses."""
-    from d1.rl.config import DiffuGRPOConfig
-    from d1.rl.plan import drawn_views, most_views
+    from d1.rl.config import DiffuGRPOConfig, drawn_views, most_views
     from d1.scoring import ESTIMATORS
 
     canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps", "block_length")}

@@ -22,7 +22,7 @@ def check_canvas(args: argparse.Namespace) -> None:
     `--gen_length` leaves no room for a prompt, say."""
     from d1.models.adapters import adapter_chain
     from d1.models.kinds import check_room, native_config
-    from d1.sampling.flags import sampling_settings
+    from d1.sampling.settings import sampling_settings
 
     config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
     check_room(config, 1, sampling_settings(vars(args), config).gen_length, ": lower --gen_length")

@@ -103,7 +103,7 @@ def of_rl(file: Path, gpus: int, rows: int | None) -> Recipe:
     import torch
 
     from d1.models.kinds import block_size
-    from d1.rl.plan import plan
+    from d1.rl.config import plan
     from d1.rl.train import make_parser
 
     words = ["--config", str(file), *([] if torch.cuda.is_available() else ["--use_cpu", "true"])]

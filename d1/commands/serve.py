@@ -18,7 +18,7 @@ from typing import Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
-from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL
 
 PARTING = 10  # seconds that clients have to read their answers after --drain_seconds
@@ -93,9 +93,8 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.tokenizer import check_chat_template
     from d1.serve.app import make_app
     from d1.serve.broadcast import Receiver
-    from d1.serve.engine import Engine
+    from d1.serve.engine import Engine, Loader
     from d1.serve.requests import Server
-    from d1.serve.weights import Loader
 
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")

@@ -18,8 +18,8 @@ from typing import Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
-from d1.runs.entry import OneLineParser
-from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
+from d1.runs.cli import OneLineParser
+from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.show.film import Film, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from d1.distill.methods import METHODS
 from d1.ranges import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Range
-from d1.runs.settings import setting
-from d1.runs.training_settings import TrainingSettings
+from d1.runs.cli import TrainingSettings, setting
 
 OptionalAmount = Annotated[float | None, AMOUNT | None]
 OptionalCount = Annotated[int | None, COUNT | None]

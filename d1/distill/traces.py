@@ -21,8 +21,8 @@ from d1.models.conversation import as_messages
 from d1.models.kinds import block_size
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.checkpoints import reading
-from d1.runs.fingerprint import of_rows, of_values
-from d1.runs.rows import load_rows, usable_rows
+from d1.runs.data import load_rows, usable_rows
+from d1.runs.record import of_rows, of_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.tasks import TASKS, load_task
 

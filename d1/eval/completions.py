@@ -1,36 +1,353 @@
-"""Generate the completions that an evaluation's journal lacks, with full batches, in one or several processes.
-
-In fp32 no row depends on the others in its batch: each process takes rows from the queue one by one, when its batch has
-room. In 16 bits a row's tokens sometimes depend on the other rows. So there the queue holds whole parts of the run,
-which depend neither on what is left to do nor on the number of processes. Each part has its own batches, and a part
-that was interrupted is generated again as a whole.
-"""
+"""Completions for the problems of a task: their prompts, a journal of what is done, and the sampling."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
+import hashlib
+import io
+import json
 import logging
 import os
+import random
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from tqdm import tqdm
 
-from d1.eval.journal import Journal
-from d1.eval.setup import Prompt, in_fp32, part_size
+from d1.files import FileLock, Held, write_atomically
 from d1.masking import keyed_generator
+from d1.models.adapters import adapter_chain
 from d1.models.finite import NotFiniteError
 from d1.models.fit import check_memory
-from d1.models.kinds import check_room
+from d1.models.kinds import check_room, native_config
 from d1.models.load import load_on_device, named_dtype
-from d1.models.tokenizer import end_ids
+from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
+from d1.runs.record import CONTENTS, of_file, of_model
 from d1.sampling import eos_cut, rollout_stream
-from d1.sampling.flags import sampling_settings
+from d1.sampling.settings import sampling_settings
+from d1.tasks import TASKS, few_shot_messages, shots_of
+
+# --- Setup ------------------------------------------------------------------------------------------------------------
+#
+# An evaluation's prompts, its name in files, and everything that determines its results, from its arguments.
+
+BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # the words of the tasks' prompts that ask for a boxed answer
+PART = 4  # batches per part in 16 bits if rows may end early: more of them waste less of the half-empty last one
+PIECES, PIECE = 256, 1 << 16  # of a weights file that are hashed: number, and bytes per piece
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem: its index in the split, text and ids of its prompt, and the question and answer of its row."""
+
+    index: int
+    text: str
+    ids: list[int]
+    question: str = ""
+    ground_truth: Any = None
+    sample: int = 0  # the completion's number, if a prompt gets several
+    samples: int = 1  # how many there are
+
+    @property
+    def key(self) -> int:
+        """The number of this completion in the journal."""
+        return self.index if self.samples == 1 else self.index * self.samples + self.sample
+
+
+def load_tokenizer_for(args: argparse.Namespace) -> Any:
+    """The tokenizer in the adapter's folder if there is one, else the model's."""
+    own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
+    path = args.checkpoint_path if own else args.model_path
+    return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
+
+
+def config_of(model_path: str, checkpoint_path: str) -> Any:
+    """The model's config, without reading its weights."""
+    return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
+
+
+def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:
+    """The problems to evaluate, in the order of their split, each `--num_samples` times."""
+    rows = task.load_rows(args.split, args.data_file)
+    if not len(rows):
+        raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
+    chosen: Sequence[int] = range(len(rows))
+    if args.limit is not None and args.limit < len(rows):
+        chosen = sorted(random.Random(0).sample(chosen, args.limit))
+    asked = rows.select(chosen)["question"]
+    shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
+    prompts = []
+    for index in chosen:
+        row = rows[index]
+        *before, last = row["prompt"]
+        content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
+        messages = [*shots, *before, {**last, "content": content}]
+        text = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
+        asked_for = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"])
+        prompts += [Prompt(*asked_for, sample, args.num_samples) for sample in range(args.num_samples)]
+    return prompts
+
+
+def in_fp32(args: argparse.Namespace) -> bool:
+    return named_dtype(args.dtype) == torch.float32
+
+
+def part_size(args: argparse.Namespace) -> int:
+    """Rows that a process takes from the queue at a time. In fp32 it is one row, because rows do not depend on their
+    batch. In 16 bits it is one batch, or several if rows may take different numbers of forward passes."""
+    if in_fp32(args):
+        return 1
+    may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
+    return args.batch_size * (PART if may_end_early else 1)
+
+
+def task_name(args: argparse.Namespace) -> str:
+    return args.dataset if args.dataset in TASKS else Path(args.dataset).stem
+
+
+def setup_name(args: argparse.Namespace) -> str:
+    """`{task}_{model}_{gen_length}_{steps}`, where the model has the name of its folder."""
+    path = Path(args.checkpoint_path or args.model_path)
+    within_run = path.name.startswith("checkpoint-") or path.name == "merged"
+    parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
+    parts += [args.split] * (args.split != "test") + [args.prompt_protocol] * (args.prompt_protocol != "d1")
+    parts += [f"fs{args.few_shot}"] * bool(args.few_shot) + [args.suffix] * bool(args.suffix)
+    model = re.sub(r"[^\w.-]+", "-", "_".join(parts))
+    return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
+
+
+def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
+    """Everything that determines the completions: a run resumes only if all of it agrees.
+
+    The rows are those of `prompts`. The file of a user's task counts as a whole, although it may differ only in how it
+    scores."""
+    asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
+    base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
+    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
+    sampling = sampling_settings(vars(args))
+    identity: dict[str, Any] = {
+        "weights": [weights_fingerprint(path) for path in (base, *adapters)],  # all that older records have of them
+        CONTENTS + "model_path": of_model(args.model_path, args.checkpoint_path or None),
+        "problems": len(prompts),
+        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "seed": args.seed,
+        "dtype": str(named_dtype(args.dtype)),
+        **{name: getattr(args, name) for name in (*names, "sampler", "prompt_protocol")},
+        "reveal": [sampling.cache, sampling.rule, sampling.level],
+    }
+    if sampling.edits is not None:  # runs from before there were edits resume
+        identity["editing"] = [sampling.edits, sampling.post_steps]
+    if args.dataset not in TASKS:
+        identity[CONTENTS + "dataset"] = of_file(args.dataset)
+    if args.num_samples > 1:
+        identity["num_samples"] = args.num_samples
+    if not in_fp32(args):  # these change the rounding of logits, and so sometimes a token
+        identity |= {
+            "batch_size": args.batch_size,
+            "attn_implementation": args.attn_implementation or "default",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        }
+    return identity
+
+
+def weights_fingerprint(path: str) -> str:
+    """A hash of the weights in a local folder, which changes when the model is trained again; a hub name is returned.
+
+    It hashes each file's size and `PIECES` pieces spread over the file, so files up to 16 MiB are hashed completely.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as weights:
+            for start in dict.fromkeys(i * max(size - PIECE, 0) // (PIECES - 1) for i in range(PIECES)):
+                weights.seek(start)
+                digest.update(weights.read(PIECE))
+    return digest.hexdigest()[:16]
+
+
+# --- Journal ----------------------------------------------------------------------------------------------------------
+#
+# An append-only journal, which keeps the completions of an interrupted evaluation.
+#
+# While a setup runs, `{setup}.partial/` holds `identity.json` (everything that determines the results), a lock and one
+# journal per rank: one JSON line per completion, written in a single call. A resumed run reads all journals, with any
+# number of processes. When all completions are done, they become `{setup}_0_generations.json` and the folder is
+# removed.
+#
+# All ranks share the lock; rank 0 first takes it exclusively. The system releases a lock whenever its process ends, so
+# the files of a killed run block no other run.
+
+logger = logging.getLogger("eval")
+
+ENTRY: dict[str, type | tuple[type, ...]] = {  # a line with all of these fields is a completion
+    "index": int,  # the problem's number in its split
+    "generations": str,
+    "text": str,
+    "tokens": int,
+    "forward_passes": int,
+    "seconds": (int, float),
+}
+
+
+class Journal:
+    """The partial results of one setup in `output_dir`."""
+
+    def __init__(self, output_dir: str | Path, setup: str, rank: int):
+        self.output_dir, self.setup, self.rank = Path(output_dir), setup, rank
+        self.folder = self.output_dir / f"{setup}.partial"
+        self.results = self.output_dir / f"{setup}_0_generations.json"
+        self.record = self.output_dir / f"{setup}_record.json"
+        self.lock = FileLock(self.folder / "lock")  # held until `finish` or the end of the process
+        self.lines: io.FileIO | None = None  # this rank's journal
+
+    def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
+        """Prepares the folder for `identity` (rank 0 only); returns False if the results are already complete.
+
+        Raises:
+            ValueError: there are results of another run, or another process writes this setup; nothing was changed.
+        """
+        if not overwrite and self.results.exists() and self.record.exists():
+            self.check_identity(read_object(self.record).get("identity") or {}, identity, self.record)
+            return False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.take_lock(fcntl.LOCK_EX)
+        known = self.folder / "identity.json"
+        if overwrite:
+            # The identity goes last: completions without one could be taken for those of this run.
+            for path in (self.results, self.record, *self.folder.glob("rank_*.jsonl"), known):
+                path.unlink(missing_ok=True)
+        try:
+            if self.read():  # else a run was killed before its first completion, and nothing depends on it
+                self.check_identity(read_object(known), identity, known)
+            else:
+                write_atomically(known, json.dumps(identity, indent=1))
+            self.take_lock(fcntl.LOCK_SH)
+        except (ValueError, OSError):
+            self.lock.release()
+            raise
+        return True
+
+    def take_lock(self, kind: int) -> None:
+        """Locks the setup, exclusively or shared with the other ranks of the run."""
+        try:
+            self.lock.take(kind)
+        except Held as holder:
+            raise ValueError(
+                f"{holder}, or another process of its launch, is evaluating into {self.folder}: wait until it is done, "
+                "end it, or choose another --suffix or --output_dir"
+            ) from None
+
+    def check_identity(self, known: dict[str, Any], identity: dict[str, Any], file: Path) -> None:
+        """Refuses another run than the one of `known`, which `file` holds; an older file has no fingerprints."""
+        unknown = [name for name in identity.keys() - known.keys() if name.startswith(CONTENTS)]
+        changed = [
+            f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
+            for name in known | identity
+            if known.get(name) != identity.get(name) and name not in unknown
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.output_dir} already holds {self.setup} of a different run ({'; '.join(changed)}): "
+                "choose another --suffix or --output_dir, or pass --overwrite to start again"
+            )
+        if unknown:
+            logger.warning(
+                "%s is of an older version, which did not record %s: only the weights and the prompts were compared. "
+                "If anything else of these may have changed, start again with --overwrite",
+                file,
+                ", ".join(sorted(unknown)),
+            )
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """All completions written so far, by any rank of any launch, by index; the first line of an index counts.
+
+        Lines that are not a completion (cut off by a kill, damaged) are skipped and stay in the file.
+        """
+        done: dict[int, dict[str, Any]] = {}
+        for path in sorted(self.folder.glob("rank_*.jsonl")):
+            for line in path.read_bytes().split(b"\n"):
+                if (entry := parse_entry(line)) is not None:
+                    done.setdefault(entry["index"], entry)
+        return done
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Appends one completion, with the fields of `ENTRY`, to this rank's journal in a single write."""
+        line = json.dumps(entry).encode() + b"\n"
+        try:
+            if self.lock.file is None:
+                self.take_lock(fcntl.LOCK_SH)
+            if self.lines is None:
+                self.lines = io.FileIO(self.folder / f"rank_{self.rank}.jsonl", "ab")
+                if os.fstat(self.lines.fileno()).st_size:
+                    line = b"\n" + line  # ends a line that a kill may have cut off
+            if self.lines.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.lines = None
+            raise self.stopped(error) from error
+
+    def stopped(self, error: OSError) -> OSError:
+        """The error of a run that can no longer write."""
+        return OSError(
+            f"could not write to {self.output_dir} ({error.strerror or error}): {len(self.read())} completions are "
+            f"safe in {self.folder}. Make room and start the same command again: it continues from there"
+        )
+
+    def finish(self, results: dict[str, Any], record: dict[str, Any]) -> None:
+        """Writes the results and the record, and removes the journal (rank 0, when everything is done)."""
+        try:
+            write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
+            write_atomically(self.record, json.dumps(record, indent=1, default=str))
+        except OSError as error:
+            raise self.stopped(error) from error
+        shutil.rmtree(self.folder)
+        self.lock.release()
+
+
+def parse_entry(line: bytes) -> dict[str, Any] | None:
+    """The completion in a line; None if the line is not a completion."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items())
+    return entry if whole else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of ours. Raises ValueError, with the file's name, if it holds none."""
+    try:
+        return {**json.loads(path.read_bytes())}
+    except (ValueError, TypeError, RecursionError, FileNotFoundError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or pass --overwrite to start again") from error
+
+
+# --- Completions ------------------------------------------------------------------------------------------------------
+#
+# Generate the completions that an evaluation's journal lacks, with full batches, in one or several processes.
+#
+# In fp32 no row depends on the others in its batch: each process takes rows from the queue one by one, when its batch
+# has room. In 16 bits a row's tokens sometimes depend on the other rows. So there the queue holds whole parts of the
+# run, which depend neither on what is left to do nor on the number of processes. Each part has its own batches, and a
+# part that was interrupted is generated again as a whole.
 
 logger = logging.getLogger("eval")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # scoring imports no tokenizer
-    from d1.eval.setup import Prompt
+    from d1.eval.completions import Prompt
 
 FILE_NAME = re.compile(r"(?P<setup>.+_\d+_\d+)_(?P<rank>0|[1-9]\d{0,3})_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}

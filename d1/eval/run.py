@@ -24,16 +24,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from d1.eval.accuracy import Row, as_table, score_setup
+from d1.eval.completions import Journal
 from d1.eval.files import generation_file, read_setups
-from d1.eval.journal import Journal
+from d1.eval.scores import Row, as_table, score_setup
+from d1.files import check_output_dir
 from d1.models.kinds import check_room
 from d1.ranges import COUNT, NATURAL
-from d1.runs.entry import OneLineParser, quick_imports, run_script
-from d1.runs.output_dir import check_output_dir
+from d1.runs.cli import OneLineParser, quick_imports, run_script
 from d1.runs.record import run_record
-from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import BLOCK_LENGTH
+from d1.sampling.settings import BLOCK_LENGTH, add_model_flags, add_sampling_flags, sampling_settings
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 
 logger = logging.getLogger("eval")
@@ -146,10 +145,20 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     # Only now: these imports take seconds, and `--help` does not need them.
     with quick_imports():
-        from d1.eval.completions import complete, join_processes, leave_processes, load_model_for
-        from d1.eval.setup import config_of, load_tokenizer_for, read_prompts, run_identity, setup_name, task_name
+        from d1.eval.completions import (
+            complete,
+            config_of,
+            join_processes,
+            leave_processes,
+            load_model_for,
+            load_tokenizer_for,
+            read_prompts,
+            run_identity,
+            setup_name,
+            task_name,
+        )
         from d1.models.tokenizer import check_chat_template
-        from d1.runs.fingerprint import from_rank_0
+        from d1.runs.record import from_rank_0
 
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)

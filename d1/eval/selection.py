@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from d1.eval.accuracy import Row, score_setup, user_tasks
 from d1.eval.files import read_setups
-from d1.runs.entry import OneLineParser, run_script
-from d1.runs.fingerprint import of_file, of_model
-from d1.runs.output_dir import write_atomically
+from d1.eval.scores import Row, score_setup, user_tasks
+from d1.files import write_atomically
+from d1.runs.cli import OneLineParser, run_script
+from d1.runs.record import of_file, of_model
 
 TRAINED_WITH = ("dataset", "gen_length", "block_length", "diffusion_steps", "prompt_protocol")  # eval.py's flags
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from d1.preference.methods import METHODS
 from d1.ranges import AMOUNT, COUNT, POSITIVE, Range
-from d1.runs.settings import setting
-from d1.runs.training_settings import TrainingSettings
+from d1.runs.cli import TrainingSettings, setting
 
 BOUNDS = ("counts", "espo", "elbo")  # the unbiased estimators of the any-order bound, of d1/scoring/elbo.py
 SPREADS = ("even", "independent")

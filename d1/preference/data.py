@@ -20,9 +20,8 @@ from trl import extract_prompt
 
 from d1.masking import keyed_generator
 from d1.models.conversation import as_messages, prompt_and_answer, tokenize, whole_turns
-from d1.runs.rows import tokenised, usable_rows
-from d1.runs.sampler import IGNORED as IGNORED
-from d1.runs.sampler import Slot
+from d1.runs.data import IGNORED as IGNORED
+from d1.runs.data import Slot, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 
@@ -147,7 +146,7 @@ def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -
 
 
 class PreferenceDataset(torch.utils.data.Dataset):
-    """`token_rows`, by the `Slot` of `d1.runs.sampler`: an item also has the `key` of its views' generators."""
+    """`token_rows`, by the `Slot` of `d1.runs.data`: an item also has the `key` of its views' generators."""
 
     def __init__(self, rows: Dataset, seed: int = 42) -> None:
         self.rows, self.seed = rows, seed

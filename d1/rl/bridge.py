@@ -26,10 +26,10 @@ from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_ge
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
 from d1.models import load_model
-from d1.rl.objectives import LossInputs
+from d1.rl.batch import Batch, fitted
+from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
-from d1.rl.updates import Batch, fitted
-from d1.runs.entry import silence
+from d1.runs.cli import silence
 from d1.runs.trainer import RunTrainer
 
 # Columns (rows,) of a sampled batch: the task's accuracy, which is not a reward, and the weighted sum of the rewards.

@@ -1,10 +1,10 @@
 """The published RL methods, as settings of the trainer. A method is a row here, with a few choices:
 
 - `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
-- `scored_tokens`: which of its tokens count in the loss (`d1/rl/scored.py`);
-- `objective` and its `loss_type`, the divisor (`d1/rl/objectives.py`; `trl` is TRL's own loss);
-- `kl`: the penalty that `beta` weighs (`d1/rl/penalties.py`);
-- `advantage`: how TRL's advantages are changed (`d1/rl/advantages.py`);
+- `scored_tokens`: which of its tokens count in the loss (`d1/rl/batch.py`);
+- `objective` and its `loss_type`, the divisor (`d1/rl/losses.py`; `trl` is TRL's own loss);
+- `kl`: the penalty that `beta` weighs (`d1/rl/losses.py`);
+- `advantage`: how TRL's advantages are changed (`d1/rl/losses.py`);
 - the number of updates per rollout, and the sampling temperature.
 
 `--method NAME` sets all values of the row; `docs/methods.md` gives the source of each value. Needs no torch.

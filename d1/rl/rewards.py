@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from d1.runs.entry import RunError
+from d1.runs.cli import RunError
 from d1.tasks import text_of
 
 logger = logging.getLogger(__name__)

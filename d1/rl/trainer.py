@@ -8,36 +8,32 @@ them; `loss` selects the views of the current update, scores the policy in them,
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
+import math
+import os
+import random
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import TrainerCallback
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size
-from d1.rl.ahead import ahead_of
-from d1.rl.bridge import CanvasGRPOTrainer, reference_from
-from d1.rl.budget import total_compute
-from d1.rl.checks import check_trainer
-from d1.rl.config import DiffuGRPOConfig
-from d1.rl.group_ratios import compare_groups
-from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
-from d1.rl.record import log_rollout, recorded, sampled_logps, view_logps_as_sampled
-from d1.rl.rescored import check_servers
-from d1.rl.rewards import guarded
-from d1.rl.rollout_func import check_rollout_func, user_rollout
-from d1.rl.scored import SCORED, score_more
-from d1.rl.servers import ServedRollout, servers_of
-from d1.rl.state import load_rollout, save_rollout
-from d1.rl.state_rewards import compare_states
-from d1.rl.updates import (
+from d1.rl.batch import (
+    SCORED,
     Batch,
     Everyone,
     count,
@@ -45,18 +41,378 @@ from d1.rl.updates import (
     evaluating,
     in_parts,
     keep_prompts,
+    largest_ratio,
+    log_rollout,
     loss_inputs,
+    mean_entropy,
+    peak_memory_gb,
+    prompt_masked,
+    recorded,
     reshaped,
+    rows_to_blame,
+    sampled_logps,
     sampled_rows,
+    sampling_gap,
     score_batch,
+    score_more,
     score_updates,
     texts_of,
     updates_are_alike,
+    view_logps_as_sampled,
     views_of,
 )
-from d1.rl.without_servers import Ending
-from d1.sampling import Rollout, rollout
+from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, restore_trl, rollout_buffer, trl_counters
+from d1.rl.checks import check_trainer
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.engines import (
+    NoServer,
+    ServedRollout,
+    ahead_of,
+    check_rollout_func,
+    check_servers,
+    saved,
+    servers_of,
+    user_rollout,
+)
+from d1.rl.losses import OBJECTIVES, PENALTIES, sequence_log_ratios
+from d1.rl.rewards import guarded
+from d1.runs.checkpoints import reading
+from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
+from d1.scoring.views import hidden_states
+
+# --- State rewards ----------------------------------------------------------------------------------------------------
+#
+# Advantages per state of a rollout, from the reward of the completion that the model would finish there in one pass.
+#
+# With lam = `state_reward`, a view's share of the reward is [r + lam (r - r_v)] / (1 + lam). Here r is the completion's
+# reward, and r_v the reward of the completion in which each token hidden by the view is the most likely one. The
+# advantage is this share minus its mean over the prompt's completions in the view with the same number (EGSPO-SA, arXiv
+# 2603.12554). For a block-causal model, the state of a block contains the earlier blocks in their final form.
+
+
+def compare_states(trainer: Any, batch: Batch, group: int, everyone: Everyone) -> Tensor:
+    """(rows, views) advantages of the states of all updates' views, relative to the `group` rows of each prompt."""
+    scoring = batch["view_weights"].ne(0).any(-1).any(1)
+    rewards = []
+    with trainer.sampling_model() as model, evaluating(model), trainer.accelerator.autocast():
+        for view in range(scoring.shape[1]):
+            ids, fed = finished_in_one_pass(model, batch, view, trainer.mask_token_id)
+            trainer.compute = trainer.compute + fed
+            rewards.append(trainer.rewards_of(texts_of(ids, trainer.eos_token_ids)))
+    at_states = torch.stack(rewards, dim=1).to(scoring.device)
+    return state_advantages(batch[REWARD], at_states, scoring, trainer.args.state_reward, group, everyone)
+
+
+@torch.no_grad()
+def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    """The canvas (rows, canvas) with the most likely token wherever a view hides one, and the number of tokens
+    processed."""
+    canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
+    hidden = batch["view_noise"][:, 0, view] & visible.bool()
+    clean, length = torch.cat([batch["prompt_ids"], canvas], dim=1), canvas.shape[1]
+    if "view_shown" in batch:
+        canvas = batch["view_shown"][:, 0, view]
+    shown = torch.cat([batch["prompt_ids"], canvas], dim=1)
+    options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown}
+    states = hidden_states(model, clean, hidden, visible, **options)
+    ids, *_ = predict(
+        model,
+        states[None, :, -length:],
+        [length] * len(canvas),
+        SamplingSettings(gen_length=length, block_length=length, steps=length),
+        mask_token_id=mask_token_id,
+        generator=None,
+        noise_dtype=torch.float32,
+    )
+    return torch.where(hidden[:, -length:], ids, canvas), visible.sum()
+
+
+def state_advantages(
+    rewards: Tensor, at_states: Tensor, scoring: Tensor, lam: float, group: int, everyone: Everyone
+) -> Tensor:
+    """The advantages (rows, views), 0 where a view scores nothing.
+
+    Args:
+        rewards: (rows,), of the completions.
+        at_states: (rows, views), of the completions finished in one pass. All processes have the same number of views.
+        scoring: (rows, views) bool, the views that score something.
+        group: rows per prompt.
+    """
+    mixed = (rewards.unsqueeze(1) + lam * (rewards.unsqueeze(1) - at_states)) / (1 + lam)
+    groups = everyone.gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, group))
+    centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
+    return centred[everyone.first :][: len(rewards)].nan_to_num(0.0)
+
+
+# --- Group ratios -----------------------------------------------------------------------------------------------------
+#
+# The log-ratios of all completions of a prompt, for objectives that weigh a completion against the others.
+
+
+def compare_groups(trainer: Any, model: Any) -> None:
+    """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an
+    update. The rows were shuffled, and a group may be spread over several processes."""
+    update, batches = trainer.update, rollout_buffer(trainer)
+
+    def ratios(batch: Batch) -> Tensor:
+        if update == 0 and not trainer.args.old_as_sampled:  # the policy is still the one of the old log-probs
+            return torch.zeros_like(batch["advantages"])
+        scores = trainer.scores(model, batch, views_of(batch, update))
+        return sequence_log_ratios(loss_inputs(batch, scores, update))
+
+    gather = trainer.accelerator.gather
+    with trainer.without_checkpointing(), evaluating(model):
+        everyone = gather(torch.cat([ratios(batch) for batch in batches]))
+    order = gather(torch.cat([batch["group"] for batch in batches])).argsort()
+    groups = everyone[order].view(-1, trainer.num_generations)
+    for batch in batches:
+        batch["log_ratios"] = groups[batch["group"]]
+
+
+# --- Budget -----------------------------------------------------------------------------------------------------------
+#
+# End a run when it has processed a given number of tokens, to compare methods at equal compute.
+#
+# The budget counts what `compute_tokens` logs: 1 per token of a forward pass and 2 for its backward pass
+# (`d1.scoring.views.Scores.compute`), in rollouts, scoring and updates, over all processes; evaluations do not count.
+# The count survives a resume. The learning rate is constant or linear; a linear one falls to 0 with the budget.
+
+
+def total_compute(trainer: Any) -> int:
+    """Tokens processed so far, over all processes."""
+    own = torch.as_tensor(trainer.compute, device=trainer.accelerator.device)
+    return int(trainer.accelerator.gather(own).sum())
+
+
+def is_spent(checkpoint: str | None, budget: int | None) -> bool:
+    """Whether the run had reached its budget when it wrote `checkpoint`."""
+    if checkpoint is None or budget is None:
+        return False
+    ranks = range(len([*Path(checkpoint).glob("rollout_rank*.json")]))
+    return sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in ranks) >= budget
+
+
+def saved_at(output_dir: str | Path, share: float) -> Path:
+    """The folder of the model saved at a share of the budget."""
+    return Path(output_dir) / f"at_{share:g}"
+
+
+class StopAtCompute(TrainerCallback):
+    """Saves the model at the first step that reaches each of the `shares` of the budget (`saved_at`), and ends the run
+    with a checkpoint at the first step that reaches all of it. A linear learning rate falls with the budget: a step's
+    rate depends on what was spent before it. Runs after `LoadExtra`, which restores what was spent."""
+
+    def __init__(self, trainer: Any, budget: int, shares: Sequence[float] = ()) -> None:
+        self.trainer, self.budget, self.shares = trainer, budget, shares
+        self.spent = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+        self.spent = total_compute(self.trainer)
+        if args.lr_scheduler_type.value == "linear":
+            scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
+            scheduler.lr_lambdas = [lambda step: self.unspent()] * len(scheduler.lr_lambdas)
+
+    def unspent(self) -> float:
+        """The share of the budget that is left; times the peak, it is the learning rate of the next step."""
+        return max(0.0, 1 - total_compute(self.trainer) / self.budget)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self.spent = self.spent, total_compute(self.trainer)
+        for share in self.shares:
+            if before < share * self.budget <= self.spent:  # equal on all processes; what is on a disk may not be
+                save_aside(self.trainer, saved_at(args.output_dir, share))
+        if self.spent >= self.budget:
+            control.should_log = control.should_save = control.should_training_stop = True
+
+    def last_step(self, state: Any) -> int:
+        """The step that will spend the rest of the budget, if steps cost what they have cost so far."""
+        if not self.spent:
+            return int(state.max_steps)
+        return min(math.ceil(state.global_step * self.budget / self.spent), int(state.max_steps))
+
+
+def save_aside(trainer: Any, folder: Path) -> None:
+    """Writes the model to `folder`, completely or not at all."""
+    partial = folder.with_name(f".{folder.name}")
+    trainer.save_model(str(partial))
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    trainer.accelerator.wait_for_everyone()
+
+
+# --- State ------------------------------------------------------------------------------------------------------------
+#
+# Save and restore what TRL's checkpoints leave out: the current rollout with its views, the position in the cycle of
+# updates, a synced reference, and metrics that are not logged yet. A resumed run then equals an unbroken one bit for
+# bit.
+
+REFERENCE = "reference.safetensors"
+FORMAT = 5  # of the files
+COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
+
+
+def _files(folder: Path, rank: int) -> tuple[Path, Path]:
+    return folder / f"rollout_rank{rank}.safetensors", folder / f"rollout_rank{rank}.json"
+
+
+def save_rollout(trainer: Any, folder: Path) -> None:
+    """Writes this rank's buffered micro-batches and counters into the checkpoint `folder`."""
+    tensors_file, counters_file = _files(folder, trainer.accelerator.process_index)
+    batches = rollout_buffer(trainer)
+    # Micro-batches are views of one rollout and safetensors refuses shared storage, hence the clones.
+    tensors = {
+        f"{index}.{key}": value.detach().cpu().clone().contiguous()
+        for index, batch in enumerate(batches)
+        for key, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+    save_file(tensors, tensors_file)
+    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums(), **trl_counters(trainer)}
+    counters |= {"processes": trainer.accelerator.num_processes, "compute": int(trainer.compute)}
+    counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
+    if trainer.args.sync_ref_model and trainer.args.should_save:
+        reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}
+        save_file(reference, folder / REFERENCE)
+    if trainer.ahead is not None:
+        trainer.ahead.save(folder)
+
+
+def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
+
+
+def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """The counters of one process in a checkpoint. Raises ValueError if the file is missing or damaged."""
+    file = _files(folder, rank)[1]
+    with reading(file):
+        counters = json.loads(file.read_text())
+        if not isinstance(counters, dict) or "step" not in counters:
+            raise ValueError("not the counters of a run")
+        if missing := COUNTERS - counters.keys() if counters.get("format") == FORMAT else ():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
+        return counters
+
+
+def check_rollout(folder: Path, args: Any) -> None:
+    """Raises ValueError for a checkpoint whose rollout is incomplete or that a run of `args` cannot continue."""
+    counters = read_counters(folder)
+    if counters.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} was written by another version, which stores rollouts in another format: finish the run with "
+            "that version, or start a new run from its weights (--model_path, another --output_dir)"
+        )
+    processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
+    if processes != args.world_size:
+        raise ValueError(
+            f"{folder} was written by {processes} processes, and a rollout in progress cannot continue with "
+            f"{args.world_size}: start the run with {processes}"
+        )
+    for rank in range(processes):
+        file, batches = _files(folder, rank)[0], read_counters(folder, rank)["batches"]
+        with reading(file), safe_open(file, "pt") as tensors:
+            names = {*tensors.keys()}
+            columns = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
+            if wrong := names ^ {f"{index}.{column}" for index in range(batches) for column in columns}:
+                raise ValueError(f"{batches} micro-batches of a rollout have other tensors: {min(wrong)}")
+    if args.rollout_staleness:
+        saved(folder)
+    if args.sync_ref_model:
+        with reading(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
+            pass
+
+
+def load_rollout(trainer: Any, folder: Path) -> None:
+    """Puts back what `save_rollout` wrote. Raises ValueError as `check_rollout` does, or for a damaged file."""
+    check_rollout(folder, trainer.args)
+    rank = trainer.accelerator.process_index
+    tensors_file, counters_file = _files(folder, rank)
+    counters = read_counters(folder, rank)
+    batches: list[Batch] = [{} for _ in range(counters["batches"])]
+    with reading(tensors_file):
+        for name, value in load_file(tensors_file).items():
+            index, column = name.split(".", 1)
+            batches[int(index)][column] = value.to(trainer.accelerator.device)
+    with reading(counters_file):
+        trainer.set_loss_sums(counters["losses"])
+        trainer.compute = counters["compute"]
+        restore_trl(trainer, batches, counters)
+    if trainer.args.sync_ref_model:
+        with reading(folder / REFERENCE):
+            reference = load_file(folder / REFERENCE)
+            for name, value in reference_weights(trainer):
+                value.data.copy_(reference[name])
+    if trainer.ahead is not None:
+        trainer.ahead.load(folder)
+
+
+# --- Without servers --------------------------------------------------------------------------------------------------
+#
+# How a run ends that has lost all of its rollout servers: with a checkpoint that continues it to the same bits.
+
+
+class Ending(TrainerCallback):
+    """Saves the state before the optimizer step that needed a server, and removes the weights written for servers."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.step = trainer, -1
+        trainer.add_callback(self)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps what the first micro-batches of a step change, if there are servers."""
+        trainer = self.trainer
+        if trainer.servers is None:
+            return
+        self.step, self.compute = trainer.state.global_step, trainer.compute
+        self.tokens = trainer.state.num_input_tokens_seen
+        self.batches, self.counters = rollout_buffer(trainer), copy.deepcopy(trl_counters(trainer))
+        settings = trainer.args
+        updates = settings.steps_per_generation * settings.num_iterations
+        inside = updates % settings.gradient_accumulation_steps != 0  # rollouts begin in the middle of a step
+        self.losses = trainer.loss_sums() if inside else None
+        # TRL shuffles a rollout's rows.
+        self.random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around `train`. Raises NoServer with the checkpoint's name."""
+        trainer = self.trainer
+        try:
+            yield
+        except NoServer as error:
+            step = trainer.state.global_step
+            if not step:
+                raise
+            checkpoint = Path(str(trainer.args.output_dir)) / f"checkpoint-{step}"
+            if not checkpoint.exists():
+                self.rewind()
+                trainer.save_now()
+            raise NoServer(f"{error}. The run is saved in {checkpoint}: continue it with --resume") from error
+        finally:
+            if trainer.ahead is not None:
+                trainer.ahead.close()
+            if trainer.servers is not None:
+                trainer.servers.close()
+
+    def rewind(self) -> None:
+        """Goes back to the start of the step, unless the step was done and its evaluation lacked the server."""
+        trainer = self.trainer
+        if self.step != trainer.state.global_step:
+            return
+        trainer.compute, trainer.state.num_input_tokens_seen = self.compute, self.tokens
+        restore_trl(trainer, self.batches, self.counters)
+        if self.losses is not None:
+            trainer.set_loss_sums(self.losses)
+        own, numpys, torchs = self.random
+        random.setstate(own)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+
+
+# --- Trainer ----------------------------------------------------------------------------------------------------------
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
@@ -72,7 +428,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
         task_name: the task's name in the error message when a reward raises an error.
 
-        rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/rollout_func.py`).
+        rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/engines.py`).
 
     The remaining arguments are TRL's. Tools and environments are refused.
     """

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from d1.runs.output_dir import write_atomically
+from d1.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from d1.models.adapters import save_learnt
 from d1.runs.checkpoints import check_sums, reading, staged_checkpoint
-from d1.runs.sampler import GlobalBatchSampler
+from d1.runs.data import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
 

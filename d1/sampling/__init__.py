@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from d1.lazy import lazily
 
 if TYPE_CHECKING:
-    from d1.sampling.blocks import Step as Step
-    from d1.sampling.canvas import eos_cut as eos_cut
     from d1.sampling.infill import fill as fill
     from d1.sampling.infill import fill_steps as fill_steps
     from d1.sampling.loop import Rollout as Rollout
+    from d1.sampling.loop import Step as Step
+    from d1.sampling.loop import eos_cut as eos_cut
     from d1.sampling.loop import generate as generate
     from d1.sampling.loop import rollout as rollout
     from d1.sampling.loop import rollout_steps as rollout_steps
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 HOMES = {
     "Rollout": "loop",
     "SamplingSettings": "settings",
-    "Step": "blocks",
-    "eos_cut": "canvas",
+    "Step": "loop",
+    "eos_cut": "loop",
     "fill": "infill",
     "fill_steps": "infill",
     "generate": "loop",

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from d1.models.attention import count_positions, require_prepared
 from d1.models.kinds import block_size
-from d1.sampling.blocks import Sampler, Step
 from d1.sampling.caches import NO_CACHE
-from d1.sampling.canvas import Batch, Canvas, Row
-from d1.sampling.loop import Rollout, check_generator, recorded
+from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, check_generator, recorded
 from d1.sampling.predict import Generators
 from d1.sampling.reveal import schedule_of
 from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings

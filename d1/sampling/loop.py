@@ -1,27 +1,431 @@
-"""The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
-
-A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
-predicts every masked token of the current block, and some of the predictions are kept. The loop is in `blocks.py`. Each
-part of a step has its own file: the model's states (`passes.py`, `caches.py`), the predicted tokens (`predict.py`), and
-the choice of those that are kept (`reveal.py`).
-"""
+"""The reverse process, from a canvas of masks to a completion: canvas, blocks, steps."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from d1.models.attention import require_prepared
-from d1.sampling.blocks import Sampler, Step, check_sampler, tokens_inside
-from d1.sampling.caches import cache_of
-from d1.sampling.canvas import Batch, Row, start_canvas
-from d1.sampling.predict import Generators
+from d1.models.attention import attention_of, require_prepared
+from d1.models.finite import NotFiniteError, why_not_finite
+from d1.models.kinds import attention_name, block_size, is_encoder, windowed
+from d1.sampling.caches import Cache, cache_of
+from d1.sampling.passes import Passes, Place
+from d1.sampling.predict import Generators, predict, uniform
+from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
+
+# --- Canvas -----------------------------------------------------------------------------------------------------------
+#
+# The text that is being filled, the progress of each row, and the EOS stop, which decides which rows leave.
+
+
+def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, including: bool = True) -> Tensor:
+    """(rows, tokens) bool: true before each row's first EOS and, if `including`, at it; all true without an EOS."""
+    is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device))
+    return is_eos.cumsum(-1) - is_eos.long() * including == 0
+
+
+@dataclass
+class Canvas:
+    """The rows of a text that is being filled."""
+
+    ids: Tensor  # (rows, length), with the mask token where a token is hidden
+    visible: Tensor  # (rows, length), 1 at real tokens
+    given: Tensor  # (rows, length) bool, the real tokens that were there at the start
+    places: Tensor  # (rows, n) the columns to fill: block after block, each from left to right
+    passes: Tensor  # (rows,), as in `Rollout`
+    forward_tokens: Tensor  # (rows,), as in `Rollout`
+    # (rows,) fp32, the sum of the log-probs and entropies of all that was written: not finite once one of them was not.
+    sums: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
+        passes, forward_tokens = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
+        return cls(ids, visible, given, places, passes, forward_tokens, torch.zeros(len(ids), device=ids.device))
+
+    @property
+    def start(self) -> int:
+        """The column after the prompt, if all columns after the prompt are to be filled."""
+        return self.ids.shape[1] - self.places.shape[1]
+
+
+def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
+    """The canvas of a completion: mask tokens after the prompt."""
+    (rows, width), device = prompt_ids.shape, prompt_ids.device
+    real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
+    return Canvas.of(
+        ids=torch.cat([prompt_ids, masks], dim=1),
+        visible=torch.cat([real, torch.ones_like(masks)], dim=1),
+        given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
+        places=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
+    )
+
+
+@dataclass
+class Row:
+    """The progress of one row."""
+
+    number: int  # the place of its prompt in the stream
+    prompt: int  # columns before the completion that passes process: the prompt's tokens, with or without padding
+    inside: int  # of these, the columns from a start of a block of a block-causal model to the completion
+    schedule: list[list[int]]  # tokens revealed in each step of each block
+    generator: Generator | None = None  # its own; None if it draws nothing or draws from the generator of the batch
+    block: int = -1  # current block and step, from 0
+    step: int = 0
+    filled: int = 0  # tokens of the completion before the block
+    left: int = 0  # tokens that the next pass predicts: those that the block hides, or with editing all; 0: it is done
+    hides: int = 0  # with editing, tokens that the block still hides
+    post: int = 0  # with editing, passes since it hid none
+    # In a stream whose rows differ:
+    settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
+    ends: tuple[int, ...] = ()  # of the EOS stop
+    offset: int = 0  # columns of the longest completion that this shorter one leaves to its prompt, which ends later
+
+    @property
+    def length(self) -> int:
+        """Tokens of the completion."""
+        return sum(map(sum, self.schedule))
+
+    def shift(self, columns: int) -> None:
+        """Continues on a canvas whose longest completion has so many more columns."""
+        self.offset, self.filled = self.offset + columns, self.filled + columns
+        self.prompt, self.inside = self.prompt - columns, self.inside - columns
+
+    @property
+    def size(self) -> int:
+        return sum(self.schedule[self.block])
+
+    @property
+    def later(self) -> int:
+        """How many tokens of the block the schedule leaves to the steps after the next."""
+        return sum(self.schedule[self.block][self.step + 1 :])
+
+    @property
+    def is_whole(self) -> bool:
+        return self.left == 0 and self.block == len(self.schedule) - 1
+
+    def open_block(self) -> None:
+        """Begin the next block."""
+        self.filled += self.size if self.block >= 0 else 0
+        self.block, self.step = self.block + 1, 0
+        self.left = self.hides = self.size
+        self.post = 0
+
+    def edited(self, hides: int, edits: int, post_steps: int) -> int:
+        """What is `left` with editing after a pass that made so many `edits` and left so many tokens hidden: nothing
+        after a pass over a full block without edits, or after `post_steps` of them."""
+        had_masks, self.hides = self.hides > 0, hides
+        self.post += not had_masks
+        settled = not had_masks and not edits
+        return 0 if not hides and (settled or self.post >= post_steps) else self.size
+
+
+@dataclass
+class Batch:
+    """The rows at work, their canvas, the places (rows, longest block) that are still hidden in their blocks, and the
+    generator of rows that have none of their own."""
+
+    rows: list[Row]
+    canvas: Canvas
+    hidden: Tensor
+    generator: Generator | None = None
+
+    @classmethod
+    def of(cls, rows: list[Row], canvas: Canvas, generator: Generators = None) -> Batch:
+        """A batch of new rows; if `generator` is a list, each row gets its own from it."""
+        if isinstance(generator, Sequence):
+            for row, own in zip(rows, generator, strict=True):
+                row.generator = own
+        longest = max((sum(block) for row in rows for block in row.schedule), default=0)
+        hidden = torch.zeros(len(rows), longest, dtype=torch.bool, device=canvas.ids.device)
+        return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator)
+
+    def upload(self, numbers: Any) -> Tensor:
+        """Copy whole numbers to the device, without waiting for it."""
+        return torch.tensor(numbers, dtype=torch.long).to(self.hidden.device, non_blocking=True)
+
+    def generators(self, rows: list[int]) -> Generators:
+        """Those of these rows, or that of the batch where they have none."""
+        own = [self.rows[row].generator for row in rows]
+        each = [generator for generator in own if generator is not None]
+        return each if len(each) == len(own) else self.generator
+
+    def open_blocks(self, live: list[int]) -> list[Place]:
+        """Begin the next block of each row of `live` whose block is full, and return the places of all their blocks."""
+        opened = [row for row in live if self.rows[row].left == 0]
+        for row in opened:
+            self.rows[row].open_block()
+        sizes = self.upload([self.rows[row].size for row in opened]).unsqueeze(1)
+        self.hidden[self.upload(opened)] = torch.arange(self.hidden.shape[1], device=sizes.device) < sizes
+        start, places = self.canvas.start, []
+        for state in (self.rows[row] for row in live):
+            first = start + state.filled
+            places.append(Place(first, first + state.size, start - state.prompt, start - state.inside))
+        return places
+
+    def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
+        """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
+        done = [row for row in live if self.rows[row].is_whole]
+        between = [row for row in live if self.rows[row].left == 0 and not self.rows[row].is_whole]
+        if not ends or not between:
+            return done
+        rows, end_ids = self.upload(between), self.upload(ends)
+        filled = self.upload([self.rows[row].filled + self.rows[row].size for row in between]).unsqueeze(1)
+        firsts = self.upload([self.rows[row].offset for row in between]).unsqueeze(1)
+        completions = self.canvas.ids[:, self.canvas.start :]
+        own = completions[rows]
+        places = torch.arange(own.shape[1], device=own.device)
+        hidden = places >= filled
+        ended = (torch.isin(own, end_ids) & ~hidden & (places >= firsts)).any(1)
+        completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
+        over = ended.tolist()  # the block's one host sync
+        return sorted([*done, *(row for row, ends_here in zip(between, over, strict=True) if ends_here)])
+
+
+# --- Blocks -----------------------------------------------------------------------------------------------------------
+#
+# The loop of the reverse process: fill mask tokens block after block, with one forward pass per step.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass did to the n rows that took part in it."""
+
+    rows: Tensor  # (n,) which rows of the batch
+    numbers: Tensor  # (n,) how many earlier passes each of these rows took part in
+    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones.
+    # With editing, all columns of the block.
+    revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked column or as an edit
+    ids: Tensor  # (n, k) the predictions; log-probs and entropies are those of `Rollout`
+    logps: Tensor  # (n, k)
+    entropies: Tensor  # (n, k)
+    canvas: Tensor  # (rows, length) ids after this pass; later passes change this tensor and the next two in place
+    passes: Tensor  # (rows,) so far, as in `Rollout`
+    forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
+    most_writes: int = 1  # `SamplingSettings.most_writes`
+
+
+def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
+    """Raise ValueError if the settings do not suit the kind of model."""
+    kind, size = config.model_type, block_size(config)
+    if settings.cache is not None:
+        caches = attention_of(config).caches
+        wrong = {
+            f"{kind} is an encoder, which has no key-value cache in Transformers": is_encoder(config),
+            f"{kind} with blocks of {size} tokens needs no cached sampler: the other samplers already cache its "
+            "finished blocks, without any loss": size is not None,
+            f"{kind} has layers with windowed attention, whose cache drops keys": windowed(config),
+            f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
+            f"{', '.join(caches or ()) or 'none'}": caches is not None and settings.cache not in caches,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise ValueError(f"{what}: use the sampler exact or parallel")
+    if not other_blocks and size not in (None, settings.block_length):
+        raise ValueError(
+            f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
+            f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"
+        )
+
+
+def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
+    """For each prompt of a block-causal model, the number of tokens from the last place where a block of the model and
+    a block of `block_length` begin together; None for other models."""
+    size = block_size(config)
+    if size is None:
+        return [None] * len(attention_mask)
+    return (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
+
+
+@cache
+def warn_of_edits(name: str) -> None:
+    logger.warning(
+        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that "
+        "(for an adapter, into learnt.json), and LLaDA2.1 learnt it, but its config does not say so. Edits by a "
+        "model that was trained on masks alone spoil more than they correct",
+        name,
+    )
+
+
+def check_learnt(config: Any, settings: SamplingSettings) -> None:
+    """Warns once of edits by a model that does not say that it learnt them."""
+    if settings.edits is not None and not getattr(config, "edit_noise", None):
+        warn_of_edits(config.name_or_path)
+
+
+def keep(
+    settings: SamplingSettings,
+    logps: Tensor,
+    entropies: Tensor,
+    hidden: Tensor,
+    due: Tensor,
+    left: Sequence[int],
+    generator: Generators,
+) -> Tensor:
+    """Which predictions (n, k) of `hidden` places are kept: those `due` (n,) by the schedule, or more by the rule."""
+    draw = partial(uniform, logps.shape, generator, logps, left)
+    places, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
+    if settings.rule is not None:
+        count = RULES[settings.rule].count
+        due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
+    return places.argsort(dim=-1) < due.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a model fills a canvas: what all steps share."""
+
+    model: Any
+    settings: SamplingSettings
+    mask_token_id: int
+    noise_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_learnt(self.model.config, self.settings)
+
+    def passes(self, cache: Cache, **options: Any) -> Passes:
+        branches = 2 if self.settings.cfg_scale else 1
+        return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
+
+    def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
+        """Run one forward pass of the rows `live`; each row reveals tokens of its block."""
+        canvas, states = batch.canvas, [batch.rows[row] for row in live]
+        left, later = [state.left for state in states], [state.later for state in states]
+        rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
+        hidden = asked = batch.hidden[rows]
+        own_settings = [state.settings or self.settings for state in states]
+        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]  # no edit is above 2
+        editing = any(settings.edits is not None for settings in own_settings)
+        if editing:  # rows without edits predict what they hide
+            inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
+            limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
+            asked = torch.where(limits < 2, inside, hidden)
+        # Each row's places to predict, ascending; a row with fewer of them is padded with other, distinct places.
+        slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+        places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
+        positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
+        numbers = canvas.passes[rows]
+        found = self.states(canvas, passes, rows, positions)
+        due = (still.sum(1) - kept).clamp(min=1)
+        alike: dict[SamplingSettings, list[int]] = {}
+        for place, state in enumerate(states):
+            alike.setdefault(state.settings or self.settings, []).append(place)
+        parts = []
+        for settings, some in alike.items():  # one part, where all rows have the same settings
+            those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
+            counts, own = [left[place] for place in some], batch.generators([live[place] for place in some])
+            parts.append(self.reveal(settings, found[:, those], still[those], due[those], counts, own))
+        revealed: Any = parts[0]
+        if len(alike) > 1:
+            order = batch.upload([*chain(*alike.values())]).argsort()
+            revealed = (torch.cat(part)[order] for part in zip(*parts, strict=True))
+        ids, logps, entropies, recorded, chosen = revealed
+        at = (rows.unsqueeze(1), positions)
+        if editing:
+            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
+            chosen = chosen | edited
+        canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
+        canvas.sums.index_add_(0, rows, torch.where(chosen, recorded + entropies, 0.0).sum(1))
+        batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
+        if editing:  # the step's one host sync: which rows take another step
+            made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
+            later = [
+                hides if settings.edits is None else state.edited(hides, edits, settings.post_steps)
+                for state, settings, (hides, edits) in zip(states, own_settings, made, strict=True)
+            ]
+        elif any(settings.rule is not None for settings in alike):
+            later = hidden.sum(1).tolist()
+        for state, count in zip(states, later, strict=True):
+            state.left, state.step = count, state.step + 1
+        so_far = canvas.passes, canvas.forward_tokens
+        return Step(
+            rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *so_far, self.settings.most_writes
+        )
+
+    def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
+        branches = [canvas.ids[rows]]
+        if passes.branches == 2:
+            branches.append(branches[0].masked_fill(canvas.given[rows], self.mask_token_id))
+        visible = canvas.visible[rows].repeat(len(branches), 1)
+        states, fed = passes.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
+        canvas.passes[rows] += 1
+        canvas.forward_tokens[rows] += fed.unflatten(0, (len(branches), -1)).sum(0)
+        return states.unflatten(0, (len(branches), -1))
+
+    def reveal(
+        self,
+        settings: SamplingSettings,
+        found: Tensor,
+        hidden: Tensor,
+        due: Tensor,
+        left: Sequence[int],
+        generator: Generators,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Predictions (n, k), their log-probs, entropies and recorded log-probs, and whether each is kept: those `due`
+        (n,) by the schedule, or more by the rule."""
+        options = {"noise_dtype": self.noise_dtype}
+        ids, logps, entropies, recorded = predict(
+            self.model, found, left, settings, self.mask_token_id, generator, **options
+        )
+        chosen = keep(settings, logps, entropies, hidden, due, left, generator)
+        return ids, logps, entropies, recorded, chosen
+
+    def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
+        """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""
+        while True:
+            yield self.step(batch, live, passes)
+            working = [i for i, row in enumerate(live) if batch.rows[row].left]
+            if not working or (not together and len(working) < len(live)):
+                return
+            if len(working) < len(live):
+                passes.keep(passes.in_branches(working, len(live)))
+                live = [live[i] for i in working]
+
+    @torch.no_grad()
+    def fill_canvas(self, batch: Batch, rows: list[int], passes: Passes, ends: Sequence[int] = ()) -> Iterator[Step]:
+        """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of `ends`."""
+        live, kept = rows, list[int]()
+        while live:
+            passes.enter(batch.open_blocks(live), kept)
+            yield from self.fill_blocks(batch, live, passes, together=True)
+            done = batch.finished(live, ends)
+            kept = [place for place, row in enumerate(live) if row not in done]
+            live = [live[place] for place in kept]
+
+    def checked(self, steps: Iterator[Step], canvas: Canvas) -> Iterator[Step]:
+        """The `steps` that fill a canvas, and then NotFiniteError if a row's log-probs or entropies are not finite."""
+        yield from steps
+        finite = canvas.sums.isfinite().tolist()  # the rollout's one host sync at its end
+        if not all(finite):
+            raise self.fault(canvas, finite.index(False), finite.index(False))
+
+    def fault(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
+        """The error for a row of the canvas, which is called `number`: it names the layer. The states that are run
+        again are the row's first and last, and the unconditional one of guidance."""
+        seen = canvas.visible[row].bool()
+        ids, given = canvas.ids[row][seen], canvas.given[row][seen]
+        hidden = torch.full_like(ids, self.mask_token_id)
+        return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
+
+
+# --- Loop -------------------------------------------------------------------------------------------------------------
+#
+# The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
+#
+# A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
+# predicts every masked token of the current block, and some of the predictions are kept. The loop is in `blocks.py`.
+# Each part of a step has its own file: the model's states (`passes.py`, `caches.py`), the predicted tokens
+# (`predict.py`), and the choice of those that are kept (`reveal.py`).
 
 
 class Writes(NamedTuple):

@@ -17,10 +17,20 @@ from torch.nn.functional import pad
 from d1.models.attention import require_prepared
 from d1.models.finite import NotFiniteError
 from d1.models.kinds import block_size
-from d1.sampling.blocks import Sampler, Step, check_learnt, check_sampler
 from d1.sampling.caches import cache_of
-from d1.sampling.canvas import Batch, Canvas, Row, start_canvas
-from d1.sampling.loop import Rollout, blank_record, note
+from d1.sampling.loop import (
+    Batch,
+    Canvas,
+    Rollout,
+    Row,
+    Sampler,
+    Step,
+    blank_record,
+    check_learnt,
+    check_sampler,
+    note,
+    start_canvas,
+)
 from d1.sampling.settings import SamplingSettings
 
 Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws

@@ -1,6 +1,6 @@
 """The estimators of log-probabilities, by name. A new one is a file in this folder and a row here.
 
-A row says what its views need and which settings they read. The checks of combinations (`d1/rl/combinations.py`), the
+A row says what its views need and which settings they read. The checks of combinations (`d1/rl/checks.py`), the
 plan of a run and its scoring read only the row, so a user's own row is treated like the others.
 """
 

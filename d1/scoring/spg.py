@@ -3,7 +3,7 @@
 A view draws one of the blocks that overlap the completion. Blocks before it are clean, a random number of the block's
 tokens is hidden, and all blocks after it are hidden: states like those of the sampler. Prompt and clean blocks are
 perturbed: each of their tokens is hidden with probability `p_mask_prompt`. A view gives the mean over its hidden
-tokens, and the mean of the views is SPG's lower form; `d1/rl/objectives.py` makes both forms of SPG from the log-probs
+tokens, and the mean of the views is SPG's lower form; `d1/rl/losses.py` makes both forms of SPG from the log-probs
 of the views.
 
 Neither form bounds a likelihood in general. With one block and nothing perturbed, the mean of the lower form over all

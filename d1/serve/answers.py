@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from d1.models.tokenizer import cut, first_end
-from d1.serve.rows import Completed, Revealed, Row
+from d1.serve.engine import Completed, Revealed, Row
 from d1.show.film import chip, piece
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from d1.models.tokenizer import encode_prompt, render_prompt
-from d1.runs.entry import one_line
+from d1.runs.cli import one_line
 from d1.serve.answers import Choice, completion_choice, envelope, generated, usage
 from d1.serve.broadcast import Receiver
-from d1.serve.engine import Engine
-from d1.serve.reading import RowsStopped, completed, streamed
+from d1.serve.engine import Engine, QueueFull, weights_below
 from d1.serve.requests import (
     BeginUpdate,
     Broadcast,
@@ -24,13 +23,14 @@ from d1.serve.requests import (
     Completion,
     Generate,
     Pause,
+    RowsStopped,
     Server,
     Update,
     UpdateGroup,
+    completed,
+    streamed,
     wants_logprobs,
 )
-from d1.serve.rows import QueueFull
-from d1.serve.weights import weights_below
 from d1.show.page import film_page
 
 OPEN = ("/", "/health")  # without the API key

@@ -36,8 +36,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from d1.models.adapters import LEARNT_FILE
-from d1.serve.rows import QueueFull
-from d1.serve.weights import RAM_DISK, has_room
+from d1.serve.engine import RAM_DISK, QueueFull, has_room
 
 SECONDS = 60.0  # that a side waits for the other one, for each tensor
 SLOWEST = 1e7  # bytes per second of a transfer that is not given up

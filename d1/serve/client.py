@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,11 +19,212 @@ import requests
 import torch
 from torch import Tensor
 
-from d1.sampling.checks import Expected, check_row
 from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
-from d1.serve import KEY, sglang_client
+from d1.serve import KEY
 from d1.serve.broadcast import send
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+#
+# What is checked of rows that another program sampled: a server, SGLang, or a user's `rollout_func`.
+#
+# A row is a dictionary of lists with one entry per token: `completion_ids`, and those of `steps`, `logprobs` and
+# `entropies` that are known. Whether its log-probabilities are those of the model is checked by scoring it again
+# (`d1/rl/engines.py`).
+
+ROUNDING = 1e-3  # nats by which a log-probability may be above 0, or an entropy outside its range
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of rows before they are sampled.
+
+    Attributes:
+        vocabulary: tokens of the model.
+        mask_token_id: the token that no completion holds.
+        ends: token ids that end a completion.
+        settings: how the rows are sampled; they say how many tokens a canvas has.
+        aligned: blocks are counted from a text's first token, as a block-causal model's are.
+        by_our_rules: this library's samplers reveal the tokens, so the number of tokens per step is known, and the EOS
+            stop fills whole blocks with the first of `ends`. Otherwise the steps need only lie in the right blocks.
+    """
+
+    vocabulary: int
+    mask_token_id: int
+    ends: Sequence[int]
+    settings: SamplingSettings
+    aligned: bool = False
+    by_our_rules: bool = True
+
+
+def check_row(
+    where: str, row: Mapping[str, Any], prompt: int, expected: Expected, whole: str = ""
+) -> dict[str, Tensor]:
+    """The columns of a row as tensors (tokens,).
+
+    Args:
+        where: begins each message: who sampled the row, and its number.
+        prompt: number of tokens of its prompt.
+        whole: why the canvas must be whole; "": it may be cut after its first EOS.
+
+    Raises:
+        ValueError: a token, step, log-probability or entropy that no sampler with the `expected` settings gives.
+    """
+    length, limit = expected.settings.gen_length, "max_completion_length"
+    canvas = check_ids(row["completion_ids"], f"{where}completion_ids", expected.vocabulary, length, limit)
+    is_end = torch.isin(canvas, torch.tensor([*expected.ends], dtype=torch.long))
+    if (canvas == expected.mask_token_id).any():
+        raise ValueError(f"{where}completion_ids hold the mask token, {expected.mask_token_id}: fill the canvas")
+    if len(canvas) < length and (whole or not is_end.any()):
+        why = whole if is_end.any() else "there is no EOS"
+        raise ValueError(f"{where}{len(canvas)} completion_ids, and {why}: return the whole canvas of {length}")
+    columns, most = {"completion_ids": canvas}, math.log(expected.vocabulary)
+    for name in [name for name in ("steps", "logprobs", "entropies") if name in row]:
+        columns[name] = values = numbers(row[name], f"{where}{name}", len(canvas))
+        if name == "steps":
+            check_steps(where, values, canvas, is_end, prompt, expected)
+        elif name == "logprobs":
+            refuse(where, name, values, ~values.isfinite() | (values > ROUNDING), "a finite log-probability, <= 0")
+        else:
+            wrong = ~values.isfinite() | (values < -ROUNDING) | (values > most + ROUNDING)
+            refuse(where, name, values, wrong, f"a finite entropy, 0 to log({expected.vocabulary}) = {most:.2f}")
+    return columns
+
+
+def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, prompt: int, expected: Expected) -> None:
+    """Raises ValueError for steps (tokens,) that no sampler takes to fill a `canvas` after `prompt` tokens."""
+    settings, by_our_rules = expected.settings, expected.by_our_rules
+    schedule = settings.schedule(prompt % settings.block_length if expected.aligned else None)
+    most = sum(len(counts) + settings.post_steps for counts in schedule)
+    behind = is_end.cumsum(0) - is_end.int() > 0  # after the first EOS
+    wrong = (steps != steps.round()) | (steps < -1) | (steps >= most) | ((steps < 0) & ~behind)
+    refuse(where, "steps", steps, wrong, f"0 to {most - 1} (-1: filled in after the first EOS)")
+    places, first, before, ended = torch.arange(len(steps)), 0, 0, False
+    for number, counts in enumerate(schedule):
+        inside, first = (places >= first) & (places < first + sum(counts)), first + sum(counts)
+        revealed, known = (
+            inside & (steps >= 0),
+            f"block {number} (of {settings.block_length} tokens) is filled after those before it",
+        )
+        refuse(where, "steps", steps, revealed & (steps < before), f"{before} or more: {known}")
+        if by_our_rules and ended:
+            why = f"-1 and token {expected.ends[0]}: the EOS stop fills the blocks after the EOS"
+            refuse(where, "steps", steps, inside & ((steps >= 0) | (canvas != expected.ends[0])), why)
+        elif by_our_rules:
+            refuse(where, "steps", steps, inside & (steps < 0), "a step: the block of the first EOS is sampled whole")
+            if settings.edits is None:
+                taken = torch.bincount(steps[inside].long() - before)
+                check_counts(f"{where}steps of block {number}", taken, torch.tensor(counts), settings.rule)
+        before = int(steps[revealed].max()) + 1 if revealed.any() else before
+        ended |= bool(is_end[inside].any())
+
+
+def check_counts(what: str, taken: Tensor, due: Tensor, rule: str | None) -> None:
+    """Raises ValueError unless a block was filled with `due` tokens per step or, by a `rule`, with at least that many
+    until each step, and one or more in it."""
+    if rule is None:
+        possible = taken.tolist() == due.tolist()
+    else:
+        possible = len(taken) <= len(due) and bool((taken > 0).all())
+        possible = possible and bool((taken.cumsum(0) >= due[: len(taken)].cumsum(0)).all())
+    if not possible:
+        words = "" if rule is None else f" at least, one or more in each (rule {rule})"
+        raise ValueError(f"{what} reveal {taken.tolist()!s:.60} tokens: expected {due.tolist()!s:.60}{words}")
+
+
+def refuse(where: str, name: str, values: Tensor, wrong: Tensor, expected: str) -> None:
+    """Raises ValueError for the first of the `values` that is `wrong`."""
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise ValueError(f"{where}{name}[{at}] is {values[at]:g}: expected {expected}")
+
+
+def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
+    """(count,) numbers. Raises ValueError for anything else."""
+    try:
+        tensor = torch.as_tensor(values).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}") from error
+    if tensor.dim() != 1 or tensor.dtype == torch.bool:
+        raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}")
+    if count not in (None, len(tensor)):
+        raise ValueError(f"{what} has {len(tensor)} entries for {count} completion_ids: expected one per token")
+    return tensor
+
+
+def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Tensor:
+    """Token ids as a tensor. Raises ValueError for ids outside of the vocabulary, none, or too many."""
+    tensor = numbers(ids, what)
+    if not 0 < len(tensor) <= most:
+        raise ValueError(f"{what} has {len(tensor)} ids: expected 1 to {limit} ({most})")
+    if tensor.is_floating_point() or ((tensor < 0) | (tensor >= vocabulary)).any():
+        raise ValueError(f"{what}: the model has {vocabulary} tokens, numbered from 0, got {tensor.tolist()!r:.60}")
+    return tensor
+
+
+# --- Sglang client ----------------------------------------------------------------------------------------------------
+#
+# Requests to SGLang with the plugin, and its answers in the form of `d1 serve`.
+
+START = "python -m sglang.launch_server --model-path MODEL --dllm-algorithm D1 --max-running-requests 64"
+
+
+def probe(mask_token_id: int) -> dict[str, Any]:
+    """A request whose answer shows whether SGLang runs the plugin: one prompt with two names, at temperature 1."""
+    prompt, params = [int(mask_token_id == 0)], {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
+    return {"input_ids": [prompt, prompt], "rid": [uuid.uuid4().hex, uuid.uuid4().hex], "sampling_params": params}
+
+
+def check_answer(where: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError, with the command that starts a right server, unless these answers to `probe` come from SGLang
+    with the plugin; `where` begins the message."""
+    if all("step_maps" in row["meta_info"] for row in rows):
+        return
+    same = ", and two samples at temperature 1 are identical" if rows[0]["output_ids"] == rows[1]["output_ids"] else ""
+    raise ValueError(
+        f"{where}it does not sample by d1's rules: its answers have no step_maps{same}. Install d1 into its "
+        f"environment (pip install --no-deps) and start it with: {START}"
+    )
+
+
+def sglang_request(
+    texts: Sequence[Sequence[int]],
+    keys: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    ends: Sequence[int],
+    mask_token_id: int,
+) -> dict[str, Any]:
+    """The body of `/generate` for prompts without padding; `keys` and `ends` as in `d1.serve.client.Prompts`."""
+    names = {name: value for name, value in asdict(settings).items() if value is not None}
+    length, seed = names.pop("gen_length"), keys[0][0]
+    custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
+    params = {"max_new_tokens": length, "temperature": settings.temperature, "ignore_eos": True}
+    # SGLang refuses an `rid` while rows of an earlier request that failed have it. The plugin reads up to the point.
+    own = uuid.uuid4().hex
+    rids = [f"{'-'.join(map(str, key[1:]))}.{own}" for key in keys]
+    return {"input_ids": [*texts], "rid": rids, "sampling_params": params | {"custom_params": custom}}
+
+
+def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
+    """An answer with what `d1 serve` adds: tokens after the EOS stop, and the sums of passes and of their tokens.
+
+    Passes are the engine's own, with those that store keys and values; tokens of the prompt count where they were not
+    cached.
+    """
+    meta, left = row["meta_info"], settings.gen_length - len(row["output_ids"])
+    passes, block = sum(meta["forward_passes"]), settings.block_length
+    prompt = meta["prompt_tokens"] // block * block - meta["cached_tokens"]
+    more = {
+        "output_token_logprobs": meta["output_token_logprobs"] + [[0.0, *ends[:1], None]] * left,
+        "output_token_entropies": meta["output_token_entropies"] + [0.0] * left,
+        "step_maps": meta["step_maps"] + [0] * left,
+        "forward_passes": passes,
+        "forward_tokens": passes * block + max(prompt, 0),
+    }
+    return {"output_ids": row["output_ids"] + [*ends[:1]] * left, "meta_info": meta | more}
+
+
+# --- Client -----------------------------------------------------------------------------------------------------------
 
 CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
@@ -147,8 +350,8 @@ class RolloutServer:
                     "this run can write to"
                 )
             if "mask_token_id" not in facts and self.problem:  # SGLang, which may have started anew
-                rows = self.ask("POST", "/generate", sglang_client.probe(mask_token_id))
-                explained(f"{self.url}: ", sglang_client.check_answer, rows)
+                rows = self.ask("POST", "/generate", probe(mask_token_id))
+                explained(f"{self.url}: ", check_answer, rows)
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
@@ -183,7 +386,7 @@ class RolloutServer:
         if self.mask_token_id is None:
             body = request_of(prompts, texts)
         else:
-            body = sglang_client.request_of(texts, keys, settings, ends, self.mask_token_id)
+            body = sglang_request(texts, keys, settings, ends, self.mask_token_id)
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
             found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
@@ -196,7 +399,7 @@ class RolloutServer:
                 raise Unavailable(message)
             raise ValueError(f"{message}: who else uses it?")
         if self.mask_token_id is not None:
-            answers = [sglang_client.as_ours(row, settings, ends) for row in answers]
+            answers = [as_ours(row, settings, ends) for row in answers]
         expected = Expected(prompts.vocabulary, prompts.mask_token_id, ends, settings, aligned)
         read = partial(columns_of, expected=expected)
         rows = [explained(where, read, row, text) for where, row, text in zip(wheres, answers, texts, strict=True)]

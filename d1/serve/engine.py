@@ -7,27 +7,217 @@ All methods but `run` may be called from any thread.
 
 from __future__ import annotations
 
+import copy
 import gc
+import hashlib
 import logging
 import math
+import os
+import re
+import shutil
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+from peft import PeftModel
 
 from d1.masking import keyed_generator
-from d1.models.kinds import block_size
-from d1.sampling.blocks import Step, check_sampler
-from d1.sampling.loop import Rollout
+from d1.models.adapters import add_adapter
+from d1.models.json_files import check_files
+from d1.models.kinds import block_size, native_config
+from d1.models.load import load_model
+from d1.sampling.loop import Rollout, Step, check_sampler
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
-from d1.serve.rows import Completed, Finished, Lane, QueueFull, Revealed, Row, Stopped, key_of
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+#
+# A row of the server: what is asked for, and what its reader is told.
+
+KEY = re.compile(r"\d{1,9}(-\d{1,9})*")
+
+
+def key_of(rid: str) -> tuple[int, ...]:
+    """The key of a row's random numbers: the numbers of an `rid` such as "1-0-17", which then draws as
+    `keyed_generator(seed, 1, 0, 17)` does; a hash of any other text."""
+    if KEY.fullmatch(rid):
+        return tuple(map(int, rid.split("-")))
+    digest = hashlib.sha256(rid.encode(errors="surrogatepass")).digest()
+    return tuple(int.from_bytes(digest[start : start + 4]) for start in range(0, 16, 4))
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A row that ended; lists have an entry per token of its canvas or, if it was cut short, of the first tokens."""
+
+    ids: list[int]
+    logps: list[float]
+    entropies: list[float]
+    reveal_steps: list[int]  # as in `Rollout`
+    blocks: list[int]  # the length of each block
+    passes: int
+    forward_tokens: int
+    weight_version: str
+    cut_short: bool = False  # because the server stops
+
+
+@dataclass(frozen=True)
+class Revealed:
+    """What one forward pass revealed in a row."""
+
+    places: list[int]  # of the completion, from 0
+    ids: list[int]
+    logps: list[float]
+    entropies: list[float]
+    forward_tokens: int  # so far
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The blocks of a row that are full, from the first on."""
+
+    ids: list[int]
+    weight_version: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A row that ends without a completion."""
+
+    reason: str
+    status: int = 503  # of HTTP
+
+
+class Lane(NamedTuple):
+    """What the rows that share forward passes have in common."""
+
+    cache: str | None
+    guided: bool
+    own: str = ""  # names a batch of its own; "": all rows that have none share passes
+    columns: int = 0  # the least width of its prompts, with their padding
+    after: int = 0  # of a batch of its own: tokens of its prompts in the block where they end; `rollout` groups them
+
+
+Event = Completed | Revealed | Finished | Stopped
+
+
+class QueueFull(Exception):
+    """More rows are waiting than the queue takes."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A completion that was asked for.
+
+    `tell` gets its events, in the engine's thread: at the end `Completed` or `Stopped` and, before it, `Revealed` per
+    forward pass if it watches "steps", `Finished` per block if it watches "steps" or "blocks".
+    """
+
+    rid: str
+    ids: Sequence[int]  # of the prompt
+    settings: SamplingSettings
+    ends: tuple[int, ...]  # the row leaves after the block that holds one of these; none: the whole canvas is sampled
+    seed: int
+    tell: Callable[[Event], None] = lambda event: None
+    watches: str = ""
+    own: str = ""  # the batch of its own that the row belongs to, as in `Lane`
+    columns: int = 0
+    after: int = 0  # as in `Lane`
+    number: int = -1
+    told: int = field(default=0, init=False)  # tokens of full blocks
+
+    @property
+    def lane(self) -> Lane:
+        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns, self.after)
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+#
+# Weights that a request names.
+
+RAM_DISK = Path("/dev/shm")
+SPARE = 1.1  # of the weights' size that must be free
+
+
+def has_room(folder: Path, size: int) -> bool:
+    """Whether weights of `size` bytes can be written to the folder."""
+    return folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= SPARE * size
+
+
+def weights_below(roots: Sequence[Path], path: str) -> Path:
+    """The folder of weights that a request names; a relative name is looked for in each of `roots`.
+
+    Raises:
+        ValueError: it does not lie below one of `roots` with all of its files.
+    """
+    if not roots:
+        raise ValueError("this server loads no weights: start it with --weights_dir FOLDER")
+    for top in [root.resolve() for root in roots]:
+        folder = (top / path).resolve()
+        if folder.is_relative_to(top) and folder.is_dir():
+            break
+    else:
+        raise ValueError(f"{path} is no folder below one that --weights_dir named")
+    if not all(file.resolve().is_relative_to(top) for file in folder.rglob("*")):
+        raise ValueError(f"{path} holds links to files that do not lie below {top}")
+    if not [*folder.glob("*.safetensors")]:
+        raise ValueError(f"{path} holds no weights in safetensors")
+    check_files(folder)
+    return folder
+
+
+@dataclass
+class Loader:
+    """Loads new weights. An adapter comes on top of the model that the server was started from, which `start` loads."""
+
+    start: Callable[[], Any]
+    others: WeakSet[Any] = field(default_factory=WeakSet)  # models with other weights than that one
+
+    def load(self, folder: Path, model: Any) -> Any:
+        """`loaded`; or the model that the server was started from with the adapter in `folder`. `model`, which is in
+        use, does not change."""
+        if not (folder / "adapter_config.json").exists():
+            new = loaded(folder, model)
+            self.others.add(new)
+            return new
+        return with_adapter(self.start() if model in self.others else model, str(folder))
+
+
+def loaded(folder: Path, model: Any) -> Any:
+    """The model in `folder`, on the CPU, loaded as `model` was.
+
+    Raises:
+        ValueError: the tokenizer and the settings that go with `model` do not fit it.
+    """
+    other, _ = native_config(str(folder))
+    for name in ("model_type", "vocab_size", "block_size"):
+        if getattr(other, name, None) != getattr(model.config, name, None):
+            raise ValueError(
+                f"{folder}: {name} is {getattr(other, name, None)}, not {getattr(model.config, name, None)}"
+            )
+    new = load_model(folder, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    for tensor in (*new.parameters(), *new.buffers()):
+        tensor.data = tensor.data.clone()  # else they lie in the file, which may be written anew
+    return new
+
+
+def with_adapter(model: Any, folder: str) -> Any:
+    """A model that shares the weights of `model` and has the adapter in `folder` in place of its own."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    return add_adapter(twin.unload() if isinstance(twin, PeftModel) else twin, folder).eval()
+
+
+# --- Engine -----------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from d1.lazy import lazily
 
 if TYPE_CHECKING:
-    from d1.sft.batches import dLLMDataCollator as dLLMDataCollator
-    from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
     from d1.sft.config import SFTConfig as SFTConfig
+    from d1.sft.data import dLLMDataCollator as dLLMDataCollator
+    from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
     from d1.sft.data import preprocess_dataset as preprocess_dataset
     from d1.sft.trainer import dLLMTrainer as dLLMTrainer
 
 HOMES = {
     "SFTConfig": "config",
-    "dLLMDataCollator": "batches",
-    "dLLMSFTDataset": "batches",
+    "dLLMDataCollator": "data",
+    "dLLMSFTDataset": "data",
     "dLLMTrainer": "trainer",
     "preprocess_dataset": "data",
 }

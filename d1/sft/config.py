@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE
-from d1.runs.settings import setting
-from d1.runs.training_settings import TrainingSettings
+from d1.runs.cli import TrainingSettings, setting
 
 EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
 EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")

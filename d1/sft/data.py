@@ -1,20 +1,117 @@
-"""Read a file or a hub data set and convert it to token rows for training and evaluation; bad rows are reported."""
+"""The data of SFT: users' rows, conversations, token rows, and batches with their noise."""
 
 from __future__ import annotations
 
 import math
 import runpy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+import torch
+from datasets import Dataset, Features, List, Value
+from torch import Tensor
+from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
-from d1.runs.rows import load_rows as load_rows
-from d1.runs.rows import tokenised, usable_rows
-from d1.sft import conversations
-from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
+from d1.masking import draw_noise, keyed_generator
+from d1.models.conversation import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
+from d1.runs.data import IGNORED as IGNORED
+from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
+from d1.runs.data import Slot, tokenised, usable_rows
+from d1.runs.data import load_rows as load_rows
+from d1.sft.editing import EditNoise
+from d1.tasks import ask
+
+# --- Conversations ----------------------------------------------------------------------------------------------------
+#
+# Convert rows of users' data to conversations, and conversations to token ids with the exact start of the answer.
+
+Row = dict[str, Any]
+
+S1K = {"question", "thinking_trajectories", "attempt"}
+FEATURES = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "answer": List(Value("bool")),
+        "length": Value("int32"),
+        "start": Value("int32"),
+        "status": Value("string"),
+        "problem": Value("string"),
+    }
+)
+
+
+def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
+    """Converts a row to chat messages that end with an assistant's turn.
+
+    Uses the first of these that applies: the user's function, the user's template, s1K's columns (in the format that
+    every task's prompt asks for), `messages`, `prompt` and `completion`.
+
+    Raises:
+        ValueError: the row cannot be used; says why.
+    """
+    if function is not None:
+        made = function(row)
+        row = made if isinstance(made, dict) else {"messages": made}
+    elif template is not None:
+        cells = {name: value for name, value in row.items() if value is not None}
+        row = dict(zip(("prompt", "completion"), (part.format_map(cells) for part in template), strict=True))
+    elif row.keys() >= S1K:
+        if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
+            raise ValueError("thinking_trajectories is not a list with at least one trajectory")
+        parts = (row["question"], row["thinking_trajectories"][0], row["attempt"])
+        for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
+            require_text(part, name)
+        completion = f"<reasoning>{parts[1]}</reasoning>\n<answer>{parts[2]}</answer>"
+        row = {"prompt": ask(parts[0], "Solve the problem.", "the answer"), "completion": completion}
+    if "messages" in row:
+        messages = row["messages"]
+    else:
+        messages = as_messages(row, "prompt", "user") + as_messages(row, "completion", "assistant")
+    return whole_turns(messages)
+
+
+def tokenize_row(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    overlong: str,
+    function: Callable[[Row], Any] | None,
+    template: tuple[str, str] | None,
+) -> Row:
+    """One row of `FEATURES`: `status` is "ok", "truncated", "dropped" or "bad", and `problem` says what is wrong."""
+    none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": ""}
+    try:
+        messages = to_messages(row, function, template)
+        ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
+        if tokenizer.mask_token_id in ids:
+            raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
+        if start == len(ids):
+            raise ValueError("the answer has no tokens")
+        if ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+        status = "ok"
+        if len(ids) > max_length:
+            if overlong == "refuse":
+                raise ValueError(f"{len(ids)} tokens are more than --max_length {max_length}")
+            if overlong == "drop":
+                return none | {"status": "dropped"}
+            if start >= max_length:
+                raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
+            ids, status = ids[:max_length], "truncated"
+    except Exception as error:  # templates and users' functions may raise anything; the row is reported as bad
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        kind = "there is no " if isinstance(error, KeyError) else kind
+        return none | {"status": "bad", "problem": f"{kind}{error}"}
+    answer = [place >= start for place in range(len(ids))]
+    return none | {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status}
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+#
+# Read a file or a hub data set and convert it to token rows for training and evaluation; bad rows are reported.
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -76,10 +173,186 @@ def preprocess_dataset(
         "function": function,
         "template": template,
     }
-    rows = tokenised(data, tokenize_row, conversations, options, FEATURES, num_proc)
+    rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)
     if not 0 <= held_out < len(rows):
         raise ValueError(f"nothing to train on: --test_split {test_split} holds out {held_out} of {len(rows)} rows")
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------------
+#
+# The rows of masked SFT: which rows share a batch, how they are padded, and which of their tokens are hidden.
+#
+# The noise of a row is a function of (seed, epoch, row) alone. It does not depend on the order of rows, on how a batch
+# is split over micro-batches and processes, or on a resume.
+
+# The second part of a random generator's key: the purpose of its numbers. Other values would change every draw.
+TRAIN_NOISE, EVAL_NOISE, EVAL_TIMES = 0, 1, 4  # 2 is that of the order, in `d1.runs.data`
+
+
+class dLLMSFTDataset(torch.utils.data.Dataset):
+    """Token rows for completion-only training.
+
+    An item has `input_ids`, `answer` (bool per token: trained on), `key` (of its random generator) and `t` (a fixed
+    diffusion time, or None). The index is a `Slot`, or an int, which means that row in epoch 0. With `eval`, every row
+    appears `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
+
+    Args:
+        rows: a data set made by `preprocess_dataset`.
+        max_length: maximum number of tokens per row, after filling.
+        eos_padding: how far complete answers are filled with EOS tokens, which are trained on like any other token. An
+            int N: to at least N answer tokens, EOS included. "batch": to the longest row of the global batch;
+            evaluation rows keep only their own EOS, because their loss must not depend on a batch. "max": to
+            `max_length`, as in d1.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        eval: bool = False,
+        *,
+        eos_padding: int | str = "batch",
+        seed: int = 42,
+        eval_draws: int = 4,
+    ) -> None:
+        self.rows, self.eos_token_id, self.max_length = rows, tokenizer.eos_token_id, max_length
+        self.eval, self.eos_padding, self.seed, self.eval_draws = eval, eos_padding, seed, eval_draws
+        columns = (rows[name] for name in ("length", "start", "status"))
+        self.lengths = [self.filled_length(*row) for row in zip(*columns, strict=True)]
+        if eval:
+            self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
+            self.place = torch.randperm(len(rows), generator=keyed_generator(seed, EVAL_TIMES)).tolist()
+
+    def filled_length(self, length: int, start: int, status: str) -> int:
+        """Tokens of a row after filling with EOS, before the rows of its batch are known."""
+        if status == "truncated" or self.eos_padding == "batch":
+            return length
+        target = self.max_length if self.eos_padding == "max" else start + int(self.eos_padding)
+        return max(length, min(target, self.max_length))
+
+    def __len__(self) -> int:
+        return len(self.rows) * (self.eval_draws if self.eval else 1)
+
+    def __getitem__(self, place: Slot | int) -> dict[str, Any]:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: Sequence[Slot | int]) -> list[dict[str, Any]]:
+        """The items of a batch, for DataLoader: reading all rows at once takes a third of the time."""
+        slots = [place if isinstance(place, Slot) else self.slot(place) for place in places]
+        rows = self.rows.__getitems__([max(slot.row, 0) for slot in slots])
+        return [self.item(*both) for both in zip(slots, rows, strict=True)]
+
+    def slot(self, place: int) -> Slot:
+        """The row in epoch 0. With `eval`, row and time of draw `place`; `epoch` then holds the draw's number."""
+        if not self.eval:
+            return Slot(range(len(self))[place])
+        position, draw = divmod(place, self.eval_draws)
+        row = self.order[position]
+        t = (draw + (self.place[row] + 0.5) / len(self.rows)) / self.eval_draws
+        return Slot(row, draw, t)
+
+    def item(self, slot: Slot, row: dict[str, Any]) -> dict[str, Any]:
+        key = (EVAL_NOISE, slot.row, slot.epoch) if self.eval else (TRAIN_NOISE, slot.epoch, max(slot.row, 0))
+        noise = {"key": (self.seed, *key), "t": slot.t}
+        if slot.row < 0:
+            return {"input_ids": [self.eos_token_id], "answer": [False]} | noise
+        filled = max(self.lengths[slot.row], slot.length) if row["status"] == "ok" else 0
+        missing = max(0, filled - len(row["input_ids"]))
+        return {
+            "input_ids": row["input_ids"] + [self.eos_token_id] * missing,
+            "answer": row["answer"] + [True] * missing,
+        } | noise
+
+
+class dLLMDataCollator(DefaultDataCollator):
+    """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
+
+    Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
+    `attention_mask` (0 on padding), and `t` (rows,); with `block_size`, `t` is per token, (rows, length).
+    With `edits`, training rows also have `edited`, bool, and `draws`, fp32 (`d1/sft/editing.py`).
+    If packed, the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows'
+    lengths.
+
+    Args:
+        mask_token_id: the tokenizer's if None.
+        block_size: tokens per block of a block-causal model (`d1.models.kinds.block_size`): in training each block has
+            its own t, in evaluation the row has one.
+        complementary: each training row comes twice, the second time with the opposite mask, in the second half of the
+            batch, as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. There t is 1 - t. So each half
+            alone has the distribution of a plain batch, and the loss over both stays unbiased.
+        packed: concatenate the rows of the batch, without padding. Their noise stays the same.
+        edits: replaces visible tokens of training rows; evaluation's rows have masks alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        mask_token_id: int | None = None,
+        *,
+        block_size: int | None = None,
+        complementary: bool = False,
+        packed: bool = False,
+        edits: EditNoise | None = None,
+    ) -> None:
+        super().__init__()
+        self.edits, self.vocabulary = edits, 0 if edits is None else len(tokenizer)
+        self.block_size, self.complementary, self.packed = block_size, complementary, packed
+        self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
+        self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        mirrored = [False] * len(features)
+        if self.complementary and features[0]["t"] is None:  # only in training: evaluation fixes each row's t
+            features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
+        lengths = [len(row["input_ids"]) for row in features]
+        longest = max(lengths)
+
+        def filled(rows: Sequence[list], filling: int | bool) -> Tensor:
+            return torch.from_numpy(np.array([row + [filling] * (longest - len(row)) for row in rows]))
+
+        clean = filled([row["input_ids"] for row in features], self.pad_token_id)
+        answer = filled([row["answer"] for row in features], False)
+        visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
+        edits = self.edits if features[0]["t"] is None else None
+        draws, replaced = [], []
+        for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
+            span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
+            generator = keyed_generator(*row["key"])
+            draws.append(draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span))
+            if edits is not None:
+                replaced.append(edits.draw(maskable, draws[-1][1], generator))
+        times, hidden = map(torch.stack, zip(*draws, strict=True))
+        batch = {
+            "input_ids": clean.masked_fill(hidden, self.mask_token_id),
+            "labels": clean.masked_fill(~answer, IGNORED),
+            "attention_mask": visible,
+            "t": times,
+        }
+        if edits is not None:
+            edited, numbers = map(torch.stack, zip(*replaced, strict=True))
+            ids = edits.replaced(batch["input_ids"], edited, numbers, self.vocabulary, self.mask_token_id)
+            batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
+        if not self.packed:
+            return batch
+        by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
+        return batch | {name: values[visible.bool()][None] for name, values in by_token.items()} | {"lengths": lengths}
+
+
+def row_numbers(batch: dict[str, Any]) -> Tensor:
+    """The number of each token's row in a batch, shaped like its `input_ids`."""
+    ids, lengths = batch["input_ids"], batch.get("lengths")
+    if lengths is None:
+        return torch.arange(len(ids), device=ids.device).unsqueeze(1).expand(ids.shape)
+    rows = torch.arange(len(lengths), device=ids.device)
+    return rows.repeat_interleave(torch.tensor(lengths, device=ids.device)).unsqueeze(0)
+
+
+def by_row(batch: dict[str, Any], name: str) -> Sequence[Tensor]:
+    """The values of a batch, row by row; with padding, unless the batch is packed."""
+    values, lengths = batch[name], batch.get("lengths")
+    return list(values) if lengths is None or values.dim() == 1 else values[0].split(lengths)

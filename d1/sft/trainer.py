@@ -25,9 +25,9 @@ from d1.models.kinds import block_size
 from d1.models.packing import take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
 from d1.runs.trainer import RunTrainer, read_sums
-from d1.sft.batches import IGNORED, by_row, row_numbers
-from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
-from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
+from d1.sft.data import IGNORED, by_row, row_numbers
+from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
+from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
 from d1.sft.editing import drafted
 
 EVAL_BANDS = 5  # the evaluation loss is also logged per fifth of t

@@ -21,7 +21,7 @@ from d1.distill.train import main as distil
 from d1.distill.train import make_parser as distil_parser
 from d1.models import load_model, load_tokenizer
 from d1.ranges import SEED
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
 from studies.distill.choice import Candidate, best_rate, for_goal

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from d1.ranges import SEED
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from pocket.demo import phases_of
 from pocket.phases import run_phases
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from d1.models import load_model, load_tokenizer
 from d1.ranges import BELOW_ONE, COUNT, POSITIVE, SEED, SHARE
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sft import SFTConfig
 from d1.sft.train import main as sft
 from d1.tasks import load_task

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from d1.ranges import COUNT
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.tasks import load_task
 from pocket.recipes import RECIPES
 from studies.editing.frontier import gains

@@ -21,7 +21,7 @@ import torch
 
 from d1.models import load_model, load_tokenizer
 from d1.ranges import SEED
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from d1.tasks import load_task
 from studies.estimators.choices import BY_KEY, CHOICES, Choice

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from d1.rl.budget import saved_at
+from d1.rl.trainer import saved_at
 from d1.runs.record import run_record
 from d1.tasks import load_task
 from pocket.demo import sft

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from d1.rl.methods import METHODS
-from d1.runs.entry import run_script
+from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from studies.leaderboard.bootstrap import LEVEL

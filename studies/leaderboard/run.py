@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 
 from d1.ranges import COUNT, POSITIVE
-from d1.runs.entry import OneLineParser, RunError, run_script
+from d1.runs.cli import OneLineParser, RunError, run_script
 from pocket.phases import ENVIRONMENT
 from pocket.recipes import ROOT
 from studies.leaderboard.parts import PARTS, WIDTH

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import describe
 from d1.models import load_model, load_tokenizer
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling.caches import CACHES
 from d1.tasks import load_task
 from pocket.recipes import RECIPES

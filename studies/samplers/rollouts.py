@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from pocket.recipes import ROOT
 from studies.json_lines import complete

@@ -27,11 +27,11 @@ from d1.eval import run as evaluation
 from d1.preference import train as preference_train
 from d1.preference.config import PreferenceConfig
 from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, check_ranges, ranges_of
-from d1.rl import curves
+from d1.rl import report
 from d1.rl import train as diffu_grpo_train
-from d1.rl.combinations import AUTOREGRESSIVE_ONLY
+from d1.rl.checks import AUTOREGRESSIVE_ONLY
 from d1.rl.config import INHERITED, DiffuGRPOConfig
-from d1.runs.entry import OneLineParser
+from d1.runs.cli import OneLineParser
 from d1.sft import SFTConfig
 from d1.sft import train as sft_train
 
@@ -176,7 +176,7 @@ def commands() -> dict[str, Command]:
     for name, module, required in (
         ("eval", evaluation, ["--model_path", "none", "--dataset", "sudoku", *BARE]),
         ("harness", harness, ["--model_path", "none"]),
-        ("curves", curves, ["none"]),
+        ("curves", report, ["none"]),
     ):
         found[name] = Command(module.make_parser(), required, module.main, module.make_parser().ranges())
     return found

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from d1.rl.curves import PANELS, read_run, series
+from d1.rl.report import PANELS, read_run, series
 from tests.commands import ROOT
 
 PATH = ROOT / "examples" / "pocket.ipynb"

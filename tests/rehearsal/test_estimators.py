@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from d1.masking import keyed_generator
-from d1.rl.updates import draw_updates, views_of
+from d1.rl.batch import draw_updates, views_of
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
 from d1.scoring.rollouts import blocks_of
 from tests.d1.scoring.enumeration import CANVAS, MASK, SAMPLED, VISIBLE, settings, tiny

@@ -10,9 +10,7 @@ from transformers import TrainingArguments
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
-from d1.rl.rows import LossInputs
+from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests.losses import settings
 from tests.rehearsal.device import DEVICE, rehearsal

@@ -17,14 +17,14 @@ class Wait(NamedTuple):
     why: str
 
 
-FINITE = "d1/sampling/blocks.py Sampler.checked"
+FINITE = "d1/sampling/loop.py Sampler.checked"
 SAMPLING = [
     Wait(FINITE, 1, "rollout", "after the last pass: are all log-probs and entropies finite?"),
     Wait("d1/sampling/loop.py rollout_steps", 1, "rollout", "is there padding? attention is fastest without a mask"),
-    Wait("d1/sampling/blocks.py tokens_inside", 1, "rollout of blocks", "which rows' blocks begin and end together"),
-    Wait("d1/sampling/canvas.py Batch.finished", 1, "block", "under the EOS stop: which rows have ended and leave"),
+    Wait("d1/sampling/loop.py tokens_inside", 1, "rollout of blocks", "which rows' blocks begin and end together"),
+    Wait("d1/sampling/loop.py Batch.finished", 1, "block", "under the EOS stop: which rows have ended and leave"),
     Wait(
-        "d1/sampling/blocks.py Sampler.step", 1, "parallel step", "which rows have more to reveal; is a step to follow?"
+        "d1/sampling/loop.py Sampler.step", 1, "parallel step", "which rows have more to reveal; is a step to follow?"
     ),
 ]
 INFILL = [
@@ -38,9 +38,9 @@ SCORING = [
 ]
 LOADING = "transformers/modeling_utils.py PreTrainedModel.to"  # weights are uploaded, once each, before a run
 LOSSES = [
-    Wait("d1/rl/objectives.py share", 1, "loss with clipping", "the share of clipped ratios, for the log"),
-    Wait("d1/rl/objectives.py stable_drl", 1, "loss with a metric", "the largest weight, for the log"),
-    Wait("d1/rl/objectives.py rldf", 1, "loss with a metric", "the share of likely tokens, for the log"),
+    Wait("d1/rl/losses.py share", 1, "loss with clipping", "the share of clipped ratios, for the log"),
+    Wait("d1/rl/losses.py stable_drl", 1, "loss with a metric", "the largest weight, for the log"),
+    Wait("d1/rl/losses.py rldf", 1, "loss with a metric", "the share of likely tokens, for the log"),
 ]
 SFT = [
     Wait("d1/sft/trainer.py dLLMTrainer.row_losses", 1, "batch", "which tokens are hidden: the head is for these"),
@@ -57,17 +57,17 @@ SFT = [
 RL = [
     *SAMPLING,
     *SCORING,
-    Wait("d1/rl/budget.py total_compute", 1, "log", "tokens processed, for the log"),
-    Wait("d1/rl/record.py recorded", 1, "rollout", "passes, for the log"),
-    Wait("d1/rl/updates.py texts_of", 1, "rollout", "the completions"),
+    Wait("d1/rl/trainer.py total_compute", 1, "log", "tokens processed, for the log"),
+    Wait("d1/rl/batch.py recorded", 1, "rollout", "passes, for the log"),
+    Wait("d1/rl/batch.py texts_of", 1, "rollout", "the completions"),
     Wait("d1/runs/trainer.py RunTrainer.require_finite", 1, "batch", "a loss that is not finite"),
     Wait("d1/rl/bridge.py CanvasGRPOTrainer._calculate_rewards", 1, "rollout", "the rewards, made on the host"),
-    Wait("d1/rl/updates.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),
-    Wait("d1/rl/metrics.py prompt_masked", 1, "rollout", "for the log"),
-    Wait("d1/rl/metrics.py sampling_gap", 2, "batch of a first update", "for the log"),
-    Wait("d1/rl/metrics.py largest_ratio", 1, "batch", "for the log"),
-    Wait("d1/rl/metrics.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
-    Wait("d1/rl/objectives.py stable_drl", 1, "batch with a loss of ours", "for the log"),
+    Wait("d1/rl/batch.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),
+    Wait("d1/rl/batch.py prompt_masked", 1, "rollout", "for the log"),
+    Wait("d1/rl/batch.py sampling_gap", 2, "batch of a first update", "for the log"),
+    Wait("d1/rl/batch.py largest_ratio", 1, "batch", "for the log"),
+    Wait("d1/rl/batch.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
+    Wait("d1/rl/losses.py stable_drl", 1, "batch with a loss of ours", "for the log"),
 ]
 # Waits in the libraries' own code, for their logs. Both trainers' settings turn off
 # `logging_nan_inf_filter`, two waits a batch.

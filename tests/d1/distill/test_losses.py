@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d1.distill.losses import DIVERGENCES, TARGETS, Compared
+from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_places
 from d1.distill.methods import METHODS
-from d1.distill.passes import Seen, read_places
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
 SETTINGS = SimpleNamespace(

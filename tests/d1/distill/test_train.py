@@ -14,8 +14,8 @@ import torch
 
 from d1.__main__ import STAGES
 from d1.distill import METHODS
-from d1.distill.reference import Reference, trained_parts
 from d1.distill.train import main, make_parser
+from d1.distill.trainer import Reference, trained_parts
 from d1.models import load_model
 from d1.models.finite import NotFiniteError
 from tests import forks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from d1.eval import accuracy as parse_and_get_acc
+from d1.eval import scores as parse_and_get_acc
 from tests.commands import ROOT
 
 SCRIPT = ROOT / "eval" / "parse_and_get_acc.py"

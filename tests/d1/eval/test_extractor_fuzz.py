@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d1.eval.files import read_problem
-from d1.eval.published_scoring import SCORERS, score_published
+from d1.eval.scores import SCORERS, score_published
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "", "ground_truth": 18.0},

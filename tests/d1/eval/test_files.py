@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from d1.eval.accuracy import compare, score_setup
 from d1.eval.files import read_setups
+from d1.eval.scores import compare, score_setup
 
 SUDOKU = {"question": "Solve the following Sudoku puzzle: 0234341221434300\n", "ground_truth": "1234341221434321"}
 COUNTDOWN = {"question": "Numbers: [3, 4, 5]\nTarget: 27", "ground_truth": [[3, 4, 5], 27]}

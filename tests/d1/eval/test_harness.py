@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from d1.eval import run as evaluation
-from d1.eval.harness import check_cache, how_to_generate, main, make_parser, register
-from d1.eval.likelihood import log_likelihoods
-from d1.eval.setup import read_prompts
+from d1.eval.completions import read_prompts
+from d1.eval.harness import check_cache, how_to_generate, log_likelihoods, main, make_parser, register
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import cut, encode_prompt
 from d1.tasks import load_task

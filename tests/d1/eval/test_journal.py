@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from d1.eval.journal import Journal
+from d1.eval.completions import Journal
 
 WRITER = """
 import json, sys
-from d1.eval.journal import Journal
+from d1.eval.completions import Journal
 folder, rank, entry = sys.argv[1:]
 journal = Journal(folder, "s", int(rank))
 if rank == "0":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from d1.eval.likelihood import are_greedy, check_likelihood, llada_views, log_likelihoods, seed_of
+from d1.eval.harness import are_greedy, check_likelihood, llada_views, log_likelihoods, seed_of
 from d1.masking import keyed_generator
 from d1.models import prepare
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from d1.eval.accuracy import score_setup
 from d1.eval.files import read_setups
-from d1.eval.published_scoring import normalise, score_published
+from d1.eval.scores import normalise, score_published, score_setup
 
 PUZZLE = "Solve the following Sudoku puzzle: 0234341221434300\n"
 SOLUTION = "1234341221434321"

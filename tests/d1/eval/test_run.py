@@ -14,16 +14,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertConfig
 
 from d1.eval import completions as generate_completions
+from d1.eval import completions as run_setup
 from d1.eval import run as evaluation
-from d1.eval import setup as run_setup
-from d1.eval.accuracy import score_setup
+from d1.eval.completions import Journal, Prompt, read_prompts, setup_name
 from d1.eval.files import read_setups
-from d1.eval.journal import Journal
-from d1.eval.setup import Prompt, read_prompts, setup_name
+from d1.eval.scores import score_setup
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.finite import NotFiniteError
-from d1.runs.fingerprint import of_model
+from d1.runs.record import of_model
 from d1.sampling import generate, rollout
 from d1.tasks import load_task, under_protocol
 from tests.faults import edit_json, with_nan

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from d1.eval import evaluate
-from d1.eval.accuracy import compare, score_setup
+from d1.eval.completions import Journal
 from d1.eval.files import read_setups
-from d1.eval.journal import Journal
+from d1.eval.scores import compare, score_setup
 from d1.show.uncertainty import wilson_interval
 
 SETTINGS: dict[str, Any] = {"gen_length": 8, "block_length": 4, "batch_size": 3, "temperature": 1.0, "limit": 3}

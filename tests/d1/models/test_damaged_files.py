@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.json_files import check_index
-from d1.runs.entry import MISTAKES
+from d1.runs.cli import MISTAKES
 
 DAMAGE: dict[str, Any] = {
     "cut off": lambda data: data[: len(data) // 2],

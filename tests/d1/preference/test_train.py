@@ -16,7 +16,7 @@ from d1.__main__ import STAGES
 from d1.models import load_model
 from d1.models.fit import LiveStorages
 from d1.preference.train import main, make_parser
-from d1.runs.start import on_gpu
+from d1.runs.stage import on_gpu
 from tests import forks
 from tests.commands import ROOT
 from tests.faults import damage_is_noticed

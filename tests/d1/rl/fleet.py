@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import d1.serve.app  # noqa: F401
 from d1.__main__ import main, make_parser
-from d1.runs.entry import leave
+from d1.runs.cli import leave
 from d1.serve import KEY
 from tests.forks import free_port
 from tests.tiny_grpo import logged, make_method, weights

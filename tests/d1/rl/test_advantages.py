@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.advantages import ADVANTAGES
+from d1.rl.batch import Everyone, keep_prompts, reshaped
 from d1.rl.bridge import rollout_buffer
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.updates import Everyone, keep_prompts, reshaped
+from d1.rl.losses import ADVANTAGES, OBJECTIVES
 from tests.losses import random_inputs, settings
 from tests.tiny_grpo import make_trainer
 

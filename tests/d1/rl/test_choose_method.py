@@ -8,12 +8,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from d1.rl import combinations
+from d1.rl import checks
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.losses import OBJECTIVES, PENALTIES, Objective
 from d1.rl.methods import D1, METHODS
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
-from d1.rl.rows import Objective
 from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator
 from d1.scoring.masks import draw_one_step as draw
@@ -146,7 +144,7 @@ def test_a_method_spelled_another_way_is_the_whole_method(words):
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
 
 IMPORTS = """
-from d1.rl.rows import Advantage, Objective, Penalty
+from d1.rl.losses import Advantage, Objective, Penalty
 from d1.scoring import Estimator
 def f(*given): return None
 METHOD = {}
@@ -178,7 +176,7 @@ METHOD = {}
         ),
         (
             IMPORTS + "OBJECTIVES = {'mine': f}",
-            r"mine.py: OBJECTIVES\['mine'\] must be a row: .* d1.rl.rows",
+            r"mine.py: OBJECTIVES\['mine'\] must be a row: .* d1.rl.losses",
         ),
         (IMPORTS + "PENALTIES = {'mine': f}", r"write PENALTIES = {\"name\": Penalty\(function\)}"),
         (IMPORTS + "ADVANTAGES = {'mine': f}", r"write ADVANTAGES = {\"name\": Advantage\(function\)}"),
@@ -404,7 +402,7 @@ def refusal(**given) -> str:
 
 @pytest.mark.usefixtures("own_penalty")
 def test_every_contradiction_has_a_test(monkeypatch):
-    reasons, met = combinations.contradictions, set()
+    reasons, met = checks.contradictions, set()
     lines, first = inspect.getsourcelines(reasons)
 
     def noted(settings):
@@ -412,7 +410,7 @@ def test_every_contradiction_has_a_test(monkeypatch):
             met.add(found.gi_frame.f_lineno - first + 1)
             yield reason
 
-    monkeypatch.setattr(combinations, "contradictions", noted)
+    monkeypatch.setattr(checks, "contradictions", noted)
     assert all(refusal(**given) for given, _ in REFUSED)
     yields = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.Yield)]
     assert len(yields) > 15

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from d1.rl.budget import StopAtCompute, is_spent, saved_at, total_compute
-from d1.rl.trainer import DiffuGRPOTrainer
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent, saved_at, total_compute
 from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings, weights
 
 LONG = {"max_steps": 100, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}

@@ -14,10 +14,9 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from d1.rl import servers
-from d1.rl.servers import NoServer
+from d1.rl import engines
+from d1.rl.engines import NoServer, place
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.weights_folder import place
 from d1.serve import KEY
 from d1.serve.client import RolloutServer
 from tests.d1.rl.fleet import LIMIT, Fleet, trainers
@@ -98,8 +97,8 @@ def test_a_run_is_that_of_rollouts_in_the_trainer(fleet, tiny_model_dir, tiny_bl
 def test_a_server_falls_silent_dies_and_comes_back_with_the_weights(
     fleet, tiny_model_dir, folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(servers, "WATCH", 0.2)
-    monkeypatch.setattr(servers, "CONNECT", 1.0)
+    monkeypatch.setattr(engines, "WATCH", 0.2)
+    monkeypatch.setattr(engines, "CONNECT", 1.0)
     fleet.pause(0)  # so that it holds rows when it stops
     works = []
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from peft import LoraConfig
 
 from d1.masking import keyed_generator
+from d1.rl.batch import draw_updates, sampled_rows, views_of
 from d1.rl.bridge import rollout_buffer
+from d1.rl.losses import OBJECTIVES
 from d1.rl.methods import METHODS
-from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.updates import draw_updates, sampled_rows, views_of
 from d1.scoring import ESTIMATORS, Randomness, Views
 from tests import forks
 from tests.d1.rl.kill_methods import train_and_die

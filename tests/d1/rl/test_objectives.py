@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.objectives import OBJECTIVES, evidence_bounds, likely, sequence_log_ratios
-from d1.rl.rows import MEANS, LossInputs
+from d1.rl.losses import MEANS, OBJECTIVES, LossInputs, evidence_bounds, likely, sequence_log_ratios
 from tests import losses
 from tests.losses import (
     clipped,

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.penalties import PENALTIES
-from d1.rl.rows import MEANS
+from d1.rl.losses import MEANS, PENALTIES
 from tests import losses
 from tests.losses import gradient, in_parts, micro_batches, random_inputs, settings, summed, trl_loss, trl_trainer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.choose_method import left_to_right_rows
-from d1.rl.rollout_func import READ, RECORD, user_rollout
-from d1.rl.updates import evaluating, texts_of
+from d1.rl.batch import evaluating, texts_of
+from d1.rl.checks import left_to_right_rows
+from d1.rl.engines import READ, RECORD, user_rollout
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from tests.tiny_grpo import clockless, logged, make_method, weights

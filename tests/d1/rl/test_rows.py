@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from d1.rl.advantages import ADVANTAGES
+from d1.rl.batch import loss_inputs
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
-from d1.rl.rows import Advantage, Objective, Penalty
-from d1.rl.updates import loss_inputs
+from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, Advantage, Objective, Penalty
 from d1.scoring import ESTIMATORS, Estimator, Scores
 from d1.scoring.spg import draw as draw_blocks
 from tests.losses import gradient, random_inputs, settings
@@ -22,7 +19,7 @@ from tests.tiny_grpo import SETTINGS, logged, make_method, make_trainer, weights
 PUSH = Path(__file__).parents[2] / "my_method.py"
 HEAD = """
 import torch
-from d1.rl.rows import Advantage, Objective, Penalty
+from d1.rl.losses import Advantage, Objective, Penalty
 from d1.scoring import Estimator, Views
 
 def per_row(inputs): return (inputs.logps * inputs.mask).sum(-1)

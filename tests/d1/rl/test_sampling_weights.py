@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.objectives import MEANS, OBJECTIVES
-from d1.rl.updates import truncated_weights
+from d1.rl.batch import truncated_weights
+from d1.rl.losses import MEANS, OBJECTIVES
 from tests.losses import gradient, random_inputs, settings, trl_loss, trl_trainer
 from tests.tiny_grpo import logged, make_method, weights
 

@@ -7,11 +7,10 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.rl.batch import SCORED, sampled_rows, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
-from d1.rl.scored import SCORED
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.updates import sampled_rows, views_of
 from d1.scoring import ESTIMATORS, Randomness
 from tests.tiny_grpo import by_letter, logged, make_method
 

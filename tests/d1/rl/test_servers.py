@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.servers import NoServer
+from d1.rl.engines import NoServer
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
 from d1.scoring.rollouts import within_blocks

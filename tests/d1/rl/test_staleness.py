@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from d1.models import load_model
+from d1.rl.batch import evaluating, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.servers import NoServer
+from d1.rl.engines import NoServer
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.updates import evaluating, views_of
 from d1.sampling import rollout
 from tests.commands import ROOT
 from tests.d1.serve.serving import serving

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from d1.rl.state import check_rollout
+from d1.rl.trainer import check_rollout
 from tests.tiny_grpo import make_trainer
 
 COUNTERS, TENSORS = "rollout_rank0.json", "rollout_rank0.safetensors"

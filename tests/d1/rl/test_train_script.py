@@ -19,11 +19,11 @@ from trl import ModelConfig
 from d1 import __main__ as d1_main
 from d1.models import load_model
 from d1.rl import checks as grpo_checks
-from d1.rl import setup as grpo_setup
 from d1.rl import train as diffu_grpo_train
+from d1.rl import train as grpo_setup
 from d1.rl.checks import check_config, settle_canvas
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.curves import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
+from d1.rl.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
 from d1.runs.record import Past
 from d1.show.curves import panels
 from tests import forks
@@ -186,7 +186,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     ],
 )
 def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr("d1.rl.setup.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("d1.rl.train.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     of_model = {name: change[name] for name in change.keys() & ModelConfig.__dataclass_fields__}
     own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):

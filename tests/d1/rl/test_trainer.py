@@ -13,10 +13,9 @@ from transformers import AddedToken, TrainerCallback
 from d1.models import load_model
 from d1.models.finite import NotFiniteError
 from d1.rl import trainer as diffu_grpo_trainer
+from d1.rl.batch import special_tokens
 from d1.rl.bridge import rollout_buffer
-from d1.rl.state import save_rollout
-from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.updates import special_tokens
+from d1.rl.trainer import DiffuGRPOTrainer, save_rollout
 from d1.runs.checkpoints import checkpoint_to_resume
 from tests.faults import with_nan
 from tests.tiny_grpo import clockless, logged, make_trainer, train_a_little, weights

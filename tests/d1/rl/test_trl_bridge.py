@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from d1.rl.bridge import CanvasGRPOTrainer, EpochSampler, rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import OBJECTIVES
+from d1.rl.losses import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import ESTIMATORS, Estimator, Scores
 from d1.scoring.masks import draw_one_step as draw

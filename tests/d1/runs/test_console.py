@@ -17,8 +17,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
+from d1.runs.cli import MESSAGES, WARNINGS, silence
 from d1.runs.console import json_line, summary, train_with_console, write_metrics
-from d1.runs.entry import MESSAGES, WARNINGS, silence
 
 
 class Line(torch.nn.Module):

@@ -21,7 +21,7 @@ from d1.distill import train as distillation
 from d1.eval import run as evaluation
 from d1.preference import train as preference
 from d1.rl.train import make_parser as rl_parser
-from d1.runs.entry import one_line, quick_imports
+from d1.runs.cli import one_line, quick_imports
 from d1.sft import train as sft_train
 from d1.tasks import load_task
 from tests import forks
@@ -131,14 +131,14 @@ def test_flags_are_never_guessed(name: str, flags: list[str], problem: str, tmp_
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_status_1(raised: str, line: str) -> None:
-    code = f"from d1.runs.entry import *\ndef work():\n    raise {raised}\nrun_script('name', work)"
+    code = f"from d1.runs.cli import *\ndef work():\n    raise {raised}\nrun_script('name', work)"
     done = python(code)
     assert (done.returncode, done.stderr.splitlines()) == (1, [line])
 
 
 @pytest.mark.parametrize("raised", ["KeyError('x')", "RuntimeError('shapes')", "AssertionError()", "TypeError('x')"])
 def test_a_bug_keeps_its_traceback(raised: str) -> None:
-    done = python(f"from d1.runs.entry import *\ndef work():\n    raise {raised}\nrun_script('name', work)")
+    done = python(f"from d1.runs.cli import *\ndef work():\n    raise {raised}\nrun_script('name', work)")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "in work" in done.stderr
@@ -146,7 +146,7 @@ def test_a_bug_keeps_its_traceback(raised: str) -> None:
 
 def test_a_number_returned_is_the_status_and_anything_else_is_success() -> None:
     for returned, status in (("3", 3), ("None", 0), ("'trainer'", 0)):
-        assert python(f"from d1.runs.entry import *\nrun_script('name', lambda: {returned})").returncode == status
+        assert python(f"from d1.runs.cli import *\nrun_script('name', lambda: {returned})").returncode == status
 
 
 def test_imports_are_not_searched_for_garbage() -> None:
@@ -157,7 +157,7 @@ def test_imports_are_not_searched_for_garbage() -> None:
 
 
 def test_the_shutdown_searches_nothing_for_garbage() -> None:
-    code = "import atexit, gc; from d1.runs.entry import run_script; left = lambda: print(len(gc.get_objects()) < 100)"
+    code = "import atexit, gc; from d1.runs.cli import run_script; left = lambda: print(len(gc.get_objects()) < 100)"
     assert python(f"{code}; atexit.register(left); run_script('x', list)").stdout == "True\n"
 
 
@@ -166,7 +166,7 @@ def test_of_several_processes_one_speaks(fails: str, lines: int, tmp_path: Path)
     """All processes have the mistake, or only the second one."""
     worker = tmp_path / "worker.py"
     worker.write_text(
-        "import os, time\nfrom d1.runs.entry import run_script\nrank = os.environ['RANK']\n"
+        "import os, time\nfrom d1.runs.cli import run_script\nrank = os.environ['RANK']\n"
         f"def work():\n    if {fails}:\n        raise ValueError('it is wrong')\n    time.sleep(60)\n"
         "run_script('worker.py', work)\n"
     )
@@ -183,7 +183,7 @@ def test_of_several_processes_one_speaks(fails: str, lines: int, tmp_path: Path)
 
 def test_a_closed_pipe_is_no_mistake() -> None:
     work = "lambda: [sys.stdout.write('line\\n') for _ in range(10**5)]"
-    command = f'{sys.executable} -c "import sys; from d1.runs.entry import *; run_script(0, {work})"'
+    command = f'{sys.executable} -c "import sys; from d1.runs.cli import *; run_script(0, {work})"'
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | head -1"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 
 from d1.models import load_model
-from d1.runs.fingerprint import of_file, of_model, of_rows, of_settings
-from d1.runs.rows import load_rows
+from d1.runs.data import load_rows
+from d1.runs.record import of_file, of_model, of_rows, of_settings
 from d1.tasks.data import read_file
 from tests.faults import edit_json, write_at_the_same_time
 

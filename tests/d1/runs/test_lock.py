@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from d1.runs.lock import FileLock, Held
+from d1.files import FileLock, Held
 from tests import forks
 from tests.faults import flip_bit
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from d1.runs.model_card import local_name, write_card
+from d1.runs.record import local_name, write_card
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from d1.files import check_output_dir
 from d1.runs.checkpoints import checkpoint_to_resume, staged_checkpoint
-from d1.runs.output_dir import check_output_dir
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 from d1.hub import closest, hub_problem
 from d1.models.adapters import check_there
-from d1.runs.preflight import check_start
-from d1.runs.rows import load_rows
+from d1.runs.data import load_rows
+from d1.runs.stage import check_start
 from d1.tasks import TASKS, load_task
 from tests import forks
 from tests.commands import ROOT

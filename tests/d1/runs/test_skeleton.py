@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.checkpoints import SUMS, check_checkpoint, rotate
-from d1.runs.fingerprint import of_file, of_model
+from d1.runs.record import of_file, of_model
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
 from tests.faults import clock_steps_back, edit_json, flip_bit, full_disk
@@ -72,7 +72,7 @@ def test_numbers_go_to_tensorboard_if_installed(run: Run, tmp_path: Path, monkey
     (loss,) = events.Scalars("train/loss")
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert loss.value == pytest.approx(first["loss"], rel=1e-6)
-    monkeypatch.setattr("d1.runs.skeleton.is_tensorboard_available", lambda: False)
+    monkeypatch.setattr("d1.runs.stage.is_tensorboard_available", lambda: False)
     with pytest.raises(ValueError, match="--report_to tensorboard: it is not installed; pip install"):
         run(tmp_path / "no", "--report_to", "tensorboard")
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_lacks_or_damaged_a_file_is_refused_by_its_name(
         file = file.with_name("model.safetensors") if file.name == weights and older else file
     else:
         file.write_bytes(damage(file.read_bytes()))
-    loads = {"sft": "d1.runs.start", "rl": "d1.rl.setup"}[run.stage]
+    loads = {"sft": "d1.runs.stage", "rl": "d1.rl.train"}[run.stage]
     monkeypatch.setattr(f"{loads}.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     earlier = folder / "checkpoint-1"
     with pytest.raises(ValueError, match=rf"{file} {problem}.*; continue from .* --resume {earlier}$"):

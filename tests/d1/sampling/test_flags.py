@@ -10,7 +10,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from d1.sampling import SamplingSettings
-from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import FLAGS, add_model_flags, add_sampling_flags, sampling_settings
 
 IN_BLOCKS = LlamaConfig(block_size=4)
 
@@ -81,5 +81,5 @@ def test_what_makes_no_sense_or_does_not_go_with_the_model_is_refused(line, conf
 
 
 def test_the_flags_need_no_torch():
-    code = "import d1.sampling.flags, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import d1.sampling.settings, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from d1.eval.likelihood import are_greedy, log_likelihoods
+from d1.eval.harness import are_greedy, log_likelihoods
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.finite import NotFiniteError

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.objectives import evidence_bounds
-from d1.rl.rows import LossInputs
+from d1.rl.losses import LossInputs, evidence_bounds
 from d1.scoring import ESTIMATORS, Randomness
 from d1.scoring.spg import hidden_of_row, spg_views
 from tests.d1.scoring.enumeration import (

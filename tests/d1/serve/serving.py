@@ -20,10 +20,8 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import Rollout, SamplingSettings, rollout
 from d1.serve.app import make_app
-from d1.serve.engine import Engine
+from d1.serve.engine import Engine, Loader, key_of
 from d1.serve.requests import Server
-from d1.serve.rows import key_of
-from d1.serve.weights import Loader
 
 EXACT: list[dict[str, Any]] = [{}, {"sampler": "parallel", "reveal": "factor", "reveal_level": 0.5}, {"cfg_scale": 0.5}]
 SAMPLERS = EXACT + [{"sampler": "cached+parallel", "kv_cache": name} for name in ("dual", "lasting")]

@@ -18,9 +18,7 @@ from peft import LoraConfig, get_peft_model
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings
 from d1.sampling.stream import Stream
-from d1.serve.engine import Engine
-from d1.serve.rows import Completed, Event, Finished, QueueFull, Row, Stopped
-from d1.serve.weights import Loader
+from d1.serve.engine import Completed, Engine, Event, Finished, Loader, QueueFull, Row, Stopped
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import alone
 from tests.faults import failing_passes, no_room

@@ -24,8 +24,8 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
 from d1.serve import app
+from d1.serve.engine import key_of
 from d1.serve.requests import Server
-from d1.serve.rows import key_of
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import EXACT, SAMPLERS, alone, asked, check, serving
 from tests.faults import with_nan

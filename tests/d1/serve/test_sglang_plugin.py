@@ -17,10 +17,8 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.convert import write_weights
 from d1.sampling import SamplingSettings, rollout
-from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
-from d1.serve.sglang_client import as_ours
-from d1.serve.sglang_plugin import ANY_TOP_K, VERSION, settings_of
-from d1.serve.sglang_rules import Sampled, finish, step_of
+from d1.serve.client import Prompts, RolloutServer, Weights, as_ours, reveal_steps
+from d1.serve.sglang import ANY_TOP_K, VERSION, Sampled, finish, settings_of, step_of
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
 from tests.d1.conftest import MASK

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
 from d1.sft import data as sft_data
-from d1.sft.conversations import tokenize_row
-from d1.sft.data import load_function, load_rows, preprocess_dataset
+from d1.sft.data import load_function, load_rows, preprocess_dataset, tokenize_row
 
 TEMPLATES = {
     "chatml": (

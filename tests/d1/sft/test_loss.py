@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
-from d1.sft.batches import Slot
+from d1.sft.data import Slot
 from d1.sft.editing import EditNoise
 from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests import forks

@@ -19,8 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from d1.models import load_model, load_tokenizer
 from d1.models.convert import a2d, export
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
-from d1.sft.setup import on_gpu
-from d1.sft.train import main, make_parser
+from d1.sft.train import main, make_parser, on_gpu
 from tests import forks
 from tests.faults import flip_bit
 
@@ -247,7 +246,7 @@ def test_the_sums_of_an_older_checkpoint_are_checked_before_a_model_is_loaded(
     (checkpoint / "loss_sums.json").unlink()
     if content is not None:
         (checkpoint / "loss_sums.json").write_text(content)
-    monkeypatch.setattr("d1.runs.start.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("d1.runs.stage.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     problem = "is missing" if content is None else r"is damaged \(.*\)"
     with pytest.raises(ValueError, match=rf"{checkpoint}/loss_sums.json {problem}; no earlier checkpoint is left"):
         run([*flags, *short, "--resume"], tmp_path, "--max_steps", "2")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from d1.runs.rows import load_rows
+from d1.runs.data import load_rows
 from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, text_of
 from d1.tasks.data import HELD_OUT, read_file
 from tests.faults import write_at_the_same_time

@@ -1,20 +1,13 @@
-"""The views of each inner update on a rollout: drawn once, stored with their samples, scored when they are used.
-
-A batch is a dictionary of tensors, made by TRL, to which are added
-- `canvas_ids` (rows, canvas): the whole sampled canvas, including what follows a completion's end;
-- `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] are the views of
-  inner update k; so are `view_shown` and `view_targets` where views have these;
-- `write_ids`, `write_steps`, `write_logps` and `write_entropies` (rows, canvas, writes), of a sampler that edits;
-- `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them;
-- `view_advantages` (rows, views), with `state_reward`;
-- `scoring_views` (rows, mu) and `active_rows` (rows,): their numbers in the whole rollout, the same for each row.
-"""
+"""The batch of a rollout on its way to the loss: record, scored tokens, views of the updates, their scores, metrics."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -25,11 +18,17 @@ from torch import Tensor
 
 from d1.models.head import run_inside
 from d1.models.kinds import block_size
-from d1.rl.advantages import ADVANTAGES
-from d1.rl.rows import LossInputs
+from d1.rl.losses import ADVANTAGES, LossInputs, known
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of, within_blocks
+
+# --- Updates ----------------------------------------------------------------------------------------------------------
+#
+# The views of each inner update on a rollout: drawn once, stored with their samples, scored when they are used.
+#
+# A batch is a dictionary of tensors, made by TRL, to which are added
+#   inner update k; so are `view_shown` and `view_targets` where views have these;
 
 Batch = dict[str, Any]
 VIEWS = tuple(field.name for field in fields(Views))
@@ -297,3 +296,188 @@ def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, eve
     batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
     batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
     return kept.float().mean().item()
+
+
+# --- Scored -----------------------------------------------------------------------------------------------------------
+#
+# Which tokens of a canvas count in the loss, named by `scored_tokens`. Methods differ in what they do with the tokens
+# after the first EOS. A new choice is a function and a row of `SCORED`.
+
+
+class Sampled(NamedTuple):
+    """The sampled canvases and their special tokens, (rows, canvas) each.
+
+    Attributes:
+        ids: token ids of the whole canvas.
+        ended: bool, the tokens up to and including the first EOS.
+        steps: the step that revealed each token; -1 for tokens that were not revealed.
+        is_end: bool, the tokens that end a text.
+        is_padding: bool, the tokenizer's padding token, which may also end a text.
+    """
+
+    ids: Tensor
+    ended: Tensor
+    steps: Tensor
+    is_end: Tensor
+    is_padding: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row of the table.
+
+    Attributes:
+        of: the tokens (rows, canvas) bool that count in the loss.
+        behind_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
+        reads_steps: it reads `Sampled.steps`.
+    """
+
+    of: Callable[[Sampled], Tensor]
+    behind_the_end: bool = False
+    reads_steps: bool = False
+
+
+def to_the_last_text(sampled: Sampled) -> Tensor:
+    """All tokens revealed up to the step that revealed the last token other than EOS (AGRPO, as released)."""
+    last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
+    return (sampled.steps >= 0) & (sampled.steps <= last)
+
+
+SCORED: dict[str, Scored] = {
+    "ended": Scored(lambda sampled: sampled.ended),
+    "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
+    "steps": Scored(to_the_last_text, behind_the_end=True, reads_steps=True),
+    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
+}
+
+
+def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
+    """Makes the tokens that `SCORED[name]` chooses the batch's completions; rows that are out of the loss stay out."""
+    ids, mask = batch["canvas_ids"], batch["completion_mask"]
+    scored = SCORED[name].of(
+        Sampled(
+            ids=ids,
+            ended=fitted(mask, ids.shape[1]).bool(),
+            steps=batch["reveal_steps"],
+            is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
+            is_padding=ids == (-1 if pad_id is None else pad_id),
+        )
+    )
+    batch["completion_ids"] = ids
+    batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+
+
+# --- Record -----------------------------------------------------------------------------------------------------------
+#
+# The record of a rollout as columns of a batch, and what sampling took.
+
+
+def recorded(sampled: Rollout) -> tuple[Batch, dict[str, float]]:
+    """The columns (rows, canvas) of a rollout, with editing also those of all writes, (rows, canvas, writes); and what
+    it took of each row, on average. Waits for the device."""
+    counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
+    passes, fed, edits, most = torch.stack(counts).cpu()
+    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": fed}
+    record = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :], "reveal_steps": sampled.reveal_steps}
+    record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
+    if sampled.writes is not None:
+        record |= {f"write_{name}": of[..., : int(most.max())] for name, of in sampled.writes._asdict().items()}
+        costs["sampling/edits"] = edits
+    return record, {name: of.float().mean().item() for name, of in costs.items()}
+
+
+def log_rollout(trainer: Any, started: float, tokens: int, costs: dict[str, float]) -> None:
+    """Logs what a rollout of so many tokens per process took since `started`, and its `costs`."""
+    seconds = time.perf_counter() - started
+    speed = tokens * trainer.accelerator.num_processes / seconds
+    for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
+        trainer.log_metric(name, value)
+
+
+def view_logps_as_sampled(batch: Batch) -> Tensor:
+    """(rows, mu, views, canvas) the sampler's log-prob of each token that a view scores, 0 elsewhere: old log-probs
+    of an estimator that scores tokens in the states in which they were revealed."""
+    return torch.where(batch["view_weights"] != 0, batch["rollout_logps"][:, None, None], 0.0)
+
+
+def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
+    """(rows, canvas) the sampler's log-prob of each token. For a token that was written several times: the mean over
+    these writes if they are `replayed`, else the last one."""
+    if not replayed or "write_logps" not in batch:
+        return batch["rollout_logps"]
+    return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)
+
+
+# --- Metrics ----------------------------------------------------------------------------------------------------------
+#
+# Metrics of an update: ratios, the gap between the policy that sampled and the one that is trained, faulty rows.
+
+
+def prompt_masked(batch: Batch) -> float:
+    """The share of prompt tokens that are hidden, over the views of all updates."""
+    noise, prompt = batch["view_noise"], batch["prompt_mask"].bool()
+    return (noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())).item()
+
+
+def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:
+    """The largest ratio of new to old probabilities of a token, over all views that score it and all processes."""
+    scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
+    ratios = (inputs.view_logps - known(inputs.view_old)).detach().exp().masked_fill(~scored, 0.0)
+    return gather(ratios.max()).max().item()
+
+
+def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[[Tensor], Tensor]) -> float:
+    """The policy's mean entropy in nats over scored tokens; `entropies` (rows, canvas) are already weighted."""
+    assert entropies is not None
+    sums = torch.stack([entropies.sum(), inputs.weights.sum()])
+    total, weight = gather(sums).view(-1, 2).sum(0).tolist()
+    return total / weight if weight else 0.0
+
+
+def sampling_gap(
+    sampled: Tensor, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
+) -> dict[str, float]:
+    """The difference between the policy that sampled, with log-probs `sampled` (rows, canvas), and the one that is
+    trained, before the first inner update.
+
+    A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
+    (Schulman's k1). For the exact sampler it is zero under replay, but not under d1's estimator, which scores each
+    token alone. If there are sampling weights, their mean and the share of capped tokens are returned, too.
+    """
+    scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
+    gap = (fitted(sampled, logps.shape[1]) - logps).masked_fill(~scored, 0.0)
+    sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
+    if inputs.sampling_weights is not None and cap is not None:
+        sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()
+        sums["sampling/weight_capped"] = ((inputs.sampling_weights >= cap) & scored).sum()
+    *totals, count = gather(torch.stack([*sums.values(), scored.sum()])).view(-1, len(sums) + 1).sum(0).tolist()
+    largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
+    means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}
+    return means | {"sampling/ratio_max": largest}
+
+
+def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
+    """The rows with numbers that are not finite, of a loss that is not finite; all rows if only the sum overflowed."""
+    bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
+
+    def text(part: str, row: int) -> str:
+        return decode(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()])
+
+    return [
+        {
+            "prompt": text("prompt", row),
+            "completion": text("completion", row),
+            "advantage": batch["advantages"][row].item(),
+            "logps": logps[row].tolist(),
+        }
+        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
+    ]
+
+
+def peak_memory_gb() -> float:
+    """This process's peak memory so far in GiB: of its GPU if there is one, else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)

@@ -9,27 +9,199 @@ import contextlib
 import logging
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import is_tensorboard_available
 
-from d1.files import give_usual_mode, writing
+from d1.files import FileLock, Held, give_usual_mode, writing
+from d1.models import load_model
+from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
+from d1.models.convert import merge
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
+from d1.runs.cli import TrainingSettings, one_line
 from d1.runs.console import log_to_console, log_without_account, train_with_console
-from d1.runs.entry import one_line
-from d1.runs.fingerprint import ROWS, from_rank_0, of_settings
-from d1.runs.lock import FileLock, Held
-from d1.runs.model_card import has_card, write_card
-from d1.runs.record import OnResume, history, save_record
+from d1.runs.record import ROWS, OnResume, from_rank_0, has_card, history, of_settings, save_record, whole, write_card
+
+# --- Preflight --------------------------------------------------------------------------------------------------------
+#
+# What a run needs of its machine, checked within seconds: before processes connect and before DeepSpeed compiles.
 
 logger = logging.getLogger(__name__)
+
+
+def check_start(model: str) -> None:
+    """Check that the model can be read, then GPU and DeepSpeed; the first process logs a line for what slows the run.
+
+    Raises:
+        FileNotFoundError: the model is no folder, not in the hub's cache, and cannot be downloaded.
+        ValueError: DeepSpeed is asked for and not installed; or a killed build of an extension left its lock, for which
+            it would wait forever.
+    """
+    log_to_console()
+    adapter_chain(model, None)
+    lines = [] if torch.cuda.is_available() else ["GPU: none, so training runs on the CPU."]
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        if find_spec("deepspeed") is None:
+            raise ValueError(
+                'the launch configuration asks for DeepSpeed, which is not installed: pip install "deepspeed==0.19.*", '
+                "or launch with launch/ddp.yaml, launch/fsdp2.yaml or launch/single_gpu.yaml"
+            )
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+        mine = ("*", f"py{sys.version_info.major}{sys.version_info.minor}*/*")  # of this Python, one per extension
+        folders = [folder for pattern in mine for folder in root.glob(pattern)]
+        for lock in (folder / "lock" for folder in folders):
+            if lock.exists() and not is_open(lock) and lock.exists():  # a build may end meanwhile
+                raise ValueError(f"{lock} is left from a build that was killed, and DeepSpeed waits for it: delete it")
+        if lines and not any(any(folder.glob("deepspeed_shm_comm*.so")) for folder in folders):
+            lines += [f"DeepSpeed: without a GPU it first compiles an extension, once, to {root}: this takes minutes."]
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            logger.info(line)
+
+
+def is_open(file: Path) -> bool:
+    """Whether a process of this user has the file open, as a running build has its lock; True on systems without
+    `/proc`."""
+    links = Path("/proc").glob("[0-9]*/fd/*")
+    return not Path("/proc/self/fd").is_dir() or any(points_to(link, file.resolve()) for link in links)
+
+
+def points_to(link: Path, file: Path) -> bool:
+    try:
+        return link.readlink() == file
+    except OSError:  # closed meanwhile
+        return False
+
+
+# --- Start ------------------------------------------------------------------------------------------------------------
+#
+# What SFT, preference training and distillation make of the settings they share: model, Trainer's arguments, merge.
+
+# Settings that Transformers' `TrainingArguments` know by the same name
+SAME_IN_TRAINER = (
+    *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
+    *("logging_steps",),
+)
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
+FIXED = (  # on a resume; each stage adds its own
+    *("train_data", "plain_chat_template", "bad_rows", "seed", ROWS_PER_STEP),
+    # The weights in the checkpoint
+    *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+    # The state of its optimizer and scheduler, where a new value would have no effect
+    *("weight_decay", "lr_scheduler_type"),
+)
+FREE = (
+    *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
+    *("gradient_checkpointing", "merge_at_end"),
+)
+
+
+def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
+    """What may change on a resume: `fixed` and `free` are the settings of one stage alone."""
+    return OnResume(dict.fromkeys((*FIXED, *fixed), whole), (*FREE, *free))
+
+
+def settings_of_run(args: TrainingSettings, training: TrainingArguments) -> dict[str, Any]:
+    """All settings, and the rows per optimizer step."""
+    return {**vars(args), ROWS_PER_STEP: args.batch_size * args.grad_accum_steps * training.world_size}
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
+
+
+def check_device(args: TrainingSettings) -> None:
+    """Refuses flags that only work on a GPU (ValueError)."""
+    if on_gpu():
+        return
+    if args.load_in_4bit:  # on a CPU, an evaluation converts the weights to a format without gradients
+        raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
+    if args.attn_implementation == "flex_attention":
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
+
+
+def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
+    """The Trainer's arguments for the settings; `more` are those of the stage."""
+    check_start(args.model_name)
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    return TrainingArguments(
+        output_dir=str(Path(args.output_dir) / args.job_name),
+        resume_from_checkpoint=args.resume,
+        run_name=args.job_name,
+        num_train_epochs=args.num_epochs,
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.grad_accum_steps,
+        bf16=on_gpu(),
+        activation_checkpointing=args.gradient_checkpointing,
+        save_strategy="steps",
+        save_total_limit=2,
+        logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
+        report_to="none" if args.debugging else args.report_to,
+        ddp_find_unused_parameters=False,
+        # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
+        ddp_backend="gloo" if deepspeed and not on_gpu() else None,
+        dataloader_pin_memory=on_gpu(),
+        remove_unused_columns=False,
+        **{name: getattr(args, name) for name in SAME_IN_TRAINER},
+        **more,
+    )
+
+
+def cap_batch(training: TrainingArguments, rows: int) -> None:
+    """Lower the rows per device to what an epoch has: more would be empty slots, which are computed, too."""
+    most = -(-rows // training.world_size)
+    training.per_device_train_batch_size = min(training.per_device_train_batch_size, most)
+
+
+def conclude(args: TrainingSettings) -> None:
+    """Merges the adapter of a finished run, if `merge_at_end` is set."""
+    if args.merge_at_end:
+        folder = Path(args.output_dir) / args.job_name
+        shutil.rmtree(folder / "merged", ignore_errors=True)
+        merge(args.model_name, [str(folder)], str(folder / "merged"))
+
+
+def prepare_model(args: TrainingSettings, dropout: float = 0.0) -> Any:
+    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
+
+    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
+    """
+    frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
+    model: Any = load_model(
+        args.model_name,
+        dtype="float32" if args.full_finetuning else frozen,
+        attn_implementation=args.attn_implementation,
+        quantization="nf4" if args.load_in_4bit else None,
+    )
+    if isinstance(model, PeftModel):
+        if args.load_in_4bit:
+            raise ValueError(
+                f"an adapter cannot be merged into 4-bit weights: run `python -m d1 merge` on {args.model_name}"
+            )
+        model = merge_adapter(model, args.model_name)
+    if args.full_finetuning:
+        return model
+    targets = lora_targets(model, args.lora_target_modules)
+    if args.load_in_4bit:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    lora: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": dropout}
+    return get_peft_model(model, LoraConfig(**lora, target_modules=targets))
+
+
+# --- Skeleton ---------------------------------------------------------------------------------------------------------
 
 # What a checked run adds to its record, and the function that loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]

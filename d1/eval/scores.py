@@ -1,16 +1,11 @@
-"""python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json] [--details FILE]
-
-Scores generation files, d1's or ours, and prints one row per setup. Without FOLDER it scores `eval_baselines/`, the
-generations of the pocket models. The exit code is 1 if a setup is incomplete, unless `--allow-partial` is given.
-
-    python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
-"""
+"""The accuracies of generation files: the tasks' own, and as published libraries score."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +17,180 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.show.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
+from d1.tasks.countdown import evaluate
+
+# --- Published scoring ------------------------------------------------------------------------------------------------
+#
+# Score completions like d1's released parser, including its faults, so that its published figures can be checked.
+#
+# Use `strict` scoring (`d1.tasks`) for everything else. These faults are kept on purpose: a comma ends a number; a text
+# without a box is its own answer even if it has answer tags; a problem without a ground truth counts as an error;
+# Sudoku counts cells instead of solved puzzles; mathematical answers are compared as normalised strings. One thing
+# differs: the released parser evaluates `**` and `//` in Countdown, which are refused here.
+
+END_MARKS = ("<|eot_id|>", "<|endoftext|>")
+Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
+
+
+def score_published(task: str, text: str, row: dict[str, Any]) -> Score:
+    """Points and maximum of one completion under d1's released rules; `row` has `question` and `ground_truth`."""
+    if task not in SCORERS:
+        raise ValueError(f"published scoring supports {', '.join(SCORERS)}, not {task!r}: use --scoring strict")
+    return SCORERS[task](text, row["question"], row["ground_truth"])
+
+
+def between(text: str, opening: str, *closings: str) -> str | None:
+    """The text after the first `opening` up to the nearest of `closings`; None if there is no such pair."""
+    _, found, rest = text.partition(opening)
+    ends = [end for end in map(rest.find, closings) if end >= 0]
+    return rest[: min(ends)] if found and ends else None
+
+
+def tagged_answer(text: str) -> str | None:
+    return None if (answer := between(text, "<answer>", "</answer>")) is None else answer.strip()
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Content of the last `\boxed{...}`; all of `text` when it has no box; None when the braces never close."""
+    if "\\boxed " in text:
+        return text.rpartition("\\boxed ")[2].partition("$")[0]
+    start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
+    if start < 0:
+        return text
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if text[position] == "}" and depth == 0:
+            whole = text[start : position + 1]
+            return whole.removeprefix("\\boxed{")[:-1] if whole.startswith("\\boxed{") else whole
+    return None
+
+
+def first_float(text: str, which: int) -> float | None:
+    """`text` as a number, or else the number with index `which` in it (a comma ends a number)."""
+    try:
+        return float(text)
+    except ValueError:
+        numbers = re.findall(r"-?\d+\.?\d*", text)
+        return float(numbers[which]) if numbers else None
+
+
+def score_gsm8k(text: str, question: str, truth: Any) -> Score:
+    # Each search continues after what it has read, closed or not, so that the time is linear in the text.
+    boxes = (box[1].strip() for box in re.finditer(r"\\boxed\{([^}\n]*)(\})?", text) if box[2])
+    numbers = (first_float(box, 0) for box in boxes if box.strip("."))
+    answer = next((number for number in numbers if number is not None), None)
+    if answer is None and (tagged := tagged_answer(text)):
+        answer = first_float(tagged, -1)
+    return int(answer is not None and answer == truth), 1
+
+
+def braced_arguments(text: str) -> str:
+    r"""Adds braces to arguments of one character: `\frac12` -> `\frac{1}{2}` and `\sqrt3` -> `\sqrt{3}`."""
+    head, *pieces = text.split("\\sqrt")
+    if "" in pieces:
+        raise ValueError("nothing under the root")
+    text = head + "".join("\\sqrt" + (p if p[0] == "{" else f"{{{p[0]}}}{p[1:]}") for p in pieces)
+    head, *pieces = text.replace(" ", "").split("\\frac")
+    if "" in pieces:
+        raise ValueError("nothing in the fraction")
+    for piece in pieces:
+        if piece[0] != "{" and len(piece) < 2:
+            return text.replace(" ", "")
+        if piece[0] != "{":
+            top, bottom, rest = piece[0], piece[1], piece[2:]
+            piece = f"{{{top}}}" + (piece[1:] if bottom == "{" else f"{{{bottom}}}{rest}")
+        head += "\\frac" + piece
+    return head
+
+
+def normalise(text: str) -> str:
+    """Normalises a LaTeX answer like Hendrycks et al. (MATH, arXiv 2103.03874), who compare these; or ValueError."""
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac")
+    for noise in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        text = text.replace(noise, "")
+    if text.count("\\text{ ") > 1:
+        raise ValueError("two units")
+    text = text.partition("\\text{ ")[0]  # a unit on the right
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left) <= 2:  # "k = 3"
+        text = right
+    text = braced_arguments(text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    if text.count("/") == 1:  # ValueError unless it is between integers
+        top, bottom = map(int, text.split("/"))
+        return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
+    return text
+
+
+def score_math(text: str, question: str, truth: Any) -> Score:
+    answer = boxed_answer(text) or tagged_answer(text)
+    if answer is None or truth is None:
+        return 0, 1
+    try:
+        return int(normalise(answer) == normalise(truth)), 1
+    except ValueError:
+        return int(answer == truth), 1
+
+
+def left_of_equals(text: str) -> str:
+    """The arithmetic before the first `=` that follows arithmetic and precedes a number; else all of `text`."""
+    for match in re.finditer(r"=[0-9. ]", text):
+        before = text[: match.start()]
+        if left := before[len(before.rstrip("0123456789+-*/() ")) :]:
+            return left.strip()
+    return text
+
+
+def score_countdown(text: str, question: str, truth: Any) -> Score:
+    numbers, target = truth
+    equation = next(found for found in (boxed_answer(text), tagged_answer(text), text) if found is not None)
+    for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
+        equation = equation.replace(latex, sign)
+    return int(evaluate(left_of_equals(equation), numbers) == target), 1
+
+
+def sudoku_answer(text: str) -> str:
+    """The solution as the released parser finds it: the first place in its list that has any text."""
+    fences = text.partition("<answer>")[2].split("```")[1:-1]
+    fenced = next((fence for fence in fences if re.fullmatch(r"[\d\s]+", fence)), None)
+    after = None
+    if "</answer>" in text:
+        rest = text.partition("</answer>")[2].lstrip()
+        after = rest[: min((end for end in map(rest.find, END_MARKS) if end >= 0), default=len(rest))]
+    bare = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
+    places = (fenced, between(text, "<answer>", "</answer>", *END_MARKS), after, bare and bare[1])
+    return next((found for place in places if (found := (place or "").strip())), "")
+
+
+def score_sudoku(text: str, question: str, truth: Any) -> Score:
+    puzzle = re.match(r"\d{16}", question) or re.search(r"(?<=Sudoku puzzle: )[0-9]{16}", question)
+    if puzzle is None:
+        raise ValueError(f"no 16 puzzle digits in the question {question[:80]!r}")
+    answer = re.sub(r"\s", "", sudoku_answer(text))
+    empty = [cell for cell, digit in enumerate(puzzle[0]) if digit == "0"]
+    return sum(answer[cell : cell + 1] == truth[cell] for cell in empty), len(empty)
+
+
+SCORERS = {"gsm8k": score_gsm8k, "math": score_math, "countdown": score_countdown, "sudoku": score_sudoku}
+
+
+# --- Accuracy ---------------------------------------------------------------------------------------------------------
+#
+# python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json] [--details FILE]
+#
+# Scores generation files, d1's or ours, and prints one row per setup. Without FOLDER it scores `eval_baselines/`, the
+# generations of the pocket models. The exit code is 1 if a setup is incomplete, unless `--allow-partial` is given.
+#
+#     python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
 
 BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # exists only in a checkout
 PASS_AT = (1, 2, 5, 10, 20, 50, 100)
@@ -115,7 +281,7 @@ def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: Generated
                 before = scored if first == problem.text else strict_detail(first[-MAX_TEXT:], task, asked)
                 scored["before_edits"] = before["accuracy"]
             return asked | scored
-        from d1.eval.published_scoring import score_published  # imports datasets, which --help does not need
+        from d1.eval.scores import score_published  # imports datasets, which --help does not need
 
         right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
         return asked | {"right": right, "total": total, "accuracy": right / total}

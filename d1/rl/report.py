@@ -23,7 +23,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from d1.runs.entry import OneLineParser
+from d1.runs.cli import OneLineParser
 from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.film import Film, verdict, without_folders
 from d1.show.page import Scene, film_page

@@ -1,0 +1,361 @@
+"""The command line of a stage: dataclasses of settings, and how a script starts and ends. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import logging
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+
+import yaml
+
+from d1.ranges import AMOUNT, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
+
+# --- Entry ------------------------------------------------------------------------------------------------------------
+#
+# How a script starts and ends: a user's mistake gives one line on stderr and status 1, a bug keeps its traceback.
+
+# Deprecation and other warnings, by their beginnings, that do not help a user. Delete each one with its version.
+WARNINGS = (
+    "`gradient_checkpointing",  # Transformers 5.23: TRL 1.16 uses the old names
+    "`is_gradient_checkpointing",
+    "Could not find a config file in",  # PEFT 0.21, after an adapter was merged: no vocabulary grows here
+)
+MESSAGES = {  # logger -> the beginning of such a message
+    "DeepSpeed": "Setting accelerator to CPU",  # 0.19, when it is imported, even if it is not used
+    # 5.23, when PEFT 0.21 saves an adapter: it compares the vocabulary with that in the base's config.json, which it
+    # reads as the class that runs the model, and a released format has a name of its own.
+    "transformers.configuration_utils": "You are using a model of type",
+}
+
+# Seconds that a process other than the first waits before it prints: if the first failed, too, a launcher stops it.
+PATIENCE = 3.0
+
+
+class RunError(RuntimeError):
+    """Ends a run with a message that needs no traceback: the user has to fix something, such as a reward function."""
+
+
+# What this library and those it uses raise for wrong settings, files and machines. FloatingPointError: a loss is not
+# finite. ImportError: a setting needs an optional package.
+MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
+
+
+def silence() -> None:
+    """Silence the warnings in the tables, without importing the libraries that raise them."""
+    for text in WARNINGS:
+        warnings.filterwarnings("ignore", message=re.escape(text))
+    for logger, text in MESSAGES.items():
+        logging.getLogger(logger).addFilter(partial(says_more, text))
+
+
+def says_more(text: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(text)
+
+
+def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Answer a bad command line with one line; argparse itself would print the usage of every flag."""
+    parser.exit(2, f"{parser.prog}: {message} (--help lists what there is)\n")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def show_defaults(parser: argparse.ArgumentParser) -> None:
+    """Add to each flag's help its default, unless the help states it, it is None or empty, or the flag is a switch."""
+    for action in parser._actions:
+        value = " ".join(map(str, action.default)) if isinstance(action.default, list | tuple) else action.default
+        silent = action.required or action.nargs == 0 or value in (None, "", argparse.SUPPRESS)
+        if not (silent or action.help == argparse.SUPPRESS or "default" in (action.help or "")):
+            action.help = f"{action.help or ''} (default: {str(value).replace('%', '%%')})".lstrip()
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that refuses abbreviated flags and checks those of type `Range`.
+
+    Its errors are one line long and name the nearest flag, choice or command; its help shows defaults.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def ranges(self) -> dict[str, Range]:
+        """The range of each of these flags; None is allowed if it is the default."""
+        rows = {}
+        for action in self._actions:
+            if isinstance(action.type, Range):
+                row = replace(action.type, many=action.nargs == "+")
+                rows[action.dest] = row if action.default is not None or None in row else row | None
+        return rows
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as argparse does; ValueError names all flags that are out of range."""
+        known, rest = super().parse_known_args(args, namespace)
+        check_ranges(vars(known), self.ranges())
+        return known, rest
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            parser = self.used(known)
+            hints = [nearest(word.partition("=")[0], flags_of(parser)) for word in rest if word.startswith("-")]
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
+        return known
+
+    def used(self, known: argparse.Namespace) -> argparse.ArgumentParser:
+        """The parser of the command that was given; this one, if it has no commands."""
+        commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        return commands[0].choices[getattr(known, commands[0].dest)] if commands else self
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, error.message + nearest(value, action.choices or ())) from None
+
+    def format_help(self) -> str:
+        show_defaults(self)
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        refuse_flags(self, message)
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import with the garbage collector off, a quarter faster: imported objects live as long as the process."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def run_script(name: str, work: Callable[[], object]) -> NoReturn:
+    """Run a script's `work` and exit with the number that it returns, or 0.
+
+    An error in `MISTAKES` becomes the line "NAME: message" and status 1. If all processes fail, the first one prints
+    the line; if one fails alone, it prints it. Other errors are not caught.
+    """
+    silence()
+    try:
+        status = work()
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave(0)
+    except MISTAKES as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(PATIENCE)
+        sys.stderr.write(f"{name}: {one_line(error)}\n")
+        leave(1)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: stopped\n")
+        leave(130)
+    leave(status if isinstance(status, int) else 0)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception on one line, or the name of its class if it has no message."""
+    if isinstance(error, OSError) and error.strerror and type(error).__module__ == "builtins":
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def leave(status: int = 0) -> NoReturn:
+    """Exit with `status` when all output is written; if several processes ran on the CPU, without a normal shutdown.
+
+    The threads of gloo may outlive the process group and abort the interpreter's shutdown ("terminate called without an
+    active exception"), which a launcher takes for a failure. Delete all but `sys.exit` when PyTorch joins them.
+    """
+    gc.freeze()  # otherwise the shutdown searches all modules for garbage, for about a second
+    torch = sys.modules.get("torch")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch is None or torch.cuda.is_available():
+        sys.exit(status)
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish(exit_code=status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+#
+# Dataclasses of settings, and the command line that is made from one. Imports no torch.
+
+T = TypeVar("T")
+
+
+def setting(default: T, help: str = "", **options: Any) -> T:
+    """A field of a dataclass, with the help of its flag.
+
+    Args:
+        options: further arguments of argparse's `add_argument`, such as `choices`, and `aliases`, a list of flags.
+    """
+    start: Any = {"default_factory": lambda: copy.copy(default)} if isinstance(default, list) else {"default": default}
+    return field(**start, metadata={"help": help, **options})  # type: ignore[no-any-return]
+
+
+def check_settings(config: Any) -> None:
+    """Check the ranges and choices that the fields of a dataclass declare.
+
+    Raises:
+        ValueError: names what is wrong, with its value and what it must be.
+    """
+    check_ranges(vars(config), ranges_of(type(config)))
+    for one in fields(config):
+        value, choices = getattr(config, one.name), one.metadata.get("choices")
+        if choices and value != one.default and value not in choices:
+            hint = nearest(value, choices)
+            raise ValueError(f"--{one.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def of_methods(name: str, methods: Mapping[str, Any]) -> str:
+    """For a flag's help: the setting's default in each method that has one; empty if none has."""
+    values = {method: row.values[name] for method, row in methods.items() if name in row.values}
+    if len(values) == len(methods) and len({*values.values()}) == 1:
+        return f" (default: {next(iter(values.values()))})"
+    listed = ", ".join(f"{method} {value}" for method, value in values.items())
+    return f" (default: {listed})" if listed else ""
+
+
+class ConfigParser(OneLineParser):
+    """A parser with one flag per field of a dataclass; `parse_args` returns an instance. Switches are off by default.
+    `--config FILE` reads flags from a yaml file; flags on the command line override these.
+
+    Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
+    """
+
+    def __init__(
+        self, config: type, prog: str | None = None, methods: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`methods`: the rows of --method, whose `values` replace a setting's default of None."""
+        super().__init__(prog, **options)
+        self.config = config
+        self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
+        hints, ranges = get_type_hints(config), ranges_of(config)
+        for one in fields(config):
+            more = dict(one.metadata)
+            names = [f"--{one.name}", *more.pop("aliases", [])]
+            if hints[one.name] is bool:
+                more["action"] = "store_true"
+            else:
+                more["default"] = one.default if one.default_factory is MISSING else one.default_factory()
+                more["type"] = ranges.get(one.name, str)
+                more["help"] += of_methods(one.name, methods or {})
+            self.add_argument(*names, **more)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = sys.argv[1:] if args is None else list(args)
+        found = vars(super().parse_args(words, namespace))
+        if file := found.pop("config"):
+            found = vars(super().parse_args([*self.words_of(file), *words], namespace))
+            del found["config"]
+        return self.config(**found)
+
+    def words_of(self, file: str) -> list[str]:
+        """The command line that is equivalent to a yaml file of settings. `null` keeps the default.
+
+        Raises:
+            ValueError: the file is not a yaml mapping, or names an unknown setting, or the same setting twice.
+            OSError: the file cannot be read.
+        """
+        try:
+            settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"--config {file} is no yaml: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"--config {file} must have lines NAME: VALUE, got {settings!r}")
+        flags = {flag: action for action in self._actions for flag in action.option_strings if action.dest != "config"}
+        words: list[str] = []
+        seen: dict[str, str] = {}
+        for name, value in settings.items():
+            action = flags.get(f"--{name}")
+            if action is None or action.dest == "help":
+                hint = nearest(name, [flag.removeprefix("--") for flag in flags])
+                raise ValueError(f"--config {file}: there is no such setting: {name}{hint} (--help lists them)")
+            if action.dest in seen:
+                raise ValueError(f"--config {file}: {seen[action.dest]} and {name} are one setting: keep one")
+            seen[action.dest] = name
+            if action.nargs == 0:  # a switch
+                if not isinstance(value, bool):
+                    raise ValueError(f"--config {file}: {name} must be true or false, got {value!r}")
+                words += [f"--{name}"] if value else []
+            elif isinstance(value, list):
+                words += [f"--{name}", *map(str, value)]
+            elif value is not None:
+                words += [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"]
+        return words
+
+
+# --- Training settings ------------------------------------------------------------------------------------------------
+#
+# The settings that SFT, preference training and distillation share. Needs no torch.
+
+
+@dataclass
+class TrainingSettings:
+    """Flags of these stages; each adds its own. Defaults are d1's (arXiv 2504.12216, appendix).
+
+    Raises:
+        ValueError: a setting is out of range, or contradicts another.
+    """
+
+    model_name: str = setting(
+        "GSAI-ML/LLaDA-8B-Instruct", "folder or hub name of the model to fine-tune", aliases=["--model_path"]
+    )
+    batch_size: Annotated[int, COUNT] = setting(1, "rows per device per micro-batch")
+    grad_accum_steps: Annotated[int, COUNT] = setting(4)
+    num_epochs: Annotated[float, POSITIVE] = setting(20)
+    output_dir: str = setting("runs", "everything is written to OUTPUT_DIR/JOB_NAME")
+    job_name: str = setting("llada-s1")
+    train_data: str = setting("simplescaling/s1K", "hub name, or a .json, .jsonl, .parquet or .csv file")
+    debugging: bool = setting(False, "turn experiment logging off, like --report_to none")
+    report_to: str = setting("wandb", "where numbers are logged to", choices=("wandb", "tensorboard", "none"))
+    plain_chat_template: bool = setting(False, "give a plain chat template to a tokenizer that has none")
+    bad_rows: str = setting("error", "rows that cannot be trained on", choices=("error", "skip"))
+    num_proc: Annotated[int | None, COUNT | None] = setting(None, "processes that tokenise (default: one per core)")
+    full_finetuning: bool = setting(False, "train all weights instead of a LoRA adapter")
+    lora_r: Annotated[int, COUNT] = setting(128)
+    lora_alpha: Annotated[int, COUNT] = setting(256)
+    lora_target_modules: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj"],
+        "names of modules, or 'attention' or 'all-linear' for those of this kind of model",
+        nargs="+",
+    )
+    load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
+    dtype: str | None = setting(None, "of frozen weights (default on GPUs: bfloat16)", choices=("float32", "bfloat16"))
+    attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2 (default: Transformers chooses)")
+    gradient_checkpointing: bool = setting(False, "use less memory and a third more time")
+    merge_at_end: bool = setting(False, "also save the model with its adapter merged, to .../merged")
+    seed: Annotated[int, SEED] = setting(42)
+    max_steps: Annotated[int, COUNT | -1] = setting(-1, "stop after this number of optimizer steps; -1: no limit")
+    max_grad_norm: Annotated[float, AMOUNT] = setting(1.0)
+    logging_steps: Annotated[int, COUNT] = setting(10)
+    resume: str | None = setting(
+        None,
+        "continue from the last complete checkpoint, if there is one, or from the one named",
+        aliases=["--resume_from_checkpoint"],
+        nargs="?",
+        const="true",
+        metavar="true|false|FOLDER",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
+            raise ValueError("--merge_at_end and --load_in_4bit need LoRA: leave --full_finetuning out")
