@@ -1,6 +1,6 @@
 # my_method.py: python diffu_grpo_train.py --method my_method.py ...
 from d1.masking import draw_masks
-from d1.rl.losses import Objective
+from d1.rl import Objective
 from d1.scoring import Estimator, views_of_canvas
 
 

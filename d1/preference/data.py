@@ -199,7 +199,7 @@ class PreferenceCollator:
             prompt_ids=prompt,
             attention_mask=visible,
             maskable=visible.bool(),
-            completion_ids=completion,
+            canvas_ids=completion,
             scored=(torch.arange(canvas) < len(ids))[None],
             reveal_steps=torch.full((1, canvas), -1),  # and so the rollout's estimators are of no use here
             logps=nothing,

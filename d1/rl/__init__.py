@@ -8,8 +8,20 @@ from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig as DiffuGRPOConfig
+    from d1.rl.losses import Advantage as Advantage
+    from d1.rl.losses import LossInputs as LossInputs
+    from d1.rl.losses import Objective as Objective
+    from d1.rl.losses import Penalty as Penalty
     from d1.rl.methods import METHODS as METHODS
     from d1.rl.trainer import DiffuGRPOTrainer as DiffuGRPOTrainer
 
-HOMES = {"METHODS": "methods", "DiffuGRPOConfig": "config", "DiffuGRPOTrainer": "trainer"}
+HOMES = {
+    "Advantage": "losses",
+    "DiffuGRPOConfig": "config",
+    "DiffuGRPOTrainer": "trainer",
+    "LossInputs": "losses",
+    "METHODS": "methods",
+    "Objective": "losses",
+    "Penalty": "losses",
+}
 __getattr__ = lazily(__name__, HOMES)

@@ -101,7 +101,8 @@ def check_table(table: str, own: Any) -> None:
     """Raises ValueError unless a user's table has new rows of the right class, with functions in them."""
     rows = TABLES[table]
     kind = type(next(iter(rows.values())))
-    example = f'{table} = {{"name": {kind.__name__}(function)}}, with {kind.__name__} of {kind.__module__}'
+    room = kind.__module__.rpartition(".")[0]
+    example = f'{table} = {{"name": {kind.__name__}(function)}}, with {kind.__name__} of {room}'
     if not is_named(own):
         raise ValueError(f"{table} must be a dictionary from names to rows: write {example}; got {own!r}")
     for name, row in own.items():
@@ -185,7 +186,7 @@ def left_to_right_rows(canvas: int = CANVAS) -> SampledRows:
         prompt_ids=torch.ones_like(visible, dtype=torch.long),
         attention_mask=visible.long(),
         maskable=visible,
-        completion_ids=places,
+        canvas_ids=places,
         scored=torch.arange(canvas) < (LENGTHS * canvas // CANVAS).unsqueeze(1),
         reveal_steps=places,
         logps=-torch.ones(places.shape),

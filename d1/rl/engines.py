@@ -439,7 +439,7 @@ def check_scores(
     one = {name: batch[name][row : row + 1] for name in batch}
     views = states_of(one, trainer.model.config, number)
     with trainer.without_checkpointing(), evaluating(trainer.model), trainer.accelerator.autocast():
-        options = {"mask_token_id": trainer.mask_token_id, "distribution": sampling.recorded}
+        options = {"mask_token_id": trainer.mask_token_id, "distribution": sampling.record_distribution}
         scores = score_batch(trainer.model, one, views, views_at_once=STATES, with_entropies=True, **options)
     scored = views.weights.ne(0).any(1)
     pairs = {"log-probabilities": (one["rollout_logps"], scores.logps)}
@@ -471,7 +471,7 @@ def states_of(one: Batch, config: Any, number: int) -> Views:
         prompt_ids=one["prompt_ids"],
         attention_mask=prompts,
         maskable=prompts.bool(),
-        completion_ids=canvas,
+        canvas_ids=canvas,
         scored=one["reveal_steps"] >= 0,
         reveal_steps=one["reveal_steps"],
         logps=one["rollout_logps"],

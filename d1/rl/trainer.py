@@ -600,7 +600,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
-            options["distribution"] = self.sampling.recorded
+            options["distribution"] = self.sampling.record_distribution
             scores = score_batch(model, batch, views, **options)
         self.compute = self.compute + scores.compute
         return scores

@@ -22,19 +22,19 @@ class Cache:
     together: bool = True  # whether all rows of `rollout_stream` begin their blocks in the same pass
 
 
-def of(module: str, name: str, **options: Any) -> Callable[..., Any]:
-    """A class in a module of this package; the module is imported on first use."""
-    return lambda *args, **given: getattr(import_module(f"d1.sampling.{module}"), name)(*args, **options, **given)
+def of(name: str, **options: Any) -> Callable[..., Any]:
+    """A class of `d1/sampling/passes.py`, which is imported on first use, because it needs torch."""
+    return lambda *args, **given: getattr(import_module("d1.sampling.passes"), name)(*args, **options, **given)
 
 
 CACHES: dict[str, Cache] = {
-    "prefix": Cache(of("windows", "Windows", to_end=True)),
-    "dual": Cache(of("windows", "Windows", to_end=False)),
-    "delayed": Cache(of("delayed", "DelayedPasses", lasts=False)),
-    "lasting": Cache(of("delayed", "DelayedPasses", lasts=True)),
+    "prefix": Cache(of("Windows", to_end=True)),
+    "dual": Cache(of("Windows", to_end=False)),
+    "delayed": Cache(of("DelayedPasses", lasts=False)),
+    "lasting": Cache(of("DelayedPasses", lasts=True)),
 }
-NO_CACHE = Cache(of("passes", "Passes"), together=False)
-FINISHED_BLOCKS = Cache(of("windows", "FinishedBlocks"))  # exact: block-causal models use it with every sampler
+NO_CACHE = Cache(of("Passes"), together=False)
+FINISHED_BLOCKS = Cache(of("FinishedBlocks"))  # exact: block-causal models use it with every sampler
 
 
 def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:

@@ -75,7 +75,7 @@ def predict(
     noise_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A token for each position, its log-probability, the entropy there, and the log-probability to record: (rows, n)
-    each. The log-probability to record is that of the token under `settings.recorded`.
+    each. The log-probability to record is that of the token under `settings.record_distribution`.
 
     The head runs on a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
     numbers do not depend on its batch.
@@ -121,11 +121,11 @@ def predict_from(
         return ids, logps, entropies, logps
     log_normaliser = logits.logsumexp(-1)
     entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
-    whole = logits.clone() if settings.recorded != OWN else logits
+    whole = logits.clone() if settings.record_distribution != OWN else logits
     logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
     left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
     ids = draw_ids(left, settings.temperature, generator, noise_dtype, counts)
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
-    if settings.recorded == OWN:
+    if settings.record_distribution == OWN:
         return ids, logps, entropies, logps
-    return ids, logps, entropies, head.token_logps(settings.recorded.logits(whole, ids), ids)
+    return ids, logps, entropies, head.token_logps(settings.record_distribution.logits(whole, ids), ids)

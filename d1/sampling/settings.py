@@ -157,7 +157,7 @@ class SamplingSettings:
         return Distribution(self.temperature, self.top_k, self.top_p) if self.temperature else OWN
 
     @property
-    def recorded(self) -> Distribution:
+    def record_distribution(self) -> Distribution:
         """The distribution whose log-probabilities a rollout records."""
         return self.drawn_from if self.record_as_sampled else OWN
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class SampledRows:
     Attributes:
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
         maskable: (rows, prompt) bool, the prompt tokens that may be hidden: never padding.
-        completion_ids: (rows, gen_length).
+        canvas_ids: (rows, gen_length), the ids of the whole canvas.
         scored: (rows, gen_length) bool, the tokens that count: up to and including the first EOS.
         reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 if none did.
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
@@ -63,7 +64,7 @@ class SampledRows:
     prompt_ids: Tensor
     attention_mask: Tensor
     maskable: Tensor
-    completion_ids: Tensor
+    canvas_ids: Tensor
     scored: Tensor
     reveal_steps: Tensor
     logps: Tensor
@@ -75,7 +76,13 @@ class SampledRows:
 
     @property
     def gen_length(self) -> int:
-        return self.completion_ids.shape[1]
+        return self.canvas_ids.shape[1]
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """Deprecated: the old name of `canvas_ids`."""
+        warnings.warn("SampledRows.completion_ids is now canvas_ids", FutureWarning, stacklevel=2)
+        return self.canvas_ids
 
     def to(self, device: torch.device | str) -> SampledRows:
         """The same rows on a device."""

@@ -56,7 +56,7 @@ def sample_rows(
         prompt_ids=ids,
         attention_mask=mask,
         maskable=mask.bool(),
-        completion_ids=canvas,
+        canvas_ids=canvas,
         scored=ends.cumsum(-1) - ends.long() == 0,  # up to and including the first EOS
         reveal_steps=sampled.reveal_steps,
         logps=sampled.logps,
@@ -67,7 +67,7 @@ def sample_rows(
 
 def texts_of(sampled: SampledRows, tokenizer: Any) -> list[str]:
     """The text of each completion up to its end."""
-    rows = zip(sampled.completion_ids, sampled.scored, strict=True)
+    rows = zip(sampled.canvas_ids, sampled.scored, strict=True)
     return [tokenizer.decode(ids[scored], skip_special_tokens=True) for ids, scored in rows]
 
 
@@ -77,7 +77,7 @@ def trajectory_logps(model: Any, sampled: SampledRows, mask_token_id: int) -> Te
     every step (`d1/scoring/replay.py`). 0 after a completion's end."""
     nothing = Randomness([], torch.Generator(), 0, 0)  # replay of every step draws nothing
     views = ESTIMATORS["replay"](sampled, nothing, ViewSettings(steps=sampled.gen_length))
-    given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
+    given = (sampled.prompt_ids, sampled.attention_mask, sampled.canvas_ids, views)
     return score(model.eval(), *given, mask_token_id=mask_token_id, gen_length=sampled.gen_length).logps
 
 

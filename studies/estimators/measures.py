@@ -116,7 +116,7 @@ def values_of(case: Case, choice: Choice, views: Views, which: slice) -> tuple[T
         case.model,
         rows.prompt_ids,
         rows.attention_mask,
-        rows.completion_ids,
+        rows.canvas_ids,
         views.each(lambda values: values[which]),
         mask_token_id=case.mask_token_id,
         gen_length=rows.gen_length,

@@ -66,11 +66,11 @@ def test_targets_are_the_enumerated_bound_and_the_replay_of_every_step(case, tar
 def state(case, row, hidden):
     """(canvas,) log-probs of a row's tokens with the positions `hidden` masked, from one forward pass."""
     real = case.sampled.attention_mask[row].bool()
-    canvas = case.sampled.completion_ids[row].clone()
+    canvas = case.sampled.canvas_ids[row].clone()
     canvas[hidden] = MASK
     ids = torch.cat([case.sampled.prompt_ids[row][real], canvas])
     logits = case.model(input_ids=ids.unsqueeze(0)).logits[0, -CANVAS:]
-    return logits.log_softmax(-1).gather(-1, case.sampled.completion_ids[row].unsqueeze(-1)).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, case.sampled.canvas_ids[row].unsqueeze(-1)).squeeze(-1)
 
 
 def test_bias_and_deviation_are_those_of_all_masks(case, target):

@@ -126,8 +126,8 @@ def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
     noise = torch.rand(4, 3, CANVAS, generator=generator) < 0.6
     places = noise & (torch.rand(4, 3, CANVAS, generator=generator) < 0.6)
     places[1, 2] = places[3] = False
-    ids = torch.cat([SAMPLED.prompt_ids, SAMPLED.completion_ids], dim=1)
-    visible = torch.cat([VISIBLE, torch.ones_like(SAMPLED.completion_ids)], dim=1)
+    ids = torch.cat([SAMPLED.prompt_ids, SAMPLED.canvas_ids], dim=1)
+    visible = torch.cat([VISIBLE, torch.ones_like(SAMPLED.canvas_ids)], dim=1)
     seen = Seen(ids, visible, noise, places)
     expected = []
     for row, state, place in places.nonzero().tolist():

@@ -41,7 +41,7 @@ class Tokenizer:
 def draws(estimator: str, first: int = 0, **settings: Any) -> list[dict[str, Tensor]]:
     """What the collator draws for the pair in each of many epochs."""
     collator = PreferenceCollator(Tokenizer(), ESTIMATORS[estimator], ViewSettings(gen_length=CANVAS, **settings))  # type: ignore[arg-type]
-    ids = [SAMPLED.completion_ids[row, : LENGTHS[row]].tolist() for row in PAIR]
+    ids = [SAMPLED.canvas_ids[row, : LENGTHS[row]].tolist() for row in PAIR]
     item: dict[str, Any] = {"prompt_ids": prompt_of(0), "completions": ids, "label": 1}
     return [collator([item | {"key": (7, 5, epoch, 0)}]) for epoch in range(first, first + EPOCHS)]
 

@@ -172,11 +172,11 @@ METHOD = {}
         (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS already has replay"),
         (
             IMPORTS + "ESTIMATORS = {'mine': f}",
-            r"ESTIMATORS\['mine'\] must be a row: .* d1.scoring.estimators",
+            r"ESTIMATORS\['mine'\] must be a row: .* d1.scoring;",
         ),
         (
             IMPORTS + "OBJECTIVES = {'mine': f}",
-            r"mine.py: OBJECTIVES\['mine'\] must be a row: .* d1.rl.losses",
+            r"mine.py: OBJECTIVES\['mine'\] must be a row: .* d1\.rl;",
         ),
         (IMPORTS + "PENALTIES = {'mine': f}", r"write PENALTIES = {\"name\": Penalty\(function\)}"),
         (IMPORTS + "ADVANTAGES = {'mine': f}", r"write ADVANTAGES = {\"name\": Advantage\(function\)}"),

@@ -79,9 +79,9 @@ def test_settings_know_whether_they_draw():
 def test_settings_know_what_they_draw_from_and_what_they_record():
     """At temperature 0 nothing is drawn, and the model's own log-probability is recorded."""
     greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)
-    assert (greedy.drawn_from, greedy.recorded) == (OWN, OWN)
-    assert (warm.drawn_from, warm.recorded) == (Distribution(0.5, 2, 0.9), OWN)
-    assert dataclasses.replace(warm, record_as_sampled=True).recorded == warm.drawn_from
+    assert (greedy.drawn_from, greedy.record_distribution) == (OWN, OWN)
+    assert (warm.drawn_from, warm.record_distribution) == (Distribution(0.5, 2, 0.9), OWN)
+    assert dataclasses.replace(warm, record_as_sampled=True).record_distribution == warm.drawn_from
 
 
 def test_flags_with_other_names_give_the_settings():

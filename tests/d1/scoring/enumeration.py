@@ -32,7 +32,7 @@ SAMPLED = SampledRows(
     prompt_ids=torch.tensor([[0, 1, 2], [3, 1, 2], [0, 0, 3], [2, 2, 1]]),
     attention_mask=VISIBLE,
     maskable=VISIBLE.bool(),
-    completion_ids=torch.tensor(COMPLETIONS),
+    canvas_ids=torch.tensor(COMPLETIONS),
     scored=torch.arange(CANVAS) < torch.tensor(LENGTHS).unsqueeze(1),
     reveal_steps=torch.tensor([[0, 3, 1, 3], [2, 1, 0, 3], [1, 0, 2, -1], [1, 2, 0, 3]]),
     logps=torch.zeros(4, CANVAS),
@@ -121,11 +121,11 @@ def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLE
     """(canvas,) log p of each token of a row in the state that hides the places `hidden` of its canvas, and those of
     its prompt in `prompt`; the prompt without its padding, and the logits of every position."""
     real = sampled.attention_mask[row].bool()
-    canvas = len(sampled.completion_ids[row])
+    canvas = len(sampled.canvas_ids[row])
     noise = torch.cat([marked(prompt, len(real))[real], marked(hidden, canvas)])
-    clean = torch.cat([sampled.prompt_ids[row][real], sampled.completion_ids[row]])
+    clean = torch.cat([sampled.prompt_ids[row][real], sampled.canvas_ids[row]])
     logits = canvas_logits(model, clean, noise, canvas)
-    return logits.log_softmax(-1).gather(-1, sampled.completion_ids[row].unsqueeze(-1)).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, sampled.canvas_ids[row].unsqueeze(-1)).squeeze(-1)
 
 
 def behind(row: int) -> tuple[int, ...]:
@@ -195,7 +195,7 @@ def scores(
     model: Any, views: Views, sampled: SampledRows = SAMPLED, views_at_once: int = 8, distribution: Distribution = OWN
 ) -> Any:
     """`score` of a batch."""
-    given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
+    given = (sampled.prompt_ids, sampled.attention_mask, sampled.canvas_ids, views)
     options = {"mask_token_id": MASK, "gen_length": sampled.gen_length, "views_at_once": views_at_once}
     return score(model, *given, distribution=distribution, **options)
 

@@ -106,7 +106,7 @@ def drawn(estimator, length, rows=1, seed=0, first=0, total=None, blocks=None, *
     width = length + 1
     sampled = replace(
         repeated(0, rows),
-        completion_ids=torch.ones(rows, width, dtype=torch.long),
+        canvas_ids=torch.ones(rows, width, dtype=torch.long),
         scored=(torch.arange(width) < length).expand(rows, -1),
         blocks=None if blocks is None else torch.tensor(blocks).expand(rows, -1),
     )

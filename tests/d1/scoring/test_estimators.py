@@ -155,14 +155,14 @@ def test_attention_sees_the_whole_canvas_so_that_other_tokens_behind_the_end_cha
     late = SAMPLED.reveal_steps.masked_fill(~SAMPLED.scored, 9)
     sampled = replace(SAMPLED, reveal_steps=late)
     views = updates_of(name, sampled, total=4)[0]
-    other = replace(sampled, completion_ids=sampled.completion_ids.where(sampled.scored, 2))
+    other = replace(sampled, canvas_ids=sampled.canvas_ids.where(sampled.scored, 2))
     model = tiny(2)
     expected = scores(model, views, sampled).logps
     torch.testing.assert_close(scores(model, views, other).logps, expected, rtol=0, atol=0)
     # A canvas that ended with the completion would be another state: attention covers the rest of the canvas, too.
     row = some_rows(sampled, [1])
     short = Views(views.noise[1:2, :, : PROMPT + LENGTHS[1]], views.weights[1:2, :, : LENGTHS[1]])
-    cut = replace(row, completion_ids=row.completion_ids[:, : LENGTHS[1]])
+    cut = replace(row, canvas_ids=row.canvas_ids[:, : LENGTHS[1]])
     if short.weights.any():
         assert (scores(model, short, cut).logps - expected[1, : LENGTHS[1]]).abs().max() > 1e-4
 
@@ -214,7 +214,7 @@ def test_neither_views_at_once_nor_micro_batches_change_values_or_gradients(name
 
 def test_values_in_fp32_are_those_in_fp64():
     views = updates_of("espo", SIX)[0]
-    given = (SIX.prompt_ids, SIX.attention_mask, SIX.completion_ids, views)
+    given = (SIX.prompt_ids, SIX.attention_mask, SIX.canvas_ids, views)
     with torch.no_grad():
         expected = scores(tiny(2), views, SIX).logps
         found = score(deepcopy(tiny(2)).float(), *given, mask_token_id=MASK, gen_length=CANVAS).logps

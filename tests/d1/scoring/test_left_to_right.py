@@ -60,7 +60,7 @@ def test_probabilities_of_all_completions_sum_to_one():
     behind = (completions == EOS).cumsum(-1) - (completions == EOS).long() > 0
     behind[:, 3] = True  # three tokens may be scored, so that a completion without an EOS among them counts
     count = len(completions)
-    sampled = replace(some_rows(SAMPLED, [1] * count), completion_ids=completions, scored=~behind)
+    sampled = replace(some_rows(SAMPLED, [1] * count), canvas_ids=completions, scored=~behind)
     random = Randomness([keyed_generator(0)] * count, keyed_generator(0), 0, count)
     with torch.no_grad():
         logps = scores(tiny(2), ESTIMATORS["left_to_right"].draw(sampled, random, settings()), sampled).logps
@@ -73,7 +73,7 @@ def test_a_sampler_with_blocks_of_one_token_recorded_the_same_log_probs():
     generators = [keyed_generator(3, row) for row in range(4)]
     taken = rollout(model, SAMPLED.prompt_ids, SAMPLED.attention_mask, generator=generators, **options)
     scored = torch.ones(4, CANVAS, dtype=torch.bool)
-    sampled = replace(SAMPLED, completion_ids=taken.ids[:, PROMPT:], scored=scored)
+    sampled = replace(SAMPLED, canvas_ids=taken.ids[:, PROMPT:], scored=scored)
     with torch.no_grad():
         found = scores(model, ESTIMATORS["left_to_right"].draw(sampled, RANDOM, settings()), sampled).logps
     torch.testing.assert_close(found.float(), taken.logps, rtol=0, atol=1e-5)

@@ -32,7 +32,7 @@ def sampled(maskable: torch.Tensor) -> SampledRows:
         prompt_ids=torch.full(maskable.shape, 7),
         attention_mask=torch.ones(maskable.shape, dtype=torch.long),
         maskable=maskable,
-        completion_ids=torch.full(scored.shape, 8),
+        canvas_ids=torch.full(scored.shape, 8),
         scored=scored,
         reveal_steps=zeros.long(),
         logps=zeros,

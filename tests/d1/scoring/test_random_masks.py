@@ -92,7 +92,7 @@ def test_draws_have_the_chances_assumed_there_and_weigh_to_the_length():
 
 def test_the_shares_of_a_rows_views_are_uniform_between_a_tenth_and_nine_tenths():
     long = torch.ones(1, 2000, dtype=torch.long)
-    noise, _ = draw(800, completion_ids=long, scored=long.bool())
+    noise, _ = draw(800, canvas_ids=long, scored=long.bool())
     shares = noise[:, PROMPT:].float().mean(-1)
     assert 0.07 < shares.min() < 0.13
     assert 0.87 < shares.max() < 0.93

@@ -137,13 +137,13 @@ def test_what_was_recorded_as_sampled_is_replayed_under_the_same_distribution(mo
     that."""
     model = deepcopy(model).double()
     options = {"remasking": remasking, **chosen}
-    recorded = SamplingSettings(LENGTH, 4, 7, record_as_sampled=True, **options).recorded
+    recorded = SamplingSettings(LENGTH, 4, 7, record_as_sampled=True, **options).record_distribution
     sampled = sample(model, record_as_sampled=True, **options)
     views = REPLAY(sampled, randomness(5), settings())
     found = replayed(model, sampled, views, recorded)
     torch.testing.assert_close(found.logps, sampled.logps.double() * sampled.scored, rtol=0, atol=1e-5)
     own = sample(model, **options)
-    assert torch.equal(own.completion_ids, sampled.completion_ids)
+    assert torch.equal(own.canvas_ids, sampled.canvas_ids)
     found = replayed(model, own, views)
     torch.testing.assert_close(found.logps, own.logps.double() * own.scored, rtol=0, atol=1e-5)
     assert (own.logps - sampled.logps).abs().max() > 0.1

@@ -115,7 +115,7 @@ def test_views_that_show_the_completion_score_like_views_that_do_not_say(model):
     sampled, _ = sample(model, **EDITORS[0])
     plain = SampledRows(**{name: None if "write" in name else of for name, of in vars(sampled).items()})
     views = REPLAY(plain, randomness(5), settings())
-    ids = sampled.completion_ids.unsqueeze(1).expand_as(views.weights)
+    ids = sampled.canvas_ids.unsqueeze(1).expand_as(views.weights)
     said = Views(views.noise, views.weights, ids, ids)
     assert torch.equal(replayed(model, sampled, views).logps, replayed(model, sampled, said).logps)
     for name, wrong in (("shown", ids[..., 1:]), ("targets", ids[:, :1]), ("shown", ids.int())):

@@ -83,7 +83,7 @@ def test_segments_cut_all_steps_of_the_canvas_evenly_and_hide_prompt_tokens_at_r
     order = torch.stack([torch.randperm(steps, generator=keyed_generator(row)) for row in range(4)])
     scored = torch.ones(4, steps, dtype=torch.bool)
     scored[1, 2:], scored[3] = False, False
-    long = {"reveal_steps": order, "scored": scored, "completion_ids": torch.ones_like(order)}
+    long = {"reveal_steps": order, "scored": scored, "canvas_ids": torch.ones_like(order)}
     chosen = settings(steps=steps, segments=segments, p_mask_prompt=0.15, gen_length=steps)
     wide = torch.ones(4, 500, dtype=torch.long)
     sampled = replace(SAMPLED, prompt_ids=wide, attention_mask=wide, maskable=wide.bool(), **long)
@@ -188,7 +188,7 @@ def test_top_takes_the_eight_steps_of_the_highest_mean_entropy_each_with_weight_
     entropies[1] = 0.5  # all alike
     scored = torch.arange(canvas) < torch.tensor([40, 40, 25, 6, 0]).unsqueeze(1)
     wide = torch.ones(count, 3, dtype=torch.long)
-    filled = {"logps": entropies, "completion_ids": torch.ones_like(steps)}
+    filled = {"logps": entropies, "canvas_ids": torch.ones_like(steps)}
     sampled = SampledRows(wide, wide, wide.bool(), scored=scored, reveal_steps=steps, entropies=entropies, **filled)
     chosen = settings(num_views=8, draw_steps="top", steps=20)
     views = REPLAY(sampled, randomness(count), chosen)
