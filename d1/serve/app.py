@@ -4,8 +4,7 @@ import asyncio
 import hmac
 import html
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,8 @@ from typing import Any
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.cli import one_line
 from d1.serve.answers import Choice, completion_choice, envelope, generated, usage
-from d1.serve.broadcast import Receiver
 from d1.serve.engine import Engine, QueueFull, weights_below
 from d1.serve.requests import (
-    BeginUpdate,
-    Broadcast,
     Chat,
     Completion,
     Generate,
@@ -26,7 +22,6 @@ from d1.serve.requests import (
     RowsStopped,
     Server,
     Update,
-    UpdateGroup,
     completed,
     streamed,
     wants_logprobs,
@@ -47,36 +42,45 @@ STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueErr
 STATUS |= {ConnectionError: 503, RowsStopped: 503}
 
 
+# FastAPI is optional, so it is imported inside the functions below; so annotations of routes must not be strings here.
+
+
 def make_app(server: Server) -> Any:
     """The application, which starts the engine's thread and ends it."""
-    # Imported here, because they are optional; so annotations of routes must not be strings in this module.
-    from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
-    from starlette.exceptions import HTTPException
-
-    engine = server.engine
+    from fastapi import FastAPI
+    from prometheus_client import CollectorRegistry
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        engine.thread.start()
+        server.engine.thread.start()
         yield
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(server.engine.close)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    add_refusals(app)
     registry = CollectorRegistry()
-    registry.register(EngineMetrics(engine))
-    seconds = Histogram("d1_request_seconds", "Requests by path and status", ("path", "status"), registry=registry)
-    paths = {"/", "/metrics"}
+    registry.register(EngineMetrics(server.engine))
+    routers = (sglang_routes(server), openai_routes(server), pages(server, registry))
+    for router in routers:
+        app.include_router(router)
+    return Gate(server, app, {route.path for router in routers for route in router.routes}, registry)
 
-    def refusal(status: int, message: str) -> Any:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        headers = {"Retry-After": "1"} if status == 429 else None
-        error = {"message": message, "type": kind, "param": None, "code": status}
-        return JSONResponse({"error": error}, status, headers)
 
-    def refused(request: Request, error: Exception) -> Any:
+def refusal(status: int, message: str) -> Any:
+    """An answer that says what was wrong, in OpenAI's form."""
+    from fastapi.responses import JSONResponse
+
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status, headers)
+
+
+def add_refusals(app: Any) -> None:
+    """Turns errors of the routes into refusals: a user's mistake is 4xx, what is full or over 429 or 503."""
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+
+    def refused(request: Any, error: Exception) -> Any:
         known = [STATUS[kind] for kind in STATUS if isinstance(error, kind)]
         return refusal(getattr(error, "status", None) or [*known, 500][0], one_line(error))
 
@@ -84,46 +88,53 @@ def make_app(server: Server) -> Any:
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(RequestValidationError)
-    def malformed(request: Request, error: RequestValidationError) -> Any:
+    def malformed(request: Any, error: RequestValidationError) -> Any:
         parts = [f"{'.'.join(map(str, part['loc'][1:])) or 'body'}: {part['msg']}" for part in error.errors()[:3]]
         return refusal(400, "; ".join(parts))
 
     @app.exception_handler(HTTPException)
-    def unknown(request: Request, error: HTTPException) -> Any:
+    def unknown(request: Any, error: HTTPException) -> Any:
         return refusal(error.status_code, str(error.detail))
 
-    async def answered(request: Request, work: Awaitable[Any]) -> Any:
-        """What `work` gives, unless the client leaves before."""
 
-        async def departure() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+async def answered(request: Any, work: Awaitable[Any]) -> Any:
+    """What `work` gives, unless the client leaves before."""
+    from fastapi.responses import Response
 
-        both = [asyncio.ensure_future(work), asyncio.ensure_future(departure())]
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            return both[0].result() if both[0].done() else Response(status_code=499)
-        finally:
-            for task in both:
-                task.cancel()
+    async def departure() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-    # --- SGLang's -----------------------------------------------------------------------------------------------------
+    both = [asyncio.ensure_future(work), asyncio.ensure_future(departure())]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return both[0].result() if both[0].done() else Response(status_code=499)
+    finally:
+        for task in both:
+            task.cancel()
 
-    @app.get("/health")
+
+def sglang_routes(server: Server) -> Any:
+    """SGLang's routes: rows for RL, weights, pauses."""
+    from fastapi import APIRouter, Request
+    from fastapi.responses import JSONResponse, Response
+
+    router, engine = APIRouter(), server.engine
+
+    @router.get("/health")
     async def health() -> Any:
         return Response(status_code=200 if engine.thread.is_alive() else 503)
 
-    @app.get("/model_info")
+    @router.get("/model_info")
     async def model_info() -> Any:
         config = engine.model.config
         block = getattr(config, "block_size", None)
         facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
         facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
         facts |= {"dtype": str(engine.model.dtype).removeprefix("torch.")}
-        facts |= {"takes_broadcasts": server.receiver is not None}
         return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
-    @app.post("/generate")
+    @router.post("/generate")
     async def generate(body: Generate, request: Request) -> Any:
         rows = await asyncio.to_thread(server.rows_to_generate, body)
 
@@ -138,11 +149,7 @@ def make_app(server: Server) -> Any:
 
         return await answered(request, sample())
 
-    async def taken(update: Future[None]) -> None:
-        """Waits for an update, which continues when nobody waits for it any more."""
-        await asyncio.shield(asyncio.wrap_future(update))
-
-    @app.post("/update_weights_from_disk")
+    @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: Update) -> Any:
         try:
             folder = await asyncio.to_thread(weights_below, server.weights_dir, body.model_path)
@@ -150,74 +157,52 @@ def make_app(server: Server) -> Any:
                 engine.stop_all("aborted by an update of the weights")
             assert server.loader is not None
             load = partial(server.loader.load, folder)
-            await taken(engine.replace_model(load, body.weight_version or str(folder)))
+            update = engine.replace_model(load, body.weight_version or str(folder))
+            await asyncio.shield(asyncio.wrap_future(update))  # it continues when nobody waits for it any more
         except Exception as error:
             known = {QueueFull: 429, ConnectionError: 503}
             return JSONResponse({"success": False, "message": one_line(error)}, known.get(type(error), 400))
         return {"success": True, "message": f"the weights are those of {folder}"}
 
-    async def received(work: Callable[[Receiver], Any]) -> Any:
-        """What `work` gives in a thread, because it waits for the sender."""
-        if server.receiver is None:
-            raise ValueError("this server takes no weights by broadcast: start it with --take_broadcasts")
-        return await asyncio.to_thread(work, server.receiver)
-
-    @app.post("/init_weights_update_group")
-    async def init_weights_update_group(body: UpdateGroup, request: Request) -> Any:
-        if request.client is None or body.master_address != request.client.host:
-            raise ValueError(f"master_address {body.master_address} is not the address that this request came from")
-        await received(lambda receiver: receiver.join(body.master_address, body.master_port, body.group_name))
-        return {"success": True, "message": "connected"}
-
-    @app.post("/begin_weight_update")
-    async def begin_weight_update(body: BeginUpdate) -> Any:
-        await received(lambda receiver: receiver.begin())
-        return {"success": True, "message": "ready for weights"}
-
-    @app.post("/update_weights_from_distributed")
-    async def update_weights_from_distributed(body: Broadcast) -> Any:
-        given = body.names, body.dtypes, body.shapes, body.group_name, body.weight_version
-        await received(lambda receiver: receiver.receive(*given))
-        return {"success": True, "message": "in use after /end_weight_update"}
-
-    @app.post("/end_weight_update")
-    async def end_weight_update() -> Any:
-        folder, version = await received(lambda receiver: receiver.take())
-        with folder as path:
-            assert server.loader is not None
-            await taken(engine.replace_model(partial(server.loader.load, Path(path)), version))
-        return {"success": True, "message": f"the weights are those of {version}"}
-
-    @app.post("/pause_generation")
+    @router.post("/pause_generation")
     async def pause_generation(body: Pause) -> Any:
         engine.pause(body.mode)
         return {"status": "ok", "mode": body.mode}
 
-    @app.post("/continue_generation")
+    @router.post("/continue_generation")
     async def continue_generation() -> Any:
         engine.resume()
         return {"status": "ok"}
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache() -> Any:
         return Response("no keys and values are kept from one request to another\n")
 
-    # --- OpenAI's -----------------------------------------------------------------------------------------------------
+    return router
 
-    @app.get("/v1/models")
+
+def openai_routes(server: Server) -> Any:
+    """OpenAI's routes: completions and chats, whole or streamed."""
+    from fastapi import APIRouter, Request
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    router = APIRouter()
+
+    @router.get("/v1/models")
     async def models() -> Any:
         return {"object": "list", "data": [{"id": server.name, "object": "model", "created": 0, "owned_by": "d1"}]}
 
-    @app.post("/v1/completions")
+    @router.post("/v1/completions")
     async def complete(body: Completion, request: Request) -> Any:
-        return await openai(body, request, "text_completion", wants_logprobs(body))
+        return await openai(body, request, "text_completion")
 
-    @app.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions")
     async def chat(body: Chat, request: Request) -> Any:
-        return await openai(body, request, "chat.completion", wants_logprobs(body))
+        return await openai(body, request, "chat.completion")
 
-    async def openai(body: Any, request: Request, name: str, logprobs: bool) -> Any:
-        rows, chats = await asyncio.to_thread(server.rows_of_openai, body), name.startswith("chat")
+    async def openai(body: Any, request: Request, name: str) -> Any:
+        logprobs, chats = wants_logprobs(body), name.startswith("chat")
+        rows = await asyncio.to_thread(server.rows_of_openai, body)
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]
         if body.stream:
             if logprobs:
@@ -238,27 +223,48 @@ def make_app(server: Server) -> Any:
             return JSONResponse(envelope(name, server.name, rows, parts, usage=usage(rows, choices)))
 
         async def sample() -> Any:
-            return await asyncio.to_thread(answer, await completed(engine, rows, choices))
+            return await asyncio.to_thread(answer, await completed(server.engine, rows, choices))
 
         return await answered(request, sample())
 
-    # --- For people and for Prometheus --------------------------------------------------------------------------------
+    return router
 
+
+def pages(server: Server, registry: Any) -> Any:
+    """The chat page for people, and the numbers for Prometheus."""
+    from fastapi import APIRouter
+    from fastapi.responses import HTMLResponse, Response
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    router = APIRouter()
     form = (HERE / "chat.html").read_text().replace("EXAMPLE", html.escape(example(server.tokenizer)))
     page = film_page(server.name, [], form, (HERE / "chat.js").read_text())
 
-    @app.get("/")
+    @router.get("/")
     async def chat_page() -> Any:
         return HTMLResponse(page)
 
-    @app.get("/metrics")
+    @router.get("/metrics")
     async def metrics() -> Any:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    paths |= {route.path for route in app.routes if hasattr(route, "path")}
+    return router
 
-    def refuse(scope: Any) -> Any:
-        headers = dict(scope["headers"])
+
+class Gate:
+    """Checks the headers of a request before its body is read, and measures its time (ASGI)."""
+
+    def __init__(self, server: Server, app: Any, paths: set[str], registry: Any) -> None:
+        from prometheus_client import Histogram
+
+        self.server, self.app, self.paths = server, app, paths
+        self.seconds = Histogram(
+            "d1_request_seconds", "Requests by path and status", ("path", "status"), registry=registry
+        )
+
+    def refuse(self, scope: Any) -> Any:
+        """The refusal of a request by its headers; None if it may pass."""
+        headers, server = dict(scope["headers"]), self.server
         host = headers.get(b"host", b"").decode("latin-1")
         if not server.api_key and not server.is_called(host):  # a page of another site, say
             return refusal(400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names")
@@ -274,24 +280,22 @@ def make_app(server: Server) -> Any:
             return refusal(415, "a POST needs the header Content-Type: application/json, also without a body")
         return None
 
-    async def gate(scope: Any, receive: Any, send: Any) -> None:
-        """Checks the headers of a request before it is read, and measures its time."""
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await app(scope, receive, send)
-        began, path = time.perf_counter(), scope["path"] if scope["path"] in paths else "other"
+            return await self.app(scope, receive, send)
+        began, path = time.perf_counter(), scope["path"] if scope["path"] in self.paths else "other"
+        status = 500
 
         async def sending(message: Any) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                sending.status = message["status"]  # type: ignore[attr-defined]
+                status = message["status"]
             await send(message)
 
         try:
-            await (refuse(scope) or app)(scope, receive, sending)
+            await (self.refuse(scope) or self.app)(scope, receive, sending)
         finally:
-            status = getattr(sending, "status", 500)
-            seconds.labels(path, status).observe(time.perf_counter() - began)
-
-    return gate
+            self.seconds.labels(path, status).observe(time.perf_counter() - began)
 
 
 def example(tokenizer: Any) -> str:

@@ -22,7 +22,6 @@ from torch import Tensor
 from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
 from d1.serve import KEY
-from d1.serve.broadcast import send
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 #
@@ -280,13 +279,12 @@ class RolloutServer:
     Attributes:
         problem: why no rows go to it now; None: it may get some.
         folders: below which it loads weights; None: anywhere.
-        broadcasts: whether weights are sent over the network instead of read from a folder.
         mask_token_id: that of the run, for SGLang, which is not asked for its own; None for `d1 serve`.
         dtype: what it says that it computes in, such as "float32"; None: it does not say.
     """
 
-    def __init__(self, url: str, broadcasts: bool = False) -> None:
-        self.url, self.version, self.broadcasts = url.rstrip("/"), "", broadcasts
+    def __init__(self, url: str) -> None:
+        self.url, self.version = url.rstrip("/"), ""
         self.problem: str | None = "it was not asked yet"
         self.folders: list[str] | None = []
         self.mask_token_id: int | None = None
@@ -339,12 +337,7 @@ class RolloutServer:
             mask, self.folders = facts.get("mask_token_id", mask_token_id), facts.get("weights_dir")
             if mask != mask_token_id:
                 raise ValueError(f"{self.url} hides tokens by {mask}, and this run by {mask_token_id}")
-            if self.broadcasts and not facts.get("takes_broadcasts"):
-                raise ValueError(
-                    f"{self.url} takes no weights by broadcast: start it with `d1 serve MODEL --take_broadcasts`, or "
-                    "leave --rollout_weights broadcast out (SGLang reads weights from a folder)"
-                )
-            if not self.broadcasts and self.folders == []:
+            if self.folders == []:
                 raise ValueError(
                     f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
                     "this run can write to"
@@ -358,23 +351,11 @@ class RolloutServer:
             if facts["weight_version"] != weights.version:
                 if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
                     self.ask("POST", f"/flush_cache?timeout={DRAIN}")
-                self.give(weights)
+                body = {"model_path": str(weights.folder), "weight_version": weights.version}
+                self.ask("POST", "/update_weights_from_disk", body)
                 if (found := self.facts()["weight_version"]) != weights.version:
                     raise Unavailable(f"{self.url} took weights and has {found} now, not {weights.version}")
             self.version = weights.version
-
-    def give(self, weights: Weights) -> None:
-        """Has the server take weights."""
-        if not self.broadcasts:
-            body = {"model_path": str(weights.folder), "weight_version": weights.version}
-            self.ask("POST", "/update_weights_from_disk", body)
-        elif not weights.folder.is_dir():
-            raise Unavailable(f"{self.url} waits for the weights from the machine of the run's first process")
-        else:
-            try:
-                send(self.ask, self.url, weights.folder, weights.version)
-            except (RuntimeError, ConnectionError) as error:
-                raise Unavailable(f"{self.url} was lost while it took weights: {error}") from error
 
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
         """`rollout` of the prompts by the server, in a batch of their own, with these weights and no others."""

@@ -21,7 +21,6 @@ from d1.ranges import SEED
 from d1.sampling.settings import SamplingSettings
 from d1.serve import LOCAL
 from d1.serve.answers import Choice, chunk_choice, envelope, server_sent, step_of, usage
-from d1.serve.broadcast import Receiver
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
@@ -139,31 +138,6 @@ class Update(Strict):
     abort_all_requests: bool = False
 
 
-class UpdateGroup(Strict):
-    master_address: Name
-    master_port: int = Field(ge=1, le=65535)
-    rank_offset: Literal[1]
-    world_size: Literal[2]
-    group_name: Name
-    backend: Literal["gloo"]
-
-
-class BeginUpdate(Strict):
-    selector: Literal["all"] = "all"
-
-
-Size = Annotated[int, Field(ge=1, le=1 << 40)]
-
-
-class Broadcast(Strict):
-    names: list[Name] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
-    dtypes: Annotated[list[Name], Many]
-    shapes: Annotated[list[Annotated[list[Size], Field(max_length=8)]], Many]
-    group_name: Name
-    weight_version: Name
-    flush_cache: bool = True
-
-
 class Pause(Strict):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -191,7 +165,6 @@ class Server:
     weights_dir: tuple[Path, ...] = ()
     loader: Loader | None = None  # where there is a `weights_dir`
     api_key: str | None = None
-    receiver: Receiver | None = None  # where broadcasts are taken
     # The names of this server in a request's `Host`, where there is no `api_key`. 0.0.0.0 or :: allows every address,
     # but no other name; "*" allows all.
     allowed_hosts: tuple[str, ...] = LOCAL

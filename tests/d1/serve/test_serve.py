@@ -223,9 +223,6 @@ BODIES = {
         {"model_path": st.text() | st.sampled_from(["..", "/", "other/../..", "\0"])}, optional={"weight_version": JSON}
     ),
     "/pause_generation": st.fixed_dictionaries({"mode": LEAF}),
-    "/init_weights_update_group": JSON,
-    "/update_weights_from_distributed": JSON,
-    "/end_weight_update": JSON,
 }
 
 
@@ -454,8 +451,7 @@ def test_the_api_key_is_asked_for(tiny_model_dir):
 
 
 POSTS = ("/generate", "/v1/completions", "/v1/chat/completions", "/update_weights_from_disk", "/pause_generation")
-POSTS += ("/continue_generation", "/flush_cache", "/init_weights_update_group", "/begin_weight_update")
-POSTS += ("/update_weights_from_distributed", "/end_weight_update")
+POSTS += ("/continue_generation", "/flush_cache")
 
 
 def status(served, path="/generate", method="POST", **headers):
