@@ -85,7 +85,7 @@ class Choice:
 
 
 def begun(text: str, stops: Sequence[str]) -> int:
-    """The first place from which the rest of `text` begins a stop string; its length if there is none."""
+    """The first position from which the rest of `text` begins a stop string; its length if there is none."""
     first = max(0, len(text) - max(map(len, stops), default=0) + 1)
     return next((at for at in range(first, len(text)) if any(stop.startswith(text[at:]) for stop in stops)), len(text))
 
@@ -128,7 +128,7 @@ def chunk_choice(index: int, text: str | None, reason: str | None, chat: bool) -
 def step_of(event: Revealed, tokenizer: Any) -> dict[str, Any]:
     """A forward pass, for the film of the chat page."""
     chips = [chip(piece(tokenizer, token)) for token in event.ids]
-    values = {"places": event.places, "tokens": chips, "logps": event.logps, "entropies": event.entropies}
+    values = {"places": event.positions, "tokens": chips, "logps": event.logps, "entropies": event.entropies}
     return values | {"fed": event.forward_tokens}
 
 

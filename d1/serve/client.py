@@ -23,9 +23,7 @@ from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
 from d1.serve import KEY
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
-#
-# What is checked of rows that another program sampled: a server, SGLang, or a user's `rollout_func`.
+# --- Checks of what another program sampled: a server, SGLang, or a user's `rollout_func` -----------------------------
 #
 # A row is a dictionary of lists with one entry per token: `completion_ids`, and those of `steps`, `logprobs` and
 # `entropies` that are known. Whether its log-probabilities are those of the model is checked by scoring it again
@@ -98,9 +96,9 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
     behind = is_end.cumsum(0) - is_end.int() > 0  # after the first EOS
     wrong = (steps != steps.round()) | (steps < -1) | (steps >= most) | ((steps < 0) & ~behind)
     refuse(where, "steps", steps, wrong, f"0 to {most - 1} (-1: filled in after the first EOS)")
-    places, first, before, ended = torch.arange(len(steps)), 0, 0, False
+    positions, first, before, ended = torch.arange(len(steps)), 0, 0, False
     for number, counts in enumerate(schedule):
-        inside, first = (places >= first) & (places < first + sum(counts)), first + sum(counts)
+        inside, first = (positions >= first) & (positions < first + sum(counts)), first + sum(counts)
         revealed, known = (
             inside & (steps >= 0),
             f"block {number} (of {settings.block_length} tokens) is filled after those before it",
@@ -161,7 +159,7 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
     return tensor
 
 
-# --- Sglang client ----------------------------------------------------------------------------------------------------
+# --- SGLang's dialect -------------------------------------------------------------------------------------------------
 #
 # Requests to SGLang with the plugin, and its answers in the form of `d1 serve`.
 
@@ -223,7 +221,7 @@ def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]
     return {"output_ids": row["output_ids"] + [*ends[:1]] * left, "meta_info": meta | more}
 
 
-# --- Client -----------------------------------------------------------------------------------------------------------
+# --- The client -------------------------------------------------------------------------------------------------------
 
 CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer

@@ -39,9 +39,7 @@ from d1.sampling.loop import Rollout, Step, check_sampler
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
 
-# --- Rows -------------------------------------------------------------------------------------------------------------
-#
-# A row of the server: what is asked for, and what its reader is told.
+# --- A row: what is asked for, and what its reader is told ------------------------------------------------------------
 
 KEY = re.compile(r"\d{1,9}(-\d{1,9})*")
 
@@ -74,7 +72,7 @@ class Completed:
 class Revealed:
     """What one forward pass revealed in a row."""
 
-    places: list[int]  # of the completion, from 0
+    positions: list[int]  # of the completion, from 0
     ids: list[int]
     logps: list[float]
     entropies: list[float]
@@ -140,9 +138,7 @@ class Row:
         return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns, self.after)
 
 
-# --- Weights ----------------------------------------------------------------------------------------------------------
-#
-# Weights that a request names.
+# --- Weights that a request names -------------------------------------------------------------------------------------
 
 RAM_DISK = Path("/dev/shm")
 SPARE = 1.1  # of the weights' size that must be free
@@ -166,7 +162,7 @@ def weights_below(roots: Sequence[Path], path: str) -> Path:
         if folder.is_relative_to(top) and folder.is_dir():
             break
     else:
-        raise ValueError(f"{path} is no folder below one that --weights_dir named")
+        raise ValueError(f"{path} lies in no folder of --weights_dir")
     if not all(file.resolve().is_relative_to(top) for file in folder.rglob("*")):
         raise ValueError(f"{path} holds links to files that do not lie below {top}")
     if not [*folder.glob("*.safetensors")]:
@@ -217,7 +213,7 @@ def with_adapter(model: Any, folder: str) -> Any:
     return add_adapter(twin.unload() if isinstance(twin, PeftModel) else twin, folder).eval()
 
 
-# --- Engine -----------------------------------------------------------------------------------------------------------
+# --- The engine -------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -547,12 +543,12 @@ def exchanged(load: Callable[[Any], Any], old: Any) -> Any:
 
 def tell_step(rows: Sequence[Row], step: Step) -> None:
     """Tells the `rows` that watch their steps what was revealed in them."""
-    for place, index in enumerate(step.rows.tolist()):
-        row, kept = rows[index], step.revealed[place]
+    for number, index in enumerate(step.rows.tolist()):
+        row, kept = rows[index], step.revealed[number]
         if row.watches == "steps":
             columns = step.positions, step.ids, step.logps, step.entropies
-            positions, ids, logps, entropies = (of[place][kept].tolist() for of in columns)
+            positions, ids, logps, entropies = (of[number][kept].tolist() for of in columns)
             if not all(map(math.isfinite, (*logps, *entropies))):  # its reader gets the error when the row leaves
                 continue
             first, fed = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
-            row.tell(Revealed([column - first for column in positions], ids, logps, entropies, fed))
+            row.tell(Revealed([position - first for position in positions], ids, logps, entropies, fed))

@@ -23,8 +23,8 @@ from d1.serve import LOCAL
 from d1.serve.answers import Choice, chunk_choice, envelope, server_sent, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
-# --- Requests ---------------------------------------------------------------------------------------------------------
-
+# --- Bodies -----------------------------------------------------------------------------------------------------------
+#
 # What is checked before any work, so that no request takes the time of the others. The other limits are the model's
 # room, which bounds each prompt and canvas, and the queue, which bounds the rows of a request.
 MOST_FIELDS, MOST_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
@@ -83,7 +83,7 @@ class Generate(Strict):
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     return_step_maps: bool = False
-    # Sample the rows as a batch of their own, whose prompts are padded to so many tokens: not only their tokens, but
+    # Sample the rows as a batch of their own, whose prompts are padded to that many tokens: not only their tokens, but
     # all of their numbers are then those of `rollout` for such a batch, to the bit.
     padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
 
@@ -323,9 +323,7 @@ def plain(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-# --- Reading ----------------------------------------------------------------------------------------------------------
-#
-# From the engine's thread to the event loop: rows that somebody waits for.
+# --- From the engine's thread to the event loop: rows that somebody waits for -----------------------------------------
 
 
 class RowsStopped(Exception):

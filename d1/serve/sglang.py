@@ -9,7 +9,7 @@ own temperature. Answers have, per token, `output_token_logprobs`, `output_token
 `forward_passes` (of a block, at its first token) in `meta_info`.
 
 The engine makes one more pass per block than our sampler, which stores the block's keys and values; our sampler leaves
-that to the next block. It fills whole blocks: where a canvas ends inside one, the places after its end stay masks.
+that to the next block. It fills whole blocks: where a canvas ends inside one, the positions after its end stay masks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from d1.sampling.predict import predict_from
 from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
 from d1.serve.engine import key_of
 
-# --- Sglang rules -----------------------------------------------------------------------------------------------------
+# --- Rules ------------------------------------------------------------------------------------------------------------
 #
-# What SGLang's plugin does in a forward pass: this library's rules, on blocks of several rows. Needs no SGLang.
+# What a forward pass does: this library's rules, on blocks of several rows. Needs no SGLang.
 
 # Per token, in SGLang's `meta_info`.
 RECORDED = ("output_token_logprobs", "output_token_entropies", "step_maps", "forward_passes")
@@ -42,7 +42,7 @@ RECORDED = ("output_token_logprobs", "output_token_entropies", "step_maps", "for
 
 @dataclass
 class Sampled:
-    """A completion at work: its progress, and what is recorded of its finished blocks and of the one at hand."""
+    """A completion at work: its progress, and the record of its finished blocks and of the open one."""
 
     row: Row
     settings: SamplingSettings
@@ -50,7 +50,7 @@ class Sampled:
     ends: tuple[int, ...] = ()
     record: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in RECORDED})
     open: bool = False  # a block is
-    first: int = 0  # the column of the block where the completion begins
+    first: int = 0  # the position in the block where the completion begins
     begun: Any = None  # the generator's state at the start of the block
     block: Any = None  # (3, block): log-probs, entropies and steps
     passes: int = 0  # of the block at hand
@@ -96,7 +96,7 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     """What one forward pass writes into the blocks of rows that hide tokens or still edit, as `Sampler.step` has it.
 
     Args:
-        ids: (rows, block), changed in place.
+        ids: (rows, block), changed in number.
         logits: (rows, block, vocab).
 
     Returns:
@@ -125,13 +125,13 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     wrong = chosen & ~(recorded + entropies).isfinite()
     counts = [still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1), wrong.sum(1)]
     counted = torch.stack(counts, dim=1).tolist()
-    for place, (one, (hides, edits, _, wrongs)) in enumerate(zip(sampled, counted, strict=True)):
+    for number, (one, (hides, edits, _, wrongs)) in enumerate(zip(sampled, counted, strict=True)):
         row, one.broken = one.row, one.broken or wrongs > 0
         row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
         row.step += 1
-        now = torch.stack([recorded[place], entropies[place], torch.full_like(recorded[place], row.step)])
-        at = slots[place]
-        one.block[:, at] = torch.where(chosen[place], now, one.block[:, at])
+        now = torch.stack([recorded[number], entropies[number], torch.full_like(recorded[number], row.step)])
+        at = slots[number]
+        one.block[:, at] = torch.where(chosen[number], now, one.block[:, at])
     return [writes == 0 for _, _, writes, _ in counted]
 
 
@@ -143,32 +143,32 @@ def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask
     """
     done = [True] * len(sampled)
     alike: dict[SamplingSettings, list[int]] = {}
-    for place, one in enumerate(sampled):
+    for number, one in enumerate(sampled):
         if one is not None:
             one.passes += 1
         if one is not None and one.row.left:
-            alike.setdefault(one.settings, []).append(place)
+            alike.setdefault(one.settings, []).append(number)
     at_once = max(1, CHUNK_ELEMENTS // 2 // logits.shape[1:].numel())
-    for settings_places in alike.values():
-        for start in range(0, len(settings_places), at_once):
-            places = settings_places[start : start + at_once]
-            some, rows = ids[places], [one for place in places if (one := sampled[place]) is not None]
-            unchanged = pass_of(some, logits[places], rows, mask_token_id)
-            ids[places] = some
-            for place, one, same in zip(places, rows, unchanged, strict=True):
-                done[place] = same and one.row.left == 0
+    for alike_rows in alike.values():
+        for start in range(0, len(alike_rows), at_once):
+            numbers = alike_rows[start : start + at_once]
+            some, rows = ids[numbers], [one for number in numbers if (one := sampled[number]) is not None]
+            unchanged = pass_of(some, logits[numbers], rows, mask_token_id)
+            ids[numbers] = some
+            for number, one, same in zip(numbers, rows, unchanged, strict=True):
+                done[number] = same and one.row.left == 0
     return done
 
 
 def finish(ids: Tensor, closing: Sequence[tuple[int, Sampled]]) -> None:
     """Records the finished blocks of these rows of `ids`."""
     if closing:
-        blocks = [torch.cat([one.block.double(), ids[place].double().unsqueeze(0)]) for place, one in closing]
+        blocks = [torch.cat([one.block.double(), ids[number].double().unsqueeze(0)]) for number, one in closing]
         for (_, one), (*values, tokens) in zip(closing, torch.stack(blocks).tolist(), strict=True):
             one.close([*map(int, tokens)], values)
 
 
-# --- Sglang plugin ----------------------------------------------------------------------------------------------------
+# --- Plugin -----------------------------------------------------------------------------------------------------------
 
 VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
 NAME = "D1"  # of the algorithm
@@ -303,16 +303,16 @@ def algorithm() -> type:
             ids = forward_batch.input_ids.view(-1, self.block_size)
             logits = full_logits.view(len(ids), self.block_size, -1)
             at_work = [self.at_work(*pair, ids.device) for pair in zip(self.requests, states, strict=True)]
-            for place, (one, state) in enumerate(zip(at_work, states, strict=True)):
+            for number, (one, state) in enumerate(zip(at_work, states, strict=True)):
                 if one is not None and state.begins:
                     state.begins = False
                     if one.begin(self.block_size):
-                        ids[place, one.first : one.first + one.row.size] = self.mask_id
+                        ids[number, one.first : one.first + one.row.size] = self.mask_id
             done = step_of(ids, logits, at_work, self.mask_id)
-            closing = [(place, one) for place, one in enumerate(at_work) if one is not None and done[place]]
+            closing = [(number, one) for number, one in enumerate(at_work) if one is not None and done[number]]
             finish(ids, closing)
-            for place, one in closing:
-                states[place].finished, request = True, self.requests[place]
+            for number, one in closing:
+                states[number].finished, request = True, self.requests[number]
                 if one.broken:
                     request.to_finish = FINISH_ABORT(NOT_FINITE, HTTPStatus.INTERNAL_SERVER_ERROR, "NotFiniteError")
                 if one.ended:  # SGLang ends a request at its length

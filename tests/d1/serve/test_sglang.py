@@ -48,7 +48,7 @@ def model(kind_dirs):
 
 
 def length_of(prompt, blocks=3):
-    """A canvas that ends with a block: so many blocks after the one in which the prompt ends."""
+    """A canvas that ends with a block: that many blocks after the one in which the prompt ends."""
     return (len(prompt) // BLOCK + blocks) * BLOCK - len(prompt)
 
 
