@@ -1,4 +1,4 @@
-"""The reverse process: complete a prompt, or fill the hidden places of a text."""
+"""The reverse process: complete a prompt, or fill the hidden positions of a text."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from d1.models.kinds import block_size
 
 @dataclass(frozen=True)
 class Cache:
-    """A row of the table."""
+    """An entry of the table."""
 
     passes: Callable[..., Any]  # makes the `Passes` from a model and the arguments of that class
     together: bool = True  # whether all rows of `rollout_stream` begin their blocks in the same pass
@@ -38,7 +38,7 @@ FINISHED_BLOCKS = Cache(of("FinishedBlocks"))  # exact: block-causal models use 
 
 
 def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:
-    """The row for a model's config and the cache `name` of the settings; `recompute` turns the exact cache off."""
+    """The entry for a model's config and the cache `name` of the settings; `recompute` turns the exact cache off."""
     if name is not None:
         return CACHES[name]
     return FINISHED_BLOCKS if block_size(config) and not recompute else NO_CACHE

@@ -1,4 +1,4 @@
-"""Fill hidden places anywhere in a text, with text on both sides, by the same loop as a rollout."""
+"""Fill hidden positions anywhere in a text, with text on both sides, by the same loop as a rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from d1.models.attention import count_positions, require_prepared
 from d1.models.kinds import block_size
 from d1.sampling.caches import NO_CACHE
-from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, check_generator, recorded
+from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, check_generator, rollout_of
 from d1.sampling.predict import Generators
 from d1.sampling.reveal import schedule_of
 from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
-    """Fill the hidden places of texts, from left to right, each with one token; all other tokens stay.
+    """Fill the hidden positions of texts, from left to right, each with one token; all other tokens stay.
 
     The loop is that of `rollout`. The model sees the text on both sides; but a block-causal model only sees the block
-    of a hidden place and the blocks before it, and a warning says so if there is text after these.
+    of a hidden position and the blocks before it, and a warning says so if there is text after these.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
-        ids: (rows, length); ids at hidden places are ignored.
+        ids: (rows, length); ids at hidden positions are ignored.
         hidden: (rows, length) bool, which tokens to fill in. Rows may have different numbers of them.
         attention_mask: (rows, length), 1 at real tokens, with padding on any side; None: no padding.
         options: keyword arguments of `fill_steps`.
@@ -38,7 +38,7 @@ def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None 
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
         NotFiniteError: as `rollout`.
     """
-    return recorded(fill_steps(model, ids, hidden, attention_mask, **options))
+    return rollout_of(fill_steps(model, ids, hidden, attention_mask, **options))
 
 
 def fill_steps(
@@ -58,7 +58,7 @@ def fill_steps(
     whole.
 
     Args:
-        block_length: how many hidden places form a block; None is 32. In a block-causal model, the hidden places of
+        block_length: how many hidden positions form a block; None is 32. In a block-causal model, the hidden positions of
             each of its own blocks form a block.
         steps: forward passes per row; a row with fewer hidden tokens takes one per token. None: one per token.
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
@@ -74,20 +74,20 @@ def fill_steps(
     seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
     check_hidden(ids, holes, seen)
     size = block_size(model.config)
-    states, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
+    progress, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
     for sizes, rows in groups_of_rows(seen, holes, size).items():
         lengths = {"block_length": block_length, "steps": steps}
         settings = fill_settings(model.config, sum(sizes), **lengths, **fields)
         check_generator(settings, generator, len(ids), None)
         work.append((rows, Sampler(model, settings, mask_token_id, noise_dtype)))
         for row in rows:
-            states[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
+            progress[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
     if size is not None:
         warn_of_text_behind(model.config, seen, holes)
-    places = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
-    places = places.to(ids.device, non_blocking=True)
-    canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, places)
-    batch = Batch.of(states, canvas, generator)
+    to_fill = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
+    to_fill = to_fill.to(ids.device, non_blocking=True)
+    canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, to_fill)
+    batch = Batch.of(progress, canvas, generator)
     masked = not bool(seen.all())
 
     def complete(rows: list[int], sampler: Sampler) -> Iterator[Step]:
@@ -98,20 +98,20 @@ def fill_steps(
 
 
 def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
-    """Raise ValueError if the hidden places cannot be filled."""
+    """Raise ValueError if the hidden positions cannot be filled."""
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
         raise ValueError(
             f"ids, hidden and attention_mask must be (rows, length), and hidden must be bool; got {tuple(ids.shape)}, "
             f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
         )
     if not hidden.any():
-        raise ValueError("no place is hidden: there is nothing to fill")
+        raise ValueError("no position is hidden: there is nothing to fill")
     if (hidden & (visible == 0)).any():
-        raise ValueError("some hidden places are padding: attention_mask must be 1 where a token is filled in")
+        raise ValueError("some hidden positions are padding: attention_mask must be 1 where a token is filled in")
 
 
 def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
-    """The settings with which a model of this `config` fills `count` hidden places.
+    """The settings with which a model of this `config` fills `count` hidden positions.
 
     Args:
         fields: `block_length`, `steps` and the other fields that `fill_steps` takes; None is that function's default.
@@ -125,12 +125,12 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
     if settings.cache is not None:
         raise ValueError(
-            f"the sampler {settings.sampler} caches keys and values outside one block of consecutive columns, but "
-            "hidden places may be anywhere: use the sampler exact or parallel"
+            f"the sampler {settings.sampler} caches keys and values outside one block of consecutive positions, but "
+            "hidden positions may be anywhere: use the sampler exact or parallel"
         )
     if own not in (None, settings.block_length):
         raise ValueError(
-            f"this {config.model_type} has blocks of {own} tokens, whose hidden places are filled together: "
+            f"this {config.model_type} has blocks of {own} tokens, whose hidden positions are filled together: "
             f"block_length must be {own} or left out, not {settings.block_length}"
         )
     return settings
@@ -142,7 +142,7 @@ def warn_of_text_behind(config: Any, visible: Tensor, hidden: Tensor) -> None:
     first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)
     if (visible.bool() & ~hidden & (block > first)).any():
         logger.warning(
-            "this %s has blocks of %d tokens and sees no block after that of a hidden place: text there does not "
+            "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there does not "
             "influence what is filled in",
             config.model_type,
             config.block_size,
@@ -153,7 +153,7 @@ def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tu
     """Rows that share a schedule, keyed by their numbers of hidden tokens per block; rows without any are left out."""
     block = count_positions(visible) // size if size else torch.zeros_like(visible)
     groups: dict[tuple[int, ...], list[int]] = {}
-    for row, (own, places) in enumerate(zip(block, hidden, strict=True)):
-        if places.any():
-            groups.setdefault(tuple(own[places].unique(return_counts=True)[1].tolist()), []).append(row)
+    for row, (own, holes) in enumerate(zip(block, hidden, strict=True)):
+        if holes.any():
+            groups.setdefault(tuple(own[holes].unique(return_counts=True)[1].tolist()), []).append(row)
     return groups

@@ -1,4 +1,10 @@
-"""The reverse process, from a canvas of masks to a completion: canvas, blocks, steps."""
+"""The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
+
+A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
+predicts every masked token of the current block, and some of the predictions are kept. Each part of a step has its own
+file: the model's states (`passes.py`, `caches.py`), the predicted tokens (`predict.py`), and the choice of those that
+are kept (`reveal.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +23,12 @@ from d1.models.attention import attention_of, require_prepared
 from d1.models.finite import NotFiniteError, why_not_finite
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.sampling.caches import Cache, cache_of
-from d1.sampling.passes import Passes, Place
+from d1.sampling.passes import Block, Passes
 from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
-# --- Canvas -----------------------------------------------------------------------------------------------------------
-#
-# The text that is being filled, the progress of each row, and the EOS stop, which decides which rows leave.
+# --- The canvas, the progress of each row, and the EOS stop, which decides which rows leave ---------------------------
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, including: bool = True) -> Tensor:
@@ -40,21 +44,21 @@ class Canvas:
     ids: Tensor  # (rows, length), with the mask token where a token is hidden
     visible: Tensor  # (rows, length), 1 at real tokens
     given: Tensor  # (rows, length) bool, the real tokens that were there at the start
-    places: Tensor  # (rows, n) the columns to fill: block after block, each from left to right
+    to_fill: Tensor  # (rows, n) the positions to fill: block after block, each from left to right
     passes: Tensor  # (rows,), as in `Rollout`
     forward_tokens: Tensor  # (rows,), as in `Rollout`
     # (rows,) fp32, the sum of the log-probs and entropies of all that was written: not finite once one of them was not.
     sums: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
+    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, to_fill: Tensor) -> Canvas:
         passes, forward_tokens = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
-        return cls(ids, visible, given, places, passes, forward_tokens, torch.zeros(len(ids), device=ids.device))
+        return cls(ids, visible, given, to_fill, passes, forward_tokens, torch.zeros(len(ids), device=ids.device))
 
     @property
     def start(self) -> int:
-        """The column after the prompt, if all columns after the prompt are to be filled."""
-        return self.ids.shape[1] - self.places.shape[1]
+        """The position after the prompt, if all positions after the prompt are to be filled."""
+        return self.ids.shape[1] - self.to_fill.shape[1]
 
 
 def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
@@ -65,7 +69,7 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
         ids=torch.cat([prompt_ids, masks], dim=1),
         visible=torch.cat([real, torch.ones_like(masks)], dim=1),
         given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
-        places=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
+        to_fill=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
     )
 
 
@@ -73,9 +77,9 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 class Row:
     """The progress of one row."""
 
-    number: int  # the place of its prompt in the stream
-    prompt: int  # columns before the completion that passes process: the prompt's tokens, with or without padding
-    inside: int  # of these, the columns from a start of a block of a block-causal model to the completion
+    number: int  # of its prompt in the stream
+    prompt: int  # positions before the completion that passes process: the prompt's tokens, with or without padding
+    inside: int  # of these, those from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
     generator: Generator | None = None  # its own; None if it draws nothing or draws from the generator of the batch
     block: int = -1  # current block and step, from 0
@@ -87,17 +91,17 @@ class Row:
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     ends: tuple[int, ...] = ()  # of the EOS stop
-    offset: int = 0  # columns of the longest completion that this shorter one leaves to its prompt, which ends later
+    offset: int = 0  # by how much the batch's longest completion is longer: this row's prompt ends that much later
 
     @property
     def length(self) -> int:
         """Tokens of the completion."""
         return sum(map(sum, self.schedule))
 
-    def shift(self, columns: int) -> None:
-        """Continues on a canvas whose longest completion has so many more columns."""
-        self.offset, self.filled = self.offset + columns, self.filled + columns
-        self.prompt, self.inside = self.prompt - columns, self.inside - columns
+    def shift(self, more: int) -> None:
+        """Continues in a batch whose longest completion is longer by `more` tokens than before."""
+        self.offset, self.filled = self.offset + more, self.filled + more
+        self.prompt, self.inside = self.prompt - more, self.inside - more
 
     @property
     def size(self) -> int:
@@ -120,7 +124,7 @@ class Row:
         self.post = 0
 
     def edited(self, hides: int, edits: int, post_steps: int) -> int:
-        """What is `left` with editing after a pass that made so many `edits` and left so many tokens hidden: nothing
+        """What is `left` with editing after a pass that made `edits` edits and left `hides` tokens hidden: nothing
         after a pass over a full block without edits, or after `post_steps` of them."""
         had_masks, self.hides = self.hides > 0, hides
         self.post += not had_masks
@@ -130,7 +134,7 @@ class Row:
 
 @dataclass
 class Batch:
-    """The rows at work, their canvas, the places (rows, longest block) that are still hidden in their blocks, and the
+    """The rows at work, their canvas, what (rows, longest block) is still hidden in their blocks, and the
     generator of rows that have none of their own."""
 
     rows: list[Row]
@@ -158,18 +162,18 @@ class Batch:
         each = [generator for generator in own if generator is not None]
         return each if len(each) == len(own) else self.generator
 
-    def open_blocks(self, live: list[int]) -> list[Place]:
-        """Begin the next block of each row of `live` whose block is full, and return the places of all their blocks."""
+    def open_blocks(self, live: list[int]) -> list[Block]:
+        """Begin the next block of each row of `live` whose block is full, and return all their blocks."""
         opened = [row for row in live if self.rows[row].left == 0]
         for row in opened:
             self.rows[row].open_block()
         sizes = self.upload([self.rows[row].size for row in opened]).unsqueeze(1)
         self.hidden[self.upload(opened)] = torch.arange(self.hidden.shape[1], device=sizes.device) < sizes
-        start, places = self.canvas.start, []
-        for state in (self.rows[row] for row in live):
-            first = start + state.filled
-            places.append(Place(first, first + state.size, start - state.prompt, start - state.inside))
-        return places
+        start, blocks = self.canvas.start, []
+        for row in (self.rows[index] for index in live):
+            first = start + row.filled
+            blocks.append(Block(first, first + row.size, start - row.prompt, start - row.inside))
+        return blocks
 
     def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
         """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
@@ -182,17 +186,15 @@ class Batch:
         firsts = self.upload([self.rows[row].offset for row in between]).unsqueeze(1)
         completions = self.canvas.ids[:, self.canvas.start :]
         own = completions[rows]
-        places = torch.arange(own.shape[1], device=own.device)
-        hidden = places >= filled
-        ended = (torch.isin(own, end_ids) & ~hidden & (places >= firsts)).any(1)
+        positions = torch.arange(own.shape[1], device=own.device)
+        hidden = positions >= filled
+        ended = (torch.isin(own, end_ids) & ~hidden & (positions >= firsts)).any(1)
         completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
         over = ended.tolist()  # the block's one host sync
         return sorted([*done, *(row for row, ends_here in zip(between, over, strict=True) if ends_here)])
 
 
-# --- Blocks -----------------------------------------------------------------------------------------------------------
-#
-# The loop of the reverse process: fill mask tokens block after block, with one forward pass per step.
+# --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -203,9 +205,9 @@ class Step:
 
     rows: Tensor  # (n,) which rows of the batch
     numbers: Tensor  # (n,) how many earlier passes each of these rows took part in
-    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones.
-    # With editing, all columns of the block.
-    revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked column or as an edit
+    positions: Tensor  # (n, k) masked positions of the canvas, left to right; short rows are padded with revealed ones.
+    # With editing, all positions of the block.
+    revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked position or as an edit
     ids: Tensor  # (n, k) the predictions; log-probs and entropies are those of `Rollout`
     logps: Tensor  # (n, k)
     entropies: Tensor  # (n, k)
@@ -238,7 +240,7 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
 
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
-    """For each prompt of a block-causal model, the number of tokens from the last place where a block of the model and
+    """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model and
     a block of `block_length` begin together; None for other models."""
     size = block_size(config)
     if size is None:
@@ -271,13 +273,13 @@ def keep(
     left: Sequence[int],
     generator: Generators,
 ) -> Tensor:
-    """Which predictions (n, k) of `hidden` places are kept: those `due` (n,) by the schedule, or more by the rule."""
+    """Which predictions (n, k) at `hidden` positions are kept: those `due` (n,) by the schedule, or more by the rule."""
     draw = partial(uniform, logps.shape, generator, logps, left)
-    places, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
+    order, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
     if settings.rule is not None:
         count = RULES[settings.rule].count
-        due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
-    return places.argsort(dim=-1) < due.unsqueeze(1)
+        due = count(scores, entropies.gather(1, order), settings.level).maximum(due).minimum(hidden.sum(1))
+    return order.argsort(dim=-1) < due.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -298,57 +300,66 @@ class Sampler:
 
     def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
         """Run one forward pass of the rows `live`; each row reveals tokens of its block."""
-        canvas, states = batch.canvas, [batch.rows[row] for row in live]
-        left, later = [state.left for state in states], [state.later for state in states]
-        rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
+        canvas, progress = batch.canvas, [batch.rows[row] for row in live]
+        left, later = [row.left for row in progress], [row.later for row in progress]
+        rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
-        own_settings = [state.settings or self.settings for state in states]
+        own_settings = [row.settings or self.settings for row in progress]
         above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]  # no edit is above 2
         editing = any(settings.edits is not None for settings in own_settings)
         if editing:  # rows without edits predict what they hide
             inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
             limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
             asked = torch.where(limits < 2, inside, hidden)
-        # Each row's places to predict, ascending; a row with fewer of them is padded with other, distinct places.
+        # Each row's positions in its block to predict, ascending; a row with fewer is padded with other, distinct ones.
         slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-        places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
-        positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
+        indices = (filled.unsqueeze(1) + slots) % canvas.to_fill.shape[1]
+        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], hidden.gather(1, slots)
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
         alike: dict[SamplingSettings, list[int]] = {}
-        for place, state in enumerate(states):
-            alike.setdefault(state.settings or self.settings, []).append(place)
+        for index, settings in enumerate(own_settings):
+            alike.setdefault(settings, []).append(index)
         parts = []
         for settings, some in alike.items():  # one part, where all rows have the same settings
             those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
-            counts, own = [left[place] for place in some], batch.generators([live[place] for place in some])
+            counts, own = [left[index] for index in some], batch.generators([live[index] for index in some])
             parts.append(self.reveal(settings, found[:, those], still[those], due[those], counts, own))
         revealed: Any = parts[0]
         if len(alike) > 1:
             order = batch.upload([*chain(*alike.values())]).argsort()
             revealed = (torch.cat(part)[order] for part in zip(*parts, strict=True))
-        ids, logps, entropies, recorded, chosen = revealed
+        ids, logps, entropies, record_logps, chosen = revealed
         at = (rows.unsqueeze(1), positions)
         if editing:
             edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
-        canvas.sums.index_add_(0, rows, torch.where(chosen, recorded + entropies, 0.0).sum(1))
+        canvas.sums.index_add_(0, rows, torch.where(chosen, record_logps + entropies, 0.0).sum(1))
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
         if editing:  # the step's one host sync: which rows take another step
             made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
             later = [
-                hides if settings.edits is None else state.edited(hides, edits, settings.post_steps)
-                for state, settings, (hides, edits) in zip(states, own_settings, made, strict=True)
+                hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
+                for row, settings, (hides, edits) in zip(progress, own_settings, made, strict=True)
             ]
         elif any(settings.rule is not None for settings in alike):
             later = hidden.sum(1).tolist()
-        for state, count in zip(states, later, strict=True):
-            state.left, state.step = count, state.step + 1
+        for row, count in zip(progress, later, strict=True):
+            row.left, row.step = count, row.step + 1
         so_far = canvas.passes, canvas.forward_tokens
         return Step(
-            rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *so_far, self.settings.most_writes
+            rows,
+            numbers,
+            positions,
+            chosen,
+            ids,
+            record_logps,
+            entropies,
+            canvas.ids,
+            *so_far,
+            self.settings.most_writes,
         )
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
@@ -371,14 +382,14 @@ class Sampler:
         left: Sequence[int],
         generator: Generators,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Predictions (n, k), their log-probs, entropies and recorded log-probs, and whether each is kept: those `due`
+        """Predictions (n, k), their log-probs, entropies, log-probs to record, and whether each is kept: those `due`
         (n,) by the schedule, or more by the rule."""
         options = {"noise_dtype": self.noise_dtype}
-        ids, logps, entropies, recorded = predict(
+        ids, logps, entropies, record_logps = predict(
             self.model, found, left, settings, self.mask_token_id, generator, **options
         )
         chosen = keep(settings, logps, entropies, hidden, due, left, generator)
-        return ids, logps, entropies, recorded, chosen
+        return ids, logps, entropies, record_logps, chosen
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""
@@ -399,8 +410,8 @@ class Sampler:
             passes.enter(batch.open_blocks(live), kept)
             yield from self.fill_blocks(batch, live, passes, together=True)
             done = batch.finished(live, ends)
-            kept = [place for place, row in enumerate(live) if row not in done]
-            live = [live[place] for place in kept]
+            kept = [index for index, row in enumerate(live) if row not in done]
+            live = [live[index] for index in kept]
 
     def checked(self, steps: Iterator[Step], canvas: Canvas) -> Iterator[Step]:
         """The `steps` that fill a canvas, and then NotFiniteError if a row's log-probs or entropies are not finite."""
@@ -418,22 +429,15 @@ class Sampler:
         return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
 
 
-# --- Loop -------------------------------------------------------------------------------------------------------------
-#
-# The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
-#
-# A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
-# predicts every masked token of the current block, and some of the predictions are kept. The loop is in `blocks.py`.
-# Each part of a step has its own file: the model's states (`passes.py`, `caches.py`), the predicted tokens
-# (`predict.py`), and the choice of those that are kept (`reveal.py`).
+# --- Rollouts ---------------------------------------------------------------------------------------------------------
 
 
 class Writes(NamedTuple):
-    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a place in their order.
+    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order.
 
     Attributes:
-        ids: the tokens; 0 where a place was written less often.
-        steps: the number, from 0, of the row's own forward pass; -1 where a place was written less often.
+        ids: the tokens; 0 where a position was written less often.
+        steps: the number, from 0, of the row's own forward pass; -1 where a position was written less often.
         logps, entropies: as in `Rollout`.
     """
 
@@ -474,10 +478,10 @@ class Rollout:
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The rows of several rollouts in one."""
-        columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        writes = columns.pop("writes")
-        columns = {name: torch.cat(values) for name, values in columns.items()}
-        return cls(**columns, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
+        fields: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        writes = fields.pop("writes")
+        fields = {name: torch.cat(values) for name, values in fields.items()}
+        return cls(**fields, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
 
     @property
     def edits(self) -> Tensor:
@@ -488,7 +492,7 @@ class Rollout:
 
     @property
     def first_ids(self) -> Tensor:
-        """(rows, prompt + gen_length) `ids` with the token that was written first at each place, before all edits."""
+        """(rows, prompt + gen_length) `ids` with the token that was written first at each position, before all edits."""
         if self.writes is None:
             return self.ids
         start = self.ids.shape[1] - self.logps.shape[1]
@@ -497,7 +501,7 @@ class Rollout:
 
     @property
     def most_writes(self) -> Tensor:
-        """(rows,) how often the place that was written most often was."""
+        """(rows,) how often the position that was written most often was."""
         return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps >= 0).sum(-1).amax(-1)
 
 
@@ -518,7 +522,7 @@ def rollout(
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
         NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
     """
-    whole = recorded(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
+    whole = rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
     first = prompt_ids.shape[1]
     parts: dict[str, Any] = {name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")}
     if whole.writes is not None:
@@ -535,17 +539,17 @@ def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor
 
 
 def note(record: Tensor, step: Step, first: int = 0) -> None:
-    """Write what a step revealed into a record of the canvas from column `first` on."""
+    """Write what a step revealed into a record of the canvas from position `first` on."""
     at = (slice(None), step.rows.unsqueeze(1), step.positions - first)
     numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
     now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
     before = record[at]
-    place = torch.arange(record.shape[-1], device=record.device) == (before[2] >= 0).sum(-1, keepdim=True)
-    record[at] = torch.where(step.revealed.unsqueeze(-1) & place, now.unsqueeze(-1), before)
+    next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] >= 0).sum(-1, keepdim=True)
+    record[at] = torch.where(step.revealed.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
 
 
-def recorded(steps: Iterable[Step]) -> Rollout:
-    """The record of all `steps`, at every column of the canvas."""
+def rollout_of(steps: Iterable[Step]) -> Rollout:
+    """The rollout that all `steps` make, at every position of the text."""
     record = None
     for step in steps:
         if record is None:
@@ -576,7 +580,7 @@ def rollout_steps(
 ) -> Iterator[Step]:
     """`rollout`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
 
-    A block-causal model completes the rows group by group: in a group, all prompts end at the same place of a block.
+    A block-causal model completes the rows group by group: in a group, all prompts end at the same position of a block.
 
     Args:
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.

@@ -16,16 +16,14 @@ from transformers import DynamicCache
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
 
-# --- Passes -----------------------------------------------------------------------------------------------------------
 
-
-class Place(NamedTuple):
-    """The columns of the canvas where a row fills its block: from `start` up to but not including `end`."""
+class Block(NamedTuple):
+    """The positions of the canvas where a row fills its block: from `start` up to but not including `end`."""
 
     start: int
     end: int
-    origin: int  # the first column that is processed; those before it are padding
-    boundary: int  # a column where a block of a block-causal model begins
+    origin: int  # the first position that is processed; those before it are padding
+    boundary: int  # a position where a block of a block-causal model begins
 
 
 class Passes:
@@ -33,9 +31,9 @@ class Passes:
 
     Args:
         branches: 2 with guidance, otherwise 1.
-        mask_token_id: the token at hidden places.
+        mask_token_id: the token at hidden positions.
         masked: whether a pass needs an attention mask, because some position is invisible or, in a cache, may be.
-        aligned: whether all rows fill the same columns.
+        aligned: whether all rows fill the same positions.
     """
 
     def __init__(
@@ -45,11 +43,11 @@ class Passes:
         self.branches, self.mask_token_id, self.device = branches, mask_token_id, device
         self.masked, self.aligned = masked, aligned
         self.over_queries = takes_masks_over_queries(model.config)
-        # Where logits predict the next token, the state for a place is that of the token before it.
+        # Where logits predict the next token, the state for a position is that of the token before it.
         self.shift = int(getattr(model.config, "predicts_next_token", False))
 
-    def enter(self, places: list[Place], kept: list[int]) -> None:
-        """Begin new blocks: the next pass is the first of these blocks, one place per row. The first rows continue from
+    def enter(self, blocks: list[Block], kept: list[int]) -> None:
+        """Begin new blocks: the next pass is the first of these blocks, one per row. The first rows continue from
         the last block, where their numbers were `kept`; the rows after them are new."""
 
     def keep(self, rows: Tensor) -> None:
@@ -73,16 +71,16 @@ class Passes:
         """Run one pass for the first `old` of `count` rows, which have a cache, and one for the others, which do not.
 
         `feed` gets the numbers of the rows within a branch, and the index of these rows in all branches. It returns
-        their cache, a tensor (rows, columns) about its columns, and the two results of `states`; `feed_apart` returns
+        their cache, a tensor (rows, keys) about its keys, and the two results of `states`; `feed_apart` returns
         the same for all rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:
             return feed(groups[0], slice(None))
         rows = [self.in_branches([*group], count) for group in groups]
-        pasts, columns, states, fed = zip(*map(feed, groups, rows), strict=True)
-        order, width = torch.cat(rows).argsort(), max(of.shape[1] for of in columns)
-        wide = torch.cat([pad(of, (width - of.shape[1], 0)) for of in columns])
+        pasts, about_keys, states, fed = zip(*map(feed, groups, rows), strict=True)
+        order, width = torch.cat(rows).argsort(), max(of.shape[1] for of in about_keys)
+        wide = torch.cat([pad(of, (width - of.shape[1], 0)) for of in about_keys])
         return join_rows([*pasts], order), wide[order], torch.cat(states)[order], torch.cat(fed)[order]
 
     def mask(self, visible: Tensor, queries: int) -> Tensor | None:
@@ -133,13 +131,11 @@ def join_rows(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
     return whole
 
 
-# --- Windows ----------------------------------------------------------------------------------------------------------
-#
-# Caches whose passes process a window of the canvas and read the keys and values elsewhere.
+# --- Windows: passes that process a part of the canvas and read the keys and values of the rest -----------------------
 #
 # For full attention, the cache is that of Fast-dLLM (arXiv 2505.22618, section 3.2), an approximation. The first pass
 # of each block processes the whole canvas; later passes process a window and read the rest as it was in the first pass.
-#     prefix   the window is the block and all columns after it
+#     prefix   the window is the block and all positions after it
 #     dual     the window is the block only
 #
 # For block-causal attention, the cache is exact, because no earlier token sees a block (BD3-LM, arXiv 2503.09573,
@@ -148,24 +144,24 @@ def join_rows(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
 
 @dataclass
 class Window:
-    """The columns that passes process, and the cache that they read."""
+    """The positions that passes process, and the cache that they read."""
 
     past: DynamicCache
     stored: Tensor  # (rows, cached) 1 where a query sees the keys and values of `past`
-    columns: Tensor  # (rows, n) of the canvas, consecutive; where `fed` is 0 they may lie outside it
-    fed: Tensor  # (rows, n) 1 at the columns that are processed for the row
-    positions: Tensor  # (rows, n) position ids
+    positions: Tensor  # (rows, n) of the text, consecutive; where `fed` is 0 they may lie outside it
+    fed: Tensor  # (rows, n) 1 at the positions that are processed for the row
+    position_ids: Tensor  # (rows, n)
 
     @classmethod
     def of(cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int) -> Window:
-        """The window of `width` columns from `first` (rows,). Only columns before `end` (rows,) are processed."""
-        columns = first.unsqueeze(1) + torch.arange(width, device=first.device)
-        inside = columns.clamp(0, visible.shape[1] - 1)
-        fed = visible.gather(1, inside) * (columns < end.unsqueeze(1))
-        return cls(past, stored, columns, fed, count_positions(visible).gather(1, inside))
+        """The window of `width` positions from `first` (rows,). Only positions before `end` (rows,) are processed."""
+        positions = first.unsqueeze(1) + torch.arange(width, device=first.device)
+        inside = positions.clamp(0, visible.shape[1] - 1)
+        fed = visible.gather(1, inside) * (positions < end.unsqueeze(1))
+        return cls(past, stored, positions, fed, count_positions(visible).gather(1, inside))
 
     def of_rows(self, rows: Tensor) -> Window:
-        tensors = (self.stored, self.columns, self.fed, self.positions)
+        tensors = (self.stored, self.positions, self.fed, self.position_ids)
         return Window(select_rows(self.past, rows), *(tensor[rows] for tensor in tensors))
 
 
@@ -174,8 +170,8 @@ class WindowPasses(Passes):
 
     window: Window | None
 
-    def enter(self, places: list[Place], kept: list[int]) -> None:
-        self.places, self.kept, self.window = places, kept, None
+    def enter(self, blocks: list[Block], kept: list[int]) -> None:
+        self.blocks, self.kept, self.window = blocks, kept, None
 
     def keep(self, rows: Tensor) -> None:
         assert self.window is not None
@@ -186,7 +182,7 @@ class WindowPasses(Passes):
             self.window, states, fed = self.first_pass(ids, visible, positions)
             return states, fed
         states = self.feed(self.window, ids, positions)
-        self.window.past.crop(-self.window.columns.shape[1])
+        self.window.past.crop(-self.window.positions.shape[1])
         return states, self.window.fed.sum(-1)
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
@@ -195,12 +191,12 @@ class WindowPasses(Passes):
 
     def feed(self, window: Window, ids: Tensor, positions: Tensor) -> Tensor:
         """The states at `positions` from a pass over the window, whose keys and values go to its cache."""
-        columns, width = window.columns, window.columns.shape[1]
+        inside, width = window.positions, window.positions.shape[1]
         return self.body(
-            ids.gather(1, columns.clamp(0, ids.shape[1] - 1)),
+            ids.gather(1, inside.clamp(0, ids.shape[1] - 1)),
             self.mask(torch.cat([window.stored, window.fed], dim=1), width),
-            (positions - columns[:, :1]).clamp(0, width - 1),
-            position_ids=window.positions,
+            (positions - inside[:, :1]).clamp(0, width - 1),
+            position_ids=window.position_ids,
             past_key_values=window.past,
         )
 
@@ -216,15 +212,13 @@ class Windows(WindowPasses):
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         past, length = DynamicCache(), ids.shape[1]
         states = self.feed_all(ids, visible, positions, past)
-        firsts = [max(0, place.start - self.shift) for place in self.places]
-        ends = [length if self.to_end else min(place.end, length) for place in self.places]
+        firsts = [max(0, block.start - self.shift) for block in self.blocks]
+        ends = [length if self.to_end else min(block.end, length) for block in self.blocks]
         first, end = self.of_rows(firsts), self.of_rows(ends)
         if self.aligned:
-            stored = without_columns(visible, 1, firsts[0], ends[0])
+            stored = without(visible, 1, firsts[0], ends[0])
             for layer in layers_of(past):
-                layer.keys, layer.values = (
-                    without_columns(of, 2, firsts[0], ends[0]) for of in (layer.keys, layer.values)
-                )
+                layer.keys, layer.values = (without(of, 2, firsts[0], ends[0]) for of in (layer.keys, layer.values))
         else:
             everywhere = torch.arange(length, device=ids.device)
             stored = visible.masked_fill((everywhere >= first.unsqueeze(1)) & (everywhere < end.unsqueeze(1)), 0)
@@ -232,7 +226,7 @@ class Windows(WindowPasses):
         return window, states, visible.sum(-1)
 
 
-def without_columns(values: Tensor, dim: int, first: int, end: int) -> Tensor:
+def without(values: Tensor, dim: int, first: int, end: int) -> Tensor:
     """`values` without the entries from `first` up to `end` of a dimension."""
     return torch.cat([values.narrow(dim, 0, first), values.narrow(dim, end, values.shape[dim] - end)], dim=dim)
 
@@ -246,13 +240,13 @@ class FinishedBlocks(WindowPasses):
     """
 
     finished: DynamicCache  # of all rows that entered the block; the window's cache has only those still at work on it
-    seen: Tensor  # (rows, columns) of `finished`, 1 at tokens
+    seen: Tensor  # (rows, keys) of `finished`, 1 at tokens
     opened: Tensor  # (rows, 1, hidden), the state that predicted the block's first hidden token in the first pass
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self.masked, self.size = True, model.config.block_size
-        self.stored: list[int] = []  # how many columns of each row are in `finished`, from its origin
+        self.stored: list[int] = []  # how many positions of each row are in `finished`, from its origin
 
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)
@@ -265,15 +259,15 @@ class FinishedBlocks(WindowPasses):
             self.opened = states[:, :1]
         elif self.shift:
             # A block's first token is predicted from the token before it, which only the first pass processed.
-            alone = (positions == window.columns[:, :1]) & window.stored.any(1, keepdim=True)
+            alone = (positions == window.positions[:, :1]) & window.stored.any(1, keepdim=True)
             states = torch.where(alone.unsqueeze(-1), self.opened, states)
         return states, fed
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
-        count, old, size = len(self.places), len(self.kept), self.size
-        origins = [place.origin for place in self.places]
-        firsts = [place.start - (place.start - place.boundary) % size for place in self.places]
-        ends = [min(place.end + (place.boundary - place.end) % size, ids.shape[1]) for place in self.places]
+        count, old, size = len(self.blocks), len(self.kept), self.size
+        origins = [block.origin for block in self.blocks]
+        firsts = [block.start - (block.start - block.boundary) % size for block in self.blocks]
+        ends = [min(block.end + (block.boundary - block.end) % size, ids.shape[1]) for block in self.blocks]
         stored = [self.stored[row] for row in self.kept] + [0] * (count - old)
         known = [origin + tokens for origin, tokens in zip(origins, stored, strict=True)]
         width, first, end = max(map(sub, ends, firsts)), self.of_rows(firsts), self.of_rows(ends)
@@ -283,7 +277,7 @@ class FinishedBlocks(WindowPasses):
             past, seen = self.kept_blocks() if group[0] < old else (DynamicCache(), visible[rows, :0])
             more = max(firsts[row] - known[row] for row in group)
             window = Window.of(past, seen, visible[rows], first[rows] - more, end[rows], more + width)
-            window.fed *= window.columns >= fed_before[rows].unsqueeze(1)
+            window.fed *= window.positions >= fed_before[rows].unsqueeze(1)
             states = self.feed(window, ids[rows], positions[rows])
             past.crop(-width)
             return past, torch.cat([seen, window.fed[:, :more]], dim=1), states, window.fed.sum(-1)
@@ -293,7 +287,7 @@ class FinishedBlocks(WindowPasses):
         return Window.of(self.finished, self.seen, visible, first, end, width), states, fed
 
     def kept_blocks(self) -> tuple[DynamicCache, Tensor]:
-        """The cache of the `kept` rows without columns of padding, and (rows, columns) 1 at its tokens."""
+        """The cache of the `kept` rows without padding, and (rows, keys) 1 at its tokens."""
         past, seen, count = self.finished, self.seen, len(self.stored)
         if self.kept != [*range(count)]:
             rows = self.in_branches(self.kept, count)
@@ -303,17 +297,15 @@ class FinishedBlocks(WindowPasses):
             return DynamicCache(), seen[:, :0]
         if all(self.stored[row] == seen.shape[1] for row in self.kept):
             return past, seen
-        columns = seen.argsort(dim=1, stable=True)[:, -longest:]  # tokens last, in their order
-        at = columns[:, None, :, None]
+        order = seen.argsort(dim=1, stable=True)[:, -longest:]  # tokens last, in their order
+        at = order[:, None, :, None]
         past = same_layers(past)
         for layer in layers_of(past):
             layer.keys, layer.values = (of.take_along_dim(at, dim=2) for of in (layer.keys, layer.values))
-        return past, seen.gather(1, columns)
+        return past, seen.gather(1, order)
 
 
-# --- Delayed ----------------------------------------------------------------------------------------------------------
-#
-# Caches whose passes process only the tokens that have changed, without a window around them.
+# --- Delayed: passes that process only the tokens that have changed ---------------------------------------------------
 #
 # delayed  the first pass of each block processes all tokens; a later pass processes the tokens that were still hidden
 #          in the pass before it: a token is processed once more after it was revealed, and then cached (dKV-Cache,
@@ -325,52 +317,52 @@ class DelayedPasses(Passes):
     """The caches "delayed" and "lasting". With `lasts`, rows whose block is full wait and keep their cache."""
 
     past: DynamicCache | None = None
-    start: Tensor  # (rows, 1), the first column of the row's block
-    end: Tensor  # (rows, 1), the column after it
-    stale: Tensor  # bool (rows, columns), what was hidden in each row's last pass; the next pass processes it
-    places: Tensor  # (rows,) which of the rows that entered the block still work on it
+    start: Tensor  # (rows, 1), the first position of the row's block
+    end: Tensor  # (rows, 1), the position after it
+    stale: Tensor  # bool (rows, length), what was hidden in each row's last pass; the next pass processes it
+    at_work: Tensor  # (rows,) which of the rows that entered the block still work on it
 
     def __init__(self, model: Any, *, lasts: bool, **options: Any) -> None:
         super().__init__(model, **options)
         self.lasts, self.masked = lasts, True
         self.origins: list[int] = []  # of the rows that entered the block
-        self.width = 0  # upper limit of the stale columns per row at work
-        self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # places, past, stale, width of waiting rows
+        self.width = 0  # upper limit of the stale positions per row at work
+        self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # at_work, past, stale, width of waiting rows
 
-    def enter(self, places: list[Place], kept: list[int]) -> None:
+    def enter(self, blocks: list[Block], kept: list[int]) -> None:
         past, entered, kept = self.past, len(self.origins), kept if self.lasts else []
-        self.past, self.end = None, self.of_rows([place.end for place in places]).unsqueeze(1)
-        self.start = self.of_rows([place.start for place in places]).unsqueeze(1)
+        self.past, self.end = None, self.of_rows([block.end for block in blocks]).unsqueeze(1)
+        self.start = self.of_rows([block.start for block in blocks]).unsqueeze(1)
         if kept:
             assert past is not None
             if self.waiting or kept != [*range(entered)]:
-                parts = [*self.waiting, (self.places, past, self.stale, self.width)]
+                parts = [*self.waiting, (self.at_work, past, self.stale, self.width)]
                 numbers, caches, stale, widths = zip(*parts, strict=True)
                 order = torch.cat(numbers).argsort()[self.in_branches(kept, entered)]
                 past, self.stale, self.width = join_rows([*caches], order), torch.cat(stale)[order], max(widths)
-            self.move(past, places[0].origin - self.origins[kept[0]])
+            self.move(past, blocks[0].origin - self.origins[kept[0]])
             self.past = past
         self.opening, self.old, self.waiting = True, len(kept), []
-        self.origins = [place.origin for place in places]
+        self.origins = [block.origin for block in blocks]
 
-    def move(self, past: DynamicCache, columns: int) -> None:
-        """Add so many columns of padding before what is stored or, if negative, remove them."""
-        if columns:
+    def move(self, past: DynamicCache, width: int) -> None:
+        """Put `width` positions of padding before what is stored or, if negative, remove them."""
+        if width:
             for layer in layers_of(past):
-                layer.keys, layer.values = (pad(of, (0, 0, columns, 0)) for of in (layer.keys, layer.values))
-            self.stale = pad(self.stale, (columns, 0))
+                layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
+            self.stale = pad(self.stale, (width, 0))
 
     def keep(self, rows: Tensor) -> None:
         assert self.past is not None
         if self.lasts:
-            kept = torch.zeros_like(self.places, dtype=torch.bool).index_fill_(0, rows, True)
+            kept = torch.zeros_like(self.at_work, dtype=torch.bool).index_fill_(0, rows, True)
             full = kept.byte().argsort(stable=True)[: len(kept) - len(rows)]
-            self.waiting.append((self.places[full], select_rows(self.past, full), self.stale[full], self.width))
-        self.past, self.stale, self.places = select_rows(self.past, rows), self.stale[rows], self.places[rows]
+            self.waiting.append((self.at_work[full], select_rows(self.past, full), self.stale[full], self.width))
+        self.past, self.stale, self.at_work = select_rows(self.past, rows), self.stale[rows], self.at_work[rows]
         self.start, self.end = self.start[rows], self.end[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # Rows with fewer hidden tokens than others are padded with places that are not hidden.
+        # Rows with fewer hidden tokens than others are padded with positions that are not hidden.
         hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions >= self.start) & (positions < self.end)
         now = torch.zeros_like(ids, dtype=torch.bool).scatter(1, positions, hidden)
 
@@ -382,36 +374,36 @@ class DelayedPasses(Passes):
             assert self.past is not None
             fed = self.stale | now[rows]
             width = self.width + positions.shape[1] * self.opening
-            columns = fed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
+            anew = fed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
             given = ids[rows], visible[rows], positions[rows]
-            states = self.feed(self.past, *given, columns, fed.gather(1, columns))
+            states = self.feed(self.past, *given, anew, fed.gather(1, anew))
             # Where logits predict the next token, the tokens before the hidden ones are processed, too.
             return self.past, now[rows], states, fed.sum(-1) + hidden[rows].sum(-1) * self.shift
 
         count = len(ids) // self.branches
         old = self.old if self.opening else count
         if self.opening:
-            self.places = torch.arange(len(ids), device=ids.device)
+            self.at_work = torch.arange(len(ids), device=ids.device)
         self.past, self.stale, states, fed = self.feed_apart(old, count, feed)
         self.width, self.opening = positions.shape[1], False
         return states, fed
 
     def feed(
-        self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor, columns: Tensor, fed: Tensor
+        self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor, anew: Tensor, fed: Tensor
     ) -> Tensor:
-        """The states at `positions` from a pass over those of `columns` (rows, n) that are `fed`; the cache then holds
+        """The states at `positions` from a pass over those of `anew` (rows, n) that are `fed`; the cache then holds
         their new keys and values."""
-        stored = visible.scatter(1, columns, visible.gather(1, columns) * ~fed)
-        number = torch.arange(columns.shape[1], device=ids.device).expand_as(columns)
-        queries, keys, options = columns, [stored, fed.long()], {}
-        at = torch.zeros_like(ids).scatter(1, columns, number).gather(1, positions)
+        stored = visible.scatter(1, anew, visible.gather(1, anew) * ~fed)
+        number = torch.arange(anew.shape[1], device=ids.device).expand_as(anew)
+        queries, keys, options = anew, [stored, fed.long()], {}
+        at = torch.zeros_like(ids).scatter(1, anew, number).gather(1, positions)
         if self.shift:
             before = (positions - 1).clamp(min=0)
             before = torch.where(visible.gather(1, before).bool(), before, positions)
-            queries = torch.cat([columns, before], dim=1)
-            keys.append(torch.zeros_like(before))  # hidden as keys: other tokens see them at their own columns
+            queries = torch.cat([anew, before], dim=1)
+            keys.append(torch.zeros_like(before))  # hidden as keys: other tokens see them at their own positions
             options["token_before"] = torch.arange(queries.shape[1], device=ids.device).expand_as(queries)
-            at = columns.shape[1] + torch.arange(positions.shape[1], device=ids.device).expand_as(positions)
+            at = anew.shape[1] + torch.arange(positions.shape[1], device=ids.device).expand_as(positions)
         states = self.body(
             ids.gather(1, queries),
             self.mask(torch.cat(keys, dim=1), queries.shape[1]),
@@ -420,15 +412,15 @@ class DelayedPasses(Passes):
             past_key_values=past,
             **options,
         )
-        write_columns(past, columns, fed, ids.shape[1])
+        write_positions(past, anew, fed, ids.shape[1])
         return states
 
 
-def write_columns(past: DynamicCache, columns: Tensor, fresh: Tensor, length: int) -> None:
-    """Move what a pass has appended after the first `length` columns to the `fresh` ones of `columns` (rows, n)."""
-    at, fresh = columns[:, None, :, None], fresh[:, None, :, None]
+def write_positions(past: DynamicCache, anew: Tensor, fresh: Tensor, length: int) -> None:
+    """Move what a pass has appended after the first `length` positions to the `fresh` ones of the positions `anew` (rows, n)."""
+    at, fresh = anew[:, None, :, None], fresh[:, None, :, None]
     for layer in layers_of(past):
         for name in ("keys", "values"):
             old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)
-            new = torch.where(fresh, new[:, :, : columns.shape[1]], old.take_along_dim(at, 2))
+            new = torch.where(fresh, new[:, :, : anew.shape[1]], old.take_along_dim(at, 2))
             setattr(layer, name, old.scatter(2, at.expand_as(new), new))

@@ -1,4 +1,4 @@
-"""The token that a step predicts for each hidden place (logits, guidance, Gumbel noise), its log-prob and entropy."""
+"""The token that a step predicts for each hidden position (logits, guidance, Gumbel noise), its log-prob and entropy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draw_ids(
     # torch.rand gives multiples of eps/2, zero included; zero, where the log diverges, is replaced by half a grid cell.
     grid = torch.finfo(noise_dtype).eps / 2
     exponential = uniform(logits.shape, generator, logits, counts).clamp_(min=grid / 2).neg_().log1p_().neg_()
-    # On a CPU `max` finds the place in less than half of argmax's time.
+    # On a CPU `max` finds the index in less than half of argmax's time.
     return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
 
 
@@ -90,7 +90,7 @@ def predict(
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
-    entropies, recorded = torch.empty_like(logps), torch.empty_like(logps)
+    entropies, record_logps = torch.empty_like(logps), torch.empty_like(logps)
     run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
@@ -101,9 +101,9 @@ def predict(
             logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
             found = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
-            ids[part], logps[part], entropies[part], recorded[part] = found
+            ids[part], logps[part], entropies[part], record_logps[part] = found
             del logits  # before the next chunk's
-    return ids, logps, entropies, recorded
+    return ids, logps, entropies, record_logps
 
 
 def predict_from(

@@ -81,9 +81,9 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table.
+    """An entry of the table.
 
-    `count` gets the log-probabilities (rows, n), the most confident first, the entropies at the same places, and the
+    `count` gets the log-probabilities (rows, n), the most confident first, the entropies at the same positions, and the
     level; it returns (rows,) how many tokens to reveal.
     """
 
@@ -105,7 +105,7 @@ def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tenso
 
 
 def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """Places in random order (LLaDA, arXiv 2502.09992, section 2.4)."""
+    """Positions in random order (LLaDA, arXiv 2502.09992, section 2.4)."""
     return uniform()
 
 
@@ -116,7 +116,7 @@ def low_entropy(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor])
 
 @dataclass(frozen=True)
 class Order:
-    """A row of the table.
+    """An entry of the table.
 
     `scores` gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
     function that draws uniform numbers (rows, n); it returns scores (rows, n). Predictions with the highest scores are
@@ -136,7 +136,7 @@ REMASKING: dict[str, Order] = {
 
 
 def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The places (rows, n) in descending order of `scores`, those not `hidden` last, and the scores in this order."""
+    """The positions (rows, n) in descending order of `scores`, those not `hidden` last, and the scores in this order."""
     scores = scores.masked_fill(~hidden, -math.inf)
-    places = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
-    return places, scores.gather(1, places)
+    positions = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
+    return positions, scores.gather(1, positions)

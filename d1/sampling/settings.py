@@ -26,7 +26,7 @@ POST_STEPS_RANGE = Range(0, 256, integer=True)
 
 @dataclass(frozen=True)
 class Editing:
-    """A row of the table of published settings for models that edit."""
+    """An entry of the table of published settings for models that edit."""
 
     reveal_level: float  # of the rule "threshold"
     edit_threshold: float
@@ -191,7 +191,7 @@ class SamplingSettings:
 
     @property
     def most_writes(self) -> int:
-        """How often a place of the canvas may be written, at most: in every pass of its block."""
+        """How often a position of the canvas may be written, at most: in every pass of its block."""
         return 1 if self.edits is None else max(2, self.block_length + self.post_steps)
 
     def most_passes(self, filled: int | None = None) -> int:

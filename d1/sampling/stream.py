@@ -1,6 +1,6 @@
-"""Sampling from a stream of prompts: the next prompt takes the place of a finished row, so the batch stays full.
+"""Sampling from a stream of prompts: the next prompt takes the index of a finished row, so the batch stays full.
 
-Steps and caches are those of `rollout`; this module only decides which rows take part, and in which columns.
+Steps and caches are those of `rollout`; this module only decides which rows take part, and at which positions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rollout_stream(
         eos_token_ids: the EOS stop, as in `rollout`.
 
     Yields:
-        (numbers, rollout): for the rows that ended in one step, the places of their prompts in the stream, and their
+        (numbers, rollout): for the rows that ended in one step, the numbers of their prompts in the stream, and their
         `Rollout`, whose ids are padded on the left with mask tokens.
 
     Raises:
@@ -115,8 +115,8 @@ class Stream:
     `leave`, `enter` and `steps` are called in turn. In fp32, a row's tokens do not depend on the others.
 
     Args:
-        columns: the least width of the prompts, with their padding.
-        alone: all rows enter together, with one length and, in a block-causal model, prompts that end at the same place
+        prompt_width: the least width of the prompts, with their padding.
+        alone: all rows enter together, with one length and, in a block-causal model, prompts that end at the same position
             of a block. Passes are then those of `rollout` for this batch, to the bit.
     """
 
@@ -128,10 +128,10 @@ class Stream:
         cache: str | None,
         guided: bool,
         noise_dtype: torch.dtype = torch.float32,
-        columns: int = 0,
+        prompt_width: int = 0,
         alone: bool = False,
     ) -> None:
-        self.columns, self.alone, self.padded = columns, alone, False
+        self.prompt_width, self.alone, self.padded = prompt_width, alone, False
         self.cache, branches = cache_of(model.config, cache), 2 if guided else 1
         if alone:
             self.cache = replace(self.cache, together=True)
@@ -158,11 +158,11 @@ class Stream:
         `dropped` leave, too."""
         # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
         batch, ends = self.batch, dict[tuple[int, ...], list[int]]()
-        for place, row in enumerate(batch.rows):
-            ends.setdefault(row.ends, []).append(place)
-        done = sorted(place for own, rows in ends.items() for place in batch.finished(rows, own))
-        gone = {*done, *(place for place, row in enumerate(batch.rows) if row.number in dropped)}
-        self.kept = [place for place in range(len(batch.rows)) if place not in gone]
+        for index, row in enumerate(batch.rows):
+            ends.setdefault(row.ends, []).append(index)
+        done = sorted(index for own, rows in ends.items() for index in batch.finished(rows, own))
+        gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
+        self.kept = [index for index in range(len(batch.rows)) if index not in gone]
         self.count = len(self.kept)
         if not done:
             return None
@@ -172,19 +172,19 @@ class Stream:
         """All rows at work, as `leave` gives those that ended, with mask tokens where a token is still hidden."""
         return self.taken([*range(len(self.rows))])
 
-    def taken(self, places: Sequence[int]) -> Finished:
-        self.done = [*places]
-        canvas, rows = self.batch.canvas, self.batch.upload(places)
+    def taken(self, indices: Sequence[int]) -> Finished:
+        self.done = [*indices]
+        canvas, rows = self.batch.canvas, self.batch.upload(indices)
         taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
-        return [self.rows[place].number for place in places], taken
+        return [self.rows[index].number for index in indices], taken
 
     def faults(self) -> dict[int, NotFiniteError]:
         """The errors of those rows of the last `leave` or `so_far` whose log-probs or entropies are not finite, by
         number."""
         canvas, rows = self.batch.canvas, self.batch.rows
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
-        broken = [place for place, is_finite in zip(self.done, finite, strict=True) if not is_finite]
-        return {rows[place].number: self.sampler.fault(canvas, place, rows[place].number) for place in broken}
+        broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]
+        return {rows[index].number: self.sampler.fault(canvas, index, rows[index].number) for index in broken}
 
     @torch.no_grad()
     def enter(self, new: Sequence[Asked]) -> None:
@@ -202,22 +202,22 @@ class Stream:
             check_learnt(config, settings)
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
-            columns = max(self.columns, len(one.ids)) if self.alone else len(one.ids)
-            row = Row(one.number, columns, len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
+            padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
+            row = Row(one.number, padded, len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
             rows.append(row)
-            self.padded |= len(one.ids) < columns
+            self.padded |= len(one.ids) < padded
         longest = max((row.length for row in rows), default=0)
         for row in rows:
             row.shift(longest - row.length - row.offset)
-        width = max(self.columns, *(row.prompt for row in rows), 0) + longest
+        width = max(self.prompt_width, *(row.prompt for row in rows), 0) + longest
         old, stay = self.batch.canvas, self.batch.upload(self.kept)
         fresh = self.fresh(new, width, longest)
-        wider = (width - old.ids.shape[1], 0)  # a negative number cuts columns off, which are all padding
+        wider = (width - old.ids.shape[1], 0)  # a negative number cuts positions off, which are all padding
         canvas = Canvas(
             ids=torch.cat([pad(old.ids[stay], wider, value=self.sampler.mask_token_id), fresh.ids]),
             visible=torch.cat([pad(old.visible[stay], wider), fresh.visible]),
             given=torch.cat([pad(old.given[stay], wider), fresh.given]),
-            places=torch.arange(width - longest, width, device=device).expand(len(rows), -1),
+            to_fill=torch.arange(width - longest, width, device=device).expand(len(rows), -1),
             passes=torch.cat([old.passes[stay], fresh.passes]),
             forward_tokens=torch.cat([old.forward_tokens[stay], fresh.forward_tokens]),
             sums=torch.cat([old.sums[stay], fresh.sums]),
@@ -227,23 +227,23 @@ class Stream:
         both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
         writes = max([self.record.shape[3], *(one.settings.most_writes for one in new)])
         record = blank_record(len(rows), longest, device, writes)
-        columns = min(longest, self.record.shape[2])
-        old_record = self.record[:, stay][:, :, self.record.shape[2] - columns :]
-        record[:, : len(self.kept), longest - columns :, : old_record.shape[3]] = old_record
+        common = min(longest, self.record.shape[2])
+        old_record = self.record[:, stay][:, :, self.record.shape[2] - common :]
+        record[:, : len(self.kept), longest - common :, : old_record.shape[3]] = old_record
         self.record = record
         self.batch, self.count = both, len(rows)
 
     def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:
-        """The canvas of new rows, padded on the left to `width` columns."""
+        """The canvas of new rows, padded on the left to `width`."""
         device, ids = self.record.device, torch.full((len(new), width), self.sampler.mask_token_id)
         visible, given = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        for place, one in enumerate(new):
+        for index, one in enumerate(new):
             end = width - one.settings.gen_length
             prompt = slice(end - len(one.ids), end)
-            ids[place, prompt], given[place, prompt] = torch.as_tensor(one.ids), True
-            visible[place, prompt.start :] = 1
-        places = torch.arange(width - longest, width, device=device).expand(len(new), -1)
-        return Canvas.of(ids.to(device), visible.to(device), given.to(device), places)
+            ids[index, prompt], given[index, prompt] = torch.as_tensor(one.ids), True
+            visible[index, prompt.start :] = 1
+        to_fill = torch.arange(width - longest, width, device=device).expand(len(new), -1)
+        return Canvas.of(ids.to(device), visible.to(device), given.to(device), to_fill)
 
     @torch.no_grad()
     def steps(self) -> Iterator[Step]:

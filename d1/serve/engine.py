@@ -476,7 +476,7 @@ class Engine:
                 mask_token_id=self.mask_token_id,
                 cache=key.cache,
                 guided=key.guided,
-                columns=key.columns,
+                prompt_width=key.columns,
                 alone=bool(key.own),
             )
         lane, device = self.lanes[key], self.model.device

@@ -11,7 +11,7 @@ import torch
 from d1.distill.states import STATES, Traces, blocks_of_canvas, halves, steps, trace
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings
-from d1.sampling.loop import recorded, rollout_steps
+from d1.sampling.loop import rollout_of, rollout_steps
 from tests.d1.scoring.enumeration import EOS, MASK, PROMPT, SAMPLED, VISIBLE, tiny
 
 CANVAS, BLOCK = 8, 4
@@ -93,7 +93,7 @@ def test_steps_are_the_samplers_own_canvases(block: int | None) -> None:
     for step in rollout_steps(model, SAMPLED.prompt_ids, VISIBLE, settings, **options):
         canvases.append(step.canvas[:, PROMPT:].clone())
         taken.append(step)
-    whole = recorded(taken)
+    whole = rollout_of(taken)
     lengths = VISIBLE.sum(1).tolist()
     blocks = blocks_of_canvas(settings, lengths, block)
     if block:

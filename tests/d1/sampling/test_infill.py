@@ -176,7 +176,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
         ({"steps": 0}, "steps must be positive"),
         ({"steps": 1}, "between 2 and 6 steps, got 1"),
         ({"block_length": 0}, "block_length must be positive"),
-        ({"sampler": "cached"}, "hidden places may be anywhere: use the sampler exact or parallel"),
+        ({"sampler": "cached"}, "hidden positions may be anywhere: use the sampler exact or parallel"),
         ({"generator": [keyed_generator(0)] * 2}, "one generator per row"),
     ],
 )
