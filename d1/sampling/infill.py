@@ -58,8 +58,8 @@ def fill_steps(
     whole.
 
     Args:
-        block_length: how many hidden positions form a block; None is 32. In a block-causal model, the hidden positions of
-            each of its own blocks form a block.
+        block_length: how many hidden positions form a block; None is 32. In a block-causal model, those of each of its
+            own blocks form a block.
         steps: forward passes per row; a row with fewer hidden tokens takes one per token. None: one per token.
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         fields: other fields of `SamplingSettings`, except `gen_length`. In the unconditional branch of guidance, all

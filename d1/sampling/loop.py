@@ -170,9 +170,9 @@ class Batch:
         sizes = self.upload([self.rows[row].size for row in opened]).unsqueeze(1)
         self.hidden[self.upload(opened)] = torch.arange(self.hidden.shape[1], device=sizes.device) < sizes
         start, blocks = self.canvas.start, []
-        for row in (self.rows[index] for index in live):
-            first = start + row.filled
-            blocks.append(Block(first, first + row.size, start - row.prompt, start - row.inside))
+        for one in (self.rows[row] for row in live):
+            first = start + one.filled
+            blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside))
         return blocks
 
     def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
@@ -240,8 +240,8 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
 
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
-    """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model and
-    a block of `block_length` begin together; None for other models."""
+    """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model
+    and a block of `block_length` begin together; None for other models."""
     size = block_size(config)
     if size is None:
         return [None] * len(attention_mask)
@@ -273,7 +273,7 @@ def keep(
     left: Sequence[int],
     generator: Generators,
 ) -> Tensor:
-    """Which predictions (n, k) at `hidden` positions are kept: those `due` (n,) by the schedule, or more by the rule."""
+    """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule."""
     draw = partial(uniform, logps.shape, generator, logps, left)
     order, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
     if settings.rule is not None:
@@ -348,19 +348,8 @@ class Sampler:
             later = hidden.sum(1).tolist()
         for row, count in zip(progress, later, strict=True):
             row.left, row.step = count, row.step + 1
-        so_far = canvas.passes, canvas.forward_tokens
-        return Step(
-            rows,
-            numbers,
-            positions,
-            chosen,
-            ids,
-            record_logps,
-            entropies,
-            canvas.ids,
-            *so_far,
-            self.settings.most_writes,
-        )
+        predicted, so_far = (ids, record_logps, entropies), (canvas.passes, canvas.forward_tokens)
+        return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, self.settings.most_writes)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
@@ -492,7 +481,7 @@ class Rollout:
 
     @property
     def first_ids(self) -> Tensor:
-        """(rows, prompt + gen_length) `ids` with the token that was written first at each position, before all edits."""
+        """(rows, prompt + gen_length) `ids` with the token that was written first at each position, before edits."""
         if self.writes is None:
             return self.ids
         start = self.ids.shape[1] - self.logps.shape[1]

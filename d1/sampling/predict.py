@@ -1,4 +1,4 @@
-"""The token that a step predicts for each hidden position (logits, guidance, Gumbel noise), its log-prob and entropy."""
+"""The token that a step predicts at each hidden position (logits, guidance, noise), its log-prob and entropy."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ REMASKING: dict[str, Order] = {
 
 
 def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions (rows, n) in descending order of `scores`, those not `hidden` last, and the scores in this order."""
+    """The positions (rows, n) in descending order of `scores`, those not `hidden` last, and the scores so ordered."""
     scores = scores.masked_fill(~hidden, -math.inf)
     positions = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
     return positions, scores.gather(1, positions)

@@ -116,8 +116,8 @@ class Stream:
 
     Args:
         prompt_width: the least width of the prompts, with their padding.
-        alone: all rows enter together, with one length and, in a block-causal model, prompts that end at the same position
-            of a block. Passes are then those of `rollout` for this batch, to the bit.
+        alone: all rows enter together, with one length and, in a block-causal model, prompts that end at the same
+            position of a block. Passes are then those of `rollout` for this batch, to the bit.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     hidden = torch.zeros(1, 10, dtype=torch.bool)
     hidden[0, 5] = True
     first = fill(model, ids, hidden, mask_token_id=MASK)
-    assert "this qwen3 has blocks of 4 tokens and sees no block after that of a hidden place" in caplog.text
+    assert "this qwen3 has blocks of 4 tokens and sees no block after that of a hidden position" in caplog.text
     ids[0, 8:] += 1
     assert torch.equal(fill(model, ids, hidden, mask_token_id=MASK).logps, first.logps)
     caplog.clear()
