@@ -417,7 +417,7 @@ class DelayedPasses(Passes):
 
 
 def write_positions(past: DynamicCache, anew: Tensor, fresh: Tensor, length: int) -> None:
-    """Move what a pass has appended after the first `length` keys to the `fresh` ones of the positions `anew` (rows, n)."""
+    """Move what a pass has appended after the first `length` keys to the `fresh` ones of positions `anew` (rows, n)."""
     at, fresh = anew[:, None, :, None], fresh[:, None, :, None]
     for layer in layers_of(past):
         for name in ("keys", "values"):

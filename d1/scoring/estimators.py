@@ -47,7 +47,7 @@ def draws_some(settings: ViewSettings) -> bool:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A row of the table.
+    """An entry of the table.
 
     Attributes:
         draw: gives the views in which the rows of a rollout are scored, for one update.
@@ -87,7 +87,7 @@ class Estimator:
         """Draw the views; raise ValueError if the function returned anything but views of these rows, or
         replays what was written last of rows with edits."""
         if self.replays and not self.replays_writes and sampled.write_steps is not None:
-            raise ValueError(f"{called(self.draw)} replays the last write of each place, and these rows have edits")
+            raise ValueError(f"{called(self.draw)} replays the last write of each position, and these rows have edits")
         drawn = self.draw(sampled, random, settings)
         if not isinstance(drawn, Views):
             raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")

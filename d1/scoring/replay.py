@@ -1,7 +1,7 @@
 """Score each token in the state in which the sampler revealed it.
 
-The sum over tokens is then the log-probability of the sampler's own trajectory, without its choice of places. The
-rollout recorded the same value, so ratios start at 1. A view is a *segment* of a row's steps: a single step (CJ-GRPO,
+The sum over tokens is then the log-probability of the sampler's own trajectory, without its choice of positions. The
+rollout noted the same value, so ratios start at 1. A view is a *segment* of a row's steps: a single step (CJ-GRPO,
 arXiv 2509.23924) or `segment_steps` merged steps (TraceRL, arXiv 2509.06949); all tokens of a merged segment are scored
 in the state at its beginning. With `num_views`, only that many segments are chosen, as `draw_steps` says:
 
@@ -17,7 +17,7 @@ without replacement, prefers steps whose revealed tokens were unlikely, and scor
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
 Of a rollout with edits, a segment also scores the tokens that it wrote over others, and a view shows the drafts that
-stood there: the sum is over all written tokens. If a merged segment wrote a place several times, the last write counts.
+stood there: the sum is over all written tokens. If a merged segment wrote a position several times, the last one counts.
 
 For a block-causal model, steps are counted from the first step of each block: a view contains one step of every block.
 """
@@ -41,13 +41,13 @@ def views(settings: ViewSettings) -> int:
     return settings.num_views or -(-settings.steps // (settings.segment_steps or 1))
 
 
-def last_scored(places: Tensor, scored: Tensor) -> Tensor:
-    """(rows, 1) the last step or segment, of `places` (rows, canvas), that reveals a scored token; 0 if none does."""
-    return torch.where(scored, places, 0).amax(-1, keepdim=True)
+def last_scored(segments: Tensor, scored: Tensor) -> Tensor:
+    """(rows, 1) the last step or segment, of `segments` (rows, canvas), that reveals a scored token; 0 if none does."""
+    return torch.where(scored, segments, 0).amax(-1, keepdim=True)
 
 
 class Written(NamedTuple):
-    """What a sampler wrote: (rows, canvas, writes) each, with one write per place where it does not edit.
+    """What a sampler wrote: (rows, canvas, writes) each, with one write per position where it does not edit.
 
     Attributes:
         steps: in a block-causal model from the first of each token's block; -1 where nothing was written.
@@ -87,8 +87,9 @@ def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights
         written: the `steps` are numbers of segments.
         weights: (rows, views), of the segment's own tokens.
     """
-    place, at = written.steps.unsqueeze(1), chosen[..., None, None]
-    before, now = ((place < at) & (place >= 0)).sum(-1), ((place == at) & written.scored.unsqueeze(1)).sum(-1)
+    # (rows, 1, canvas, writes) and (rows, views, 1, 1): compared, they count each position's writes in each view.
+    step, at = written.steps.unsqueeze(1), chosen[..., None, None]
+    before, now = ((step < at) & (step >= 0)).sum(-1), ((step == at) & written.scored.unsqueeze(1)).sum(-1)
     noise = torch.cat([prompt_noise.expand(-1, chosen.shape[1], -1), before == 0], dim=-1)
     views = Views(noise, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
     if written.ids is None:
@@ -125,7 +126,7 @@ def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str
 
 def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The segments (rows, draws) into which the uniform `numbers` fall, and their weights 1 / (draws x chance). A
-    segment that is drawn several times has the sum of its weights at its first place and 0 at the others."""
+    segment that is drawn several times has the sum of its weights where it comes first and 0 at the others."""
     draws = numbers.shape[1]
     chosen = torch.searchsorted(chance.cumsum(-1), numbers.double().contiguous(), right=True)
     last = (chance > 0).long().cumsum(-1).argmax(-1, keepdim=True)  # rounding can leave the sum below a number

@@ -96,8 +96,8 @@ def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tens
     """`SampledRows.blocks` for prompts (rows, prompt) and blocks of `size` tokens."""
     if size is None:
         return None
-    places = torch.arange(gen_length, device=attention_mask.device)
-    return (attention_mask.long().sum(-1, keepdim=True) + places) // size
+    positions = torch.arange(gen_length, device=attention_mask.device)
+    return (attention_mask.long().sum(-1, keepdim=True) + positions) // size
 
 
 def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:

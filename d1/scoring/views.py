@@ -189,8 +189,9 @@ def score(
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
     recompute = torch.is_grad_enabled() and len(passes) > 1
     run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
-    places = [scored[some.unbind(1)].flatten().nonzero().squeeze(1) for some in passes]
-    computed = [run(upload(some), upload(at)) for some, at in zip(passes, places, strict=True)]
+    # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
+    indices = [scored[some.unbind(1)].flatten().nonzero().squeeze(1) for some in passes]
+    computed = [run(upload(some), upload(at)) for some, at in zip(passes, indices, strict=True)]
     logps, entropies = zip(*computed, strict=True)
     pairs = upload(pairs)
 

@@ -107,7 +107,7 @@ def test_estimators_of_final_tokens_are_unchanged_and_states_refuses_edits(model
         assert torch.equal(one.noise, other.noise), name
         assert torch.equal(one.weights, other.weights), name
         assert one.shown is one.targets is None
-    with pytest.raises(ValueError, match=r"draw_states.*replays the last write of each place, and these rows have"):
+    with pytest.raises(ValueError, match=r"draw_states.*replays the last write of each position, and these rows have"):
         ESTIMATORS["states"](sampled, randomness(5), chosen)
 
 
