@@ -138,7 +138,8 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     lengths = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long()).gather(1, blocks)
     up = spread(random, settings).to(device).unsqueeze(-1)
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
-    # Sort block after block, each in random order: a token's rank in its block is its index less the tokens of the blocks before.
+    # Sort block after block, each in random order: a token's rank in its block is its index in this order, less the
+    # tokens of the blocks before.
     numbers = numbers_of_tokens(sampled, random, settings.draws).double() + 2 * blocks.unsqueeze(1)
     before = torch.zeros_like(blocks).scatter_add(1, blocks, torch.ones_like(blocks)).cumsum(1).roll(1, 1)
     before[:, 0] = 0
