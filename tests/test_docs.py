@@ -1,4 +1,4 @@
-"""What docs/ says of names, shapes and results is so: glossary, stable names, snippets, fields of a user's functions."""
+"""What docs/ says of names, shapes and results is so: glossary, stable names, snippets, fields of own functions."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_what_is_imported_is_what_the_pins_install():
     providers = importlib.metadata.packages_distributions()
     for path in MODULES:
         installed = library if path.is_relative_to(ROOT / "d1") else studies
-        for module in {name.partition(".")[0] for name in imports_of(path)} - {*PACKAGES} - set(sys.stdlib_module_names):
+        for module in {name.partition(".")[0] for name in imports_of(path)} - {*PACKAGES} - sys.stdlib_module_names:
             names = {canonicalize_name(name) for name in providers.get(module, [])}
             assert module in OPTIONAL or names & installed, f"{path} imports {module}, which is no dependency"
 
