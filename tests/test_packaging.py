@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
 OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
@@ -44,7 +45,6 @@ SCRIPTS = sorted(path for room in LAUNCHED for path in (ROOT / room).rglob("*.py
 SHELL = sorted(  # those of tests prepare, and launch nothing
     path for room in {*ROOMS} - {"tests"} for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind)
 )
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 YAML = sorted(path for room in (*LAUNCHED, "launch") for path in (ROOT / room).rglob("*.yaml"))
 
 
