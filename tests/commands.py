@@ -42,8 +42,7 @@ esac
 
 
 def folder_of(room: str) -> Path:
-    """The folder in which a reader types the commands of a folder's files: a stage's folder, as d1's users do, else the
-    root."""
+    """Where a reader types the commands of a folder's files: in a stage's folder, as d1's users do, or the root."""
     return ROOT / room if room in LAUNCHED else ROOT
 
 
@@ -80,8 +79,7 @@ def check_command(words: list[str], folder: Path) -> Path:
 
 
 def check_paths(arguments: list[str], folder: Path) -> None:
-    """Checks that a path in this repository's folders exists if an argument names it, unless it is an output or a
-    pattern."""
+    """A path in this repository's folders exists if an argument names it, unless it is an output or a pattern."""
     for path in (argument.partition(".py:")[0] for argument in arguments):
         inside = Path(os.path.normpath(folder / path))
         if "/" in path and inside.is_relative_to(ROOT) and (path.startswith("../") or folder == ROOT):

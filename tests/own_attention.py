@@ -1,6 +1,6 @@
 """A user's own attention: block-causal, limited to the tokens within a window.
 
-    python tests/own_attention.py --config diffu-grpo/slurm_scripts/pocket.yaml --model_path FOLDER ...
+    python tests/own_attention.py --config diffu-grpo/pocket.yaml --model_path FOLDER ...
 
 trains a checkpoint of the kind below. A model that it saves stores the attention's name: the row must be there when the
 model is loaded again.

@@ -31,7 +31,7 @@ SETTINGS = {
 
 def flags(folder: Path, **more: object) -> list[str]:
     settings = {**SETTINGS, "output_dir": folder, **more}
-    return [str(word) for flag in settings.items() for word in (f"--{flag[0]}", flag[1])]
+    return [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
 
 
 def run(script: Path, folder: Path, arguments: list[str]) -> None:
@@ -40,14 +40,12 @@ def run(script: Path, folder: Path, arguments: list[str]) -> None:
 
 def as_own_kind(source: Path, folder: Path) -> Path:
     """The tiny model as another project would release it: another `model_type`, other names of weights."""
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text()) | {"model_type": "own", "architectures": ["OwnModel"]}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(source / "model.safetensors")
-    names = {name: name.replace("model.", "net.", 1).replace("lm_head.", "out.", 1) for name in weights}
-    save_file({names[name]: weight for name, weight in weights.items()}, folder / "model.safetensors")
+    own = {name.replace("model.", "net.", 1).replace("lm_head.", "out.", 1): value for name, value in weights.items()}
+    save_file(own, folder / "model.safetensors")
     return folder
 
 
@@ -56,12 +54,8 @@ def test_a_method_file_trains_and_goes_on_from_the_middle_of_a_rollout(tiny_mode
     folder, run_flags = tmp_path / "run", {"model_path": tiny_model_dir, "save_steps": 1}
     main(*make_parser().parse_args_and_config(flags(folder, **run_flags)))
     record = json.loads((folder / "run.json").read_text())["settings"]
-    assert [record[name] for name in ("estimator", "objective", "num_iterations", "epsilon")] == [
-        "half",
-        "push",
-        2,
-        0.5,
-    ]
+    expected = {"estimator": "half", "objective": "push", "num_iterations": 2, "epsilon": 0.5}
+    assert {name: record[name] for name in expected} == expected
     unbroken = load_file(folder / "model.safetensors")
     shutil.rmtree(folder / "checkpoint-4")
     (folder / "model.safetensors").unlink()
@@ -78,10 +72,8 @@ def test_a_reward_file_needs_only_the_function_of_the_documents(tiny_model_dir, 
     file = tmp_path / "my_reward.py"
     file.write_text(block.removeprefix("python\n"))
     assert "import" not in file.read_text()
-    run_flags = {"model_path": tiny_model_dir, "max_steps": 1, "save_strategy": "no"}
-    trainer = main(
-        *make_parser().parse_args_and_config(flags(tmp_path / "run", **run_flags, method="d1", reward_file=file))
-    )
+    run_flags = {"model_path": tiny_model_dir, "max_steps": 1, "save_strategy": "no", "method": "d1"}
+    trainer = main(*make_parser().parse_args_and_config(flags(tmp_path / "run", **run_flags, reward_file=file)))
     (logged,) = (entry for entry in trainer.state.log_history if "reward" in entry)
     own = [f"rewards/{name}/mean" for name in ("letter_share", "brevity")]
     assert sum(logged[name] for name in own) == pytest.approx(logged["reward"], abs=1e-6)

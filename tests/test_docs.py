@@ -1,55 +1,84 @@
-"""What docs/ says of names and shapes is so: the glossary, and every field that a function of a user's own gets."""
+"""What docs/ says of names, shapes and results is so: glossary, stable names, snippets, fields of own functions."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import fields
 
 import pytest
 import torch
 
-from d1.lazy import module_in
+from d1.__main__ import COMMANDS, STAGES
+from d1.models import load_model
 from d1.rl.losses import OBJECTIVES, LossInputs, Objective
 from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings, views_of_canvas
 from tests.commands import ROOT
 from tests.tiny_grpo import make_trainer
 
-CONCEPTS = (ROOT / "docs/concepts.md").read_text()
-OWN = (ROOT / "docs/write_your_own.md").read_text()
+API, CONCEPTS, OWN, STABLE = (
+    (ROOT / f"docs/{name}.md").read_text() for name in ("api", "concepts", "write_your_own", "stable")
+)
+STABLE_ROOMS = ("d1.models", "d1.sampling", "d1.scoring", "d1.sft", "d1.rl", "d1.eval")  # what these export is stable
 DTYPES = {"bool": (torch.bool,), "int": (torch.int32, torch.int64), "float": (torch.float32, torch.float64)}
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table whose first column has this heading, row by row."""
+    lines = page.split(f"\n| {heading} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def documented(heading: str) -> dict[str, str]:
     """The names in the first column of the table with this heading -> the second column."""
-    table = OWN.split(f"| {heading} |")[1].split("\n\n")[0]
-    rows = [line.split(" | ") for line in table.splitlines()[2:]]
-    return {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    return {name: row[1] for row in table(OWN, heading) for name in re.findall(r"`(\w+)`", row[0])}
 
 
-def test_the_glossary_has_twenty_words_and_the_picture_shows_six_of_them():
-    words = re.findall(r"^\| \*\*(.+?)\*\* \| \S", CONCEPTS, re.MULTILINE)
-    assert len(set(words)) == len(words) == 20
+def test_the_glossary_defines_each_word_once_and_those_of_the_picture():
+    words = re.findall(r"^\| (?:\*\*|`)(.+?)(?:\*\*|`) \| \S", CONCEPTS, re.MULTILINE)
+    assert len(set(words)) == len(words) > 20
     shown = " ".join(re.findall(r">([^<]+)</text>", (ROOT / "docs/concepts.svg").read_text()))
     for word in ("view", "canvas", "block", "pass", "draw", "update"):
         assert word in words
         assert re.search(rf"\b{word}\b", shown)
 
 
-def test_the_api_page_of_rl_begins_with_the_trainer_and_lists_no_internals_of_settings():
-    pytest.importorskip("mkdocs")  # of the extra `docs`
-    page = module_in(ROOT / "docs" / "site.py", "docs_site").reference("rl")
-    first, *others = re.findall(r"::: d1\.rl\.(\w+)\n    options: {(.*)}", page)
-    assert first == ("DiffuGRPOTrainer", "show_root_heading: true")
-    assert ("DiffuGRPOConfig", "show_root_heading: true, members: false") in others
-    assert "## Settings of DiffuGRPOConfig" in page
+def test_the_stable_names_are_those_that_the_packages_export():
+    listed = {room.strip("`"): {*re.findall(r"`(.+?)`", names)} for room, names in table(STABLE, "import from")}
+    assert listed == {room: {*importlib.import_module(room).HOMES} for room in STABLE_ROOMS}
+    assert all(hasattr(importlib.import_module(room), name) for room, names in listed.items() for name in names)
+    commands = re.search(r"`d1 NAME`.*?for: (.*?)\. ", STABLE, re.DOTALL)[1]
+    assert re.findall(r"`(\w+)`", commands) == [*STAGES, *COMMANDS]
+    for folder, files in table(STABLE, "folder"):
+        assert all((ROOT / folder.strip("`") / file).is_file() for file in re.findall(r"`(.+?)`", files)), folder
 
 
-@pytest.mark.parametrize("kind", [SampledRows, Randomness, ViewSettings, Views, LossInputs])
-def test_write_your_own_names_every_field(kind):
-    assert list(documented(f"field of `{kind.__name__}`")) == [field.name for field in fields(kind)]
+def test_the_snippets_of_the_api_page_run_in_order(tmp_path, monkeypatch, capsys):
+    (tmp_path / "pocket").symlink_to(ROOT / "pocket")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    seen = []
+    for piece in re.findall(r"```python\n(.*?)```", API, re.DOTALL):
+        exec(compile(piece, "docs/api.md", "exec"), names)
+        seen.append(capsys.readouterr().out)
+    sampled, watched, scored, evaluated, tuned, reinforced = seen
+    assert re.fullmatch(r"\['<reasoning> .*</answer>', '<reasoning> .*</answer>'\]\n", sampled)
+    assert [line.partition(":")[0] for line in watched.splitlines()] == [f"pass {number}" for number in range(1, 17)]
+    assert "pass 16: 0 still hidden" in watched
+    one_step, given_half = names["one_step"].sum(1), names["given_half"].sum(1)
+    assert torch.all(given_half > one_step), scored  # half of the tokens are visible, so the rest is more certain
+    assert evaluated == "25.0% of 16 puzzles solved, 95% interval [10.2, 49.5]\n"
+    assert 0 < float(tuned.splitlines()[-1]) < 10
+    (rewards,) = re.findall(r"\[[\d., ]+\]", reinforced)
+    assert len(rewards) > 2
+    trained = load_model("runs/api/model").state_dict()
+    before = load_model("pocket/base").state_dict()
+    assert all(not torch.equal(trained[name], before[name]) for name in before)
 
 
-def test_write_your_own_names_every_property_of_a_loss():
+def test_write_your_own_names_every_field_and_property():
+    for kind in (SampledRows, Randomness, ViewSettings, Views, LossInputs):
+        assert list(documented(f"field of `{kind.__name__}`")) == [field.name for field in fields(kind)]
     own = [name for name, value in vars(LossInputs).items() if isinstance(value, property)]
     assert list(documented("property of `LossInputs`")) == own
 

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
 OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
@@ -62,8 +65,46 @@ def imports_of(path: Path) -> set[str]:
     return found | {name for of, names in taken for name in (of, *(f"{of}.{alias.name}" for alias in names))}
 
 
+def requirements_of(pins: list[str]) -> set[str]:
+    """The distributions that the pins install, including indirect dependencies."""
+    todo, seen = [Requirement(pin) for pin in pins], {}
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if seen.get(name, set()) >= {"", *requirement.extras}:
+            continue
+        seen[name] = seen.get(name, set()) | {"", *requirement.extras}
+        try:
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+        except importlib.metadata.PackageNotFoundError:  # not needed on this platform
+            continue
+        for need in needs:
+            if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in seen[name]):
+                todo.append(need)
+    return set(seen)
+
+
+def test_what_is_imported_is_what_the_pins_install():
+    """The library imports only its own dependencies; other folders may need the extra `studies`."""
+    library = requirements_of(PROJECT["project"]["dependencies"])
+    studies = library | requirements_of(PROJECT["project"]["optional-dependencies"]["studies"])
+    providers = importlib.metadata.packages_distributions()
+    for path in MODULES:
+        installed = library if path.is_relative_to(ROOT / "d1") else studies
+        for module in {name.partition(".")[0] for name in imports_of(path)} - {*PACKAGES} - sys.stdlib_module_names:
+            names = {canonicalize_name(name) for name in providers.get(module, [])}
+            assert module in OPTIONAL or names & installed, f"{path} imports {module}, which is no dependency"
+
+
+def test_the_version_is_the_same_wherever_it_stands():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version, date = re.search(r"^## \[(.+?)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
+    assert (version, date) == (citation["version"], citation["date-released"])
+    assert version == PROJECT["project"]["version"]
+
+
 def test_pins_name_versions_and_env_yml_installs_the_same():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     environment = yaml.safe_load((ROOT / "env.yml").read_text())["dependencies"]
     dependencies, extras = project["dependencies"], project["optional-dependencies"]
     assert sorted(environment[-1]["pip"]) == sorted([*dependencies, *extras["gpu"], "-e ."])
@@ -73,7 +114,7 @@ def test_pins_name_versions_and_env_yml_installs_the_same():
 
 
 def test_the_wheel_takes_what_modules_read_beside_them():
-    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["d1"]
+    taken = PROJECT["tool"]["setuptools"]["package-data"]["d1"]
     beside = [path for path in (ROOT / "d1").rglob("*.*") if path.suffix not in (".py", ".pyc")]
     assert sorted(taken) == sorted(str(path.relative_to(ROOT / "d1")) for path in beside)
 
@@ -96,18 +137,14 @@ def test_imports_run_one_way():
 def test_scripts_that_users_launch_import_the_package_alone():
     for path in SCRIPTS:
         assert {name.partition(".")[0] for name in imports_of(path)} == {"d1"}, path
-        assert len(path.read_text().splitlines()) < 20
+    taken = sys.stdlib_module_names | importlib.metadata.packages_distributions().keys() - {*PACKAGES}
+    assert not {path.stem for path in SCRIPTS} & taken  # none hides a module
 
 
 def test_no_modules_import_each_other_in_a_circle():
     needs = {name: imports_of(path) & set(NAMES) for name, path in NAMES.items()}
     packages = {name: {other for other in NAMES if name.startswith(f"{other}.")} for name in NAMES}  # its own: no need
     list(graphlib.TopologicalSorter({name: needs[name] - packages[name] for name in NAMES}).static_order())
-
-
-def test_no_module_hides_another():
-    taken = sys.stdlib_module_names | importlib.metadata.packages_distributions().keys() - {*PACKAGES}
-    assert not {path.stem for path in SCRIPTS} & taken
 
 
 def test_every_module_imports_in_silence_without_optional_packages(tmp_path):

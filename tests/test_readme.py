@@ -36,49 +36,39 @@ def test_commands_could_run_links_lead_somewhere_and_python_imports_what_exists(
     for target in LINK.findall(text):
         if not re.match(r"[a-z]+:|#", target):
             assert (ROOT / document).parent.joinpath(target.partition("#")[0]).exists(), target
-    if document not in HISTORY:
-        inline = (command.replace("\n", " ") for command in INLINE.findall(FENCE.sub("", text)))
-        for commands in [*fences(document, "bash"), *inline]:
-            check_script(commands, folder_of(document.partition("/")[0]))
     for node in (node for code in fences(document, "python") for node in ast.walk(ast.parse(code))):
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(str(node.module))
             assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
+    if document in HISTORY:
+        return
+    prose = FENCE.sub("", text)
+    for commands in [*fences(document, "bash"), *(command.replace("\n", " ") for command in INLINE.findall(prose))]:
+        check_script(commands, folder_of(document.partition("/")[0]))
+    for sentence in re.split(r"(?<=[.:;!?])\s+|\n\n|\n[|-]", prose):  # a page that is linked for a flag mentions it
+        pages = [link for link in re.findall(r"\]\(([^)\s#]+\.md)", sentence) if "://" not in link]
+        said = "".join((ROOT / document).parent.joinpath(page).read_text() for page in pages)
+        assert not pages or not [flag for flag in re.findall(r"`(--\w+)", sentence) if flag not in said], sentence
 
 
 def texts_of(path: Path) -> list[str]:
     """The texts in a Python file: docstrings, messages and help, with {} for what is filled in."""
-    tree = ast.parse(path.read_text())
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
         found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts))
     return found
 
 
 def test_messages_name_files_that_exist_and_that_speak_of_their_flags():
-    seen = set()
     for path in sorted((ROOT / "d1").rglob("*.py")):
         for text in texts_of(path):
             for name in {*POINTER.findall(text)} - {"path/to/file.py"}:
                 assert (ROOT / name).is_file(), f"{path}: {name}"
-                seen.add(name)
                 if name.endswith(".md"):
                     said = (ROOT / name).read_text()
-                    sentences = [one for one in re.split(r"(?<=[.;:])\s", text) if name in one]
-                    assert not [flag for one in sentences for flag in re.findall(r"--\w+", one) if flag not in said], (
-                        path
-                    )
-    assert seen >= {"docs/code.md", "docs/serve.md", "d1/tasks/__init__.py"}
-
-
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HISTORY])
-def test_where_a_sentence_points_to_a_page_for_a_flag_the_page_mentions_it(document):
-    for sentence in re.split(r"(?<=[.:;!?])\s+|\n\n|\n[|-]", FENCE.sub("", (ROOT / document).read_text())):
-        pages = [link for link in re.findall(r"\]\(([^)\s#]+\.md)", sentence) if "://" not in link]
-        said = "".join((ROOT / document).parent.joinpath(page).read_text() for page in pages)
-        if pages:
-            assert not [flag for flag in re.findall(r"`(--\w+)", sentence) if flag not in said], sentence
+                    near = " ".join(one for one in re.split(r"(?<=[.;:])\s", text) if name in one)
+                    assert not [flag for flag in re.findall(r"--\w+", near) if flag not in said], path
 
 
 def test_the_readmes_python_samples(monkeypatch, capsys):
@@ -91,15 +81,6 @@ def test_the_readmes_python_samples(monkeypatch, capsys):
 def test_the_documents_own_method_is_the_file_that_trains():
     (example,) = (text for text in fences("CONTRIBUTING.md", "python") if "METHOD =" in text)
     assert example == (ROOT / "tests" / "my_method.py").read_text()  # tests/test_bring_your_own.py trains with it
-
-
-def test_the_readme_is_short_and_opens_with_the_two_commands():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
-    assert len(text.split()) <= 900
-    first = fences("README.md", "bash")[0]
-    assert re.fullmatch("make demo .*\nmake test .*\n", first)
-    assert max(map(len, first.splitlines())) <= 85  # so that the site shows the lines whole
 
 
 def test_the_tree_names_what_exists_and_every_room():
@@ -117,10 +98,7 @@ def test_the_tree_names_what_exists_and_every_room():
 @pytest.mark.slow
 def test_the_readmes_installation_and_every_command_for_any_machine_run_in_a_fresh_environment(tmp_path):
     """In a copy of the checkout: the installation, then the blocks that need neither a GPU nor a hub, in order."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    for name in filter(None, tracked):
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         (tmp_path / "d1" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "d1" / name)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
