@@ -12,6 +12,7 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS
+from studies.samplers import rollouts_report
 from studies.samplers.frontier import (
     EXACT,
     MARGIN,
@@ -140,4 +141,5 @@ def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     missing = f"{left()} parts are not measured yet; `python -m studies.samplers.frontier` continues.\n"
     tables = [part for task in TASKS for part in of_task(task)]
-    return {PAGE: chosen_table(), README: "\n".join([*tables, missing if left() else areas()])}
+    tables += [missing if left() else areas(), rollouts_report.of_stage("trial")]
+    return {PAGE: chosen_table(), README: "\n".join(tables)}
