@@ -92,6 +92,14 @@ def frontier(task: str, lines: Sequence[Line]) -> str:
     return f"## {task}, every sampler\n\n{markdown_table(head, rows)}"
 
 
+def by_model(rows: Sequence[Sequence[str]]) -> str:
+    """The page's table: a line per model, with the chosen samplers' costs on each task."""
+    gains = {(task, model): [gain, passes, fewer] for task, model, *_, gain, passes, _, fewer in rows if gain}
+    lines = [[model, *(cell for task in TASKS for cell in gains.get((task, model), [""] * 3))] for model in METHODS]
+    names = ("minus exact [95%]", "passes", "fewer")
+    return markdown_table(["model", *(f"{task}: {name}" for task in TASKS for name in names)], lines)
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     lines, rows, verdicts, frontiers = read_lines(RUNS), [], [], []
@@ -119,4 +127,5 @@ def parts() -> dict[Path, str]:
         result += f"\nThis table is incomplete: {len(lines)} of {models} models are measured. "
         result += "`python -m studies.distill.run` continues.\n"
     readme = Path(__file__).with_name("README.md")
-    return {ROOT / "docs" / "distill.md": result, readme: "\n".join(frontiers)}
+    tables = "\n".join([f"## The chosen samplers\n\n{result}", *frontiers])
+    return {ROOT / "docs" / "distill.md": by_model(rows), readme: tables}

@@ -74,17 +74,6 @@ CLAIMS = (
     Claim("four views: steps drawn by entropy, not opposite masks", (BY_ENTROPY, 4), (OPPOSITE, 4)),
     Claim("four views, to the bound: opposite, not independent masks", (OPPOSITE, 4), ("elbo", 4), "cosine_to_bound"),
 )
-# The rows of the page's tables; the others are in studies/estimators/README.md.
-SHOWN = [
-    ("one step, prompt hidden by .15", 1),
-    ("one step", 1),
-    ("coupled", 3),
-    ("spg", 2),
-    *((OPPOSITE, views) for views in (2, 4, 8)),
-    ("replay, drawn evenly", 4),
-    *((BY_ENTROPY, views) for views in (1, 4, 24)),
-    *(("replay, merged", views) for views in (2, 4, 8)),
-]
 # Method -> the choice that is its estimator. Left out are just-grpo, which samples left to right and so has another
 # trajectory, and methods that score a few chosen states.
 CHOICE_OF = {

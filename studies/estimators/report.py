@@ -12,7 +12,7 @@ from d1.show.curves import MARKED, WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean
-from studies.estimators.choices import CHOICE_OF, CHOICES, CLAIMS, SHOWN
+from studies.estimators.choices import CHOICE_OF, CHOICES, CLAIMS
 from studies.estimators.intervals import Lines, difference, mean_over, rank_correlation
 from studies.estimators.run import DATA, MODELS, runs
 from studies.json_lines import Run, read_lines
@@ -108,22 +108,6 @@ def cost(lines: Lines) -> str:
     return f"{statistics.fmean(line['cost'] for line in lines.values()):.2f}" if lines else ""
 
 
-def compact(task: str, study: Study) -> str:
-    """A task's table on the page: the estimators of `SHOWN`, both models."""
-    models = [study.get(Setup(task, model), {}) for model in MODELS]
-    names = [NAMES[model] for model in MODELS]
-    head = ["estimator, views", *(f"{name}: update / rollout" for name in names)]
-    head += [f"{name}: {title}" for title in ("cosine to the trajectory", "SNR") for name in names]
-    rows = []
-    for key in SHOWN:
-        own = [model.get(key, {}) for model in models]
-        if not any(own):
-            continue
-        cells = [measured(of, name) for name in ("cosine_to_trajectory", "snr") for of in own]
-        rows.append(["{}, {}".format(*key), *map(cost, own), *cells])
-    return f"### {task}\n\n{markdown_table(head, rows)}"
-
-
 def full(setup: Setup, of: Mapping[Key, Lines]) -> str:
     """All measurements of a model."""
     common = [next(iter(lines.values())) for lines in of.values()]
@@ -167,10 +151,9 @@ def page(lines: Sequence[dict[str, Any]], accuracies: Mapping[Setup, Mapping[str
     study = study_of(lines)
     if not study:
         return status(lines)
-    tables = "\n".join(compact(task, study) for task in TASKS if any(one.task == task for one in study))
     figure = f"![Cosine to the trajectory's gradient against the cost of an update]({FIGURE.name})"
-    found = [status(lines), f"## Conclusions\n\n{CONCLUSIONS}\n", claims(study, not left_of(lines))]
-    return "\n".join([*found, f"## The measurements\n\n{figure}\n", tables]) + prediction(study, accuracies)
+    found = [status(lines), f"## Conclusions\n\n{CONCLUSIONS}\n", claims(study, not left_of(lines)), f"{figure}\n"]
+    return "\n".join(found) + prediction(study, accuracies)
 
 
 def parts() -> dict[Path, str]:
@@ -215,5 +198,5 @@ estimators on the same completions, with 95% intervals over seeds and problems. 
 correction over all differences of the table."""
 
 PREDICTION = """Rank correlations of an estimator's measures with the percentage of validation problems that its methods
-solve in the search of the [leaderboard](leaderboard.md#the-search), and their 95% intervals over estimators. Methods
+solve in the search of the [leaderboard](leaderboard.md), and their 95% intervals over estimators. Methods
 with the same estimator count once, with their mean accuracy."""

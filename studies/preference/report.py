@@ -1,4 +1,4 @@
-"""The table of docs/preference.md, from data/runs.jsonl."""
+"""The tables of docs/preference.md and README.md, from data/runs.jsonl."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from studies.json_lines import read_lines
 from studies.preference.run import ARMS, DATA
 from studies.statistics import percent, points, scores
 
+CHOSEN = 3e-5  # learning rate
 NAMES = {"sft": "SFT, where all others start", "vrpo": "VRPO", "elbo-kto": "ELBO-KTO", "diffu-grpo": "diffu-GRPO"}
 
 
@@ -42,6 +43,21 @@ def table() -> str:
     return markdown_table([*header, "million compute tokens"], rows)
 
 
+def summary() -> str:
+    """The page's table: each arm's gain over SFT, at the rate that the search chose, by task."""
+    lines = read_lines(DATA / "runs.jsonl")
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    rows = []
+    for arm in ARMS[1:]:
+        cells = []
+        for task in tasks:
+            here = [line for line in lines if line["task"] == task]
+            found = [line for line in here if line["arm"] == arm and line["rate"] in (None, CHOSEN)]
+            cells.append(against(found, "sft", here))
+        rows.append([NAMES[arm], *cells])
+    return markdown_table(["minus SFT, points [95%]", *tasks], rows)
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    return {ROOT / "docs" / "preference.md": table()}
+    return {ROOT / "docs" / "preference.md": summary(), Path(__file__).with_name("README.md"): table()}

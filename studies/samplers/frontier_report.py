@@ -1,4 +1,4 @@
-"""The tables and the figure of docs/samplers.md, from data/frontier.jsonl."""
+"""The table and the figure of docs/samplers.md and the tables of README.md, from data/frontier.jsonl."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS
+from studies.samplers import rollouts_report
 from studies.samplers.frontier import (
     EXACT,
     MARGIN,
@@ -27,6 +28,7 @@ from studies.samplers.points import accuracy, aup, outcomes
 from studies.statistics import percent, points
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.svg"
+README = Path(__file__).with_name("README.md")
 TICKS = (100, 200, 400, 800)  # computed tokens
 GOAL = 10.0  # times fewer computed tokens
 SHOWN = 5.0  # points below exact on validation problems, down to which a table shows the frontier of all settings
@@ -84,6 +86,18 @@ def of_task(task: str) -> list[str]:
     return [f"### {task}\n", *said, markdown_table(HEAD, rows)]
 
 
+def chosen_table() -> str:
+    """The page's table: per task, the references and what was chosen on validation problems."""
+    rows = []
+    for task in TASKS:
+        validation, test = lines_of(task, "validation"), lines_of(task, "test")
+        if min(len(validation), len(test)) == len(SEEDS):
+            names = dict.fromkeys([*REFERENCES, *(chosen(validation, reference) for reference in REFERENCES)])
+            for name, solved, minus_exact, _, fewer, passes, *_ in (row(test, name) for name in names if name):
+                rows.append([task, name, solved, minus_exact, fewer, passes])
+    return markdown_table(["task", *HEAD[:3], *HEAD[4:6]], rows)
+
+
 def areas() -> str:
     """AUP of exact and every cache's frontier of accuracy against passes: mean and standard deviation of the seeds."""
     rows = []
@@ -125,7 +139,7 @@ def figure(path: Path = FIGURE) -> None:
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    found = [part for task in TASKS for part in of_task(task)]
-    if left():
-        found.append(f"{left()} parts are not measured yet; `python -m studies.samplers.frontier` continues.\n")
-    return {PAGE: "\n".join([*found, *([] if left() else [areas()])])}
+    missing = f"{left()} parts are not measured yet; `python -m studies.samplers.frontier` continues.\n"
+    tables = [part for task in TASKS for part in of_task(task)]
+    tables += [missing if left() else areas(), rollouts_report.of_stage("trial")]
+    return {PAGE: chosen_table(), README: "\n".join(tables)}
