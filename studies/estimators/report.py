@@ -17,8 +17,7 @@ from studies.estimators.intervals import Lines, difference, mean_over, rank_corr
 from studies.estimators.run import DATA, MODELS, runs
 from studies.json_lines import Run, read_lines
 from studies.leaderboard.plan import FULL as BOARD
-from studies.leaderboard.plan import SETUPS, TASKS, Setup
-from studies.leaderboard.results import read_results
+from studies.leaderboard.plan import SETUPS, TASKS, Setup, read_results
 from studies.statistics import Interval, holm
 
 PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.svg"

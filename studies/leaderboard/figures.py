@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from scipy.optimize import isotonic_regression
 
 from d1.show.curves import MARKED, OKABE_ITO, SMALL, WIDTH, panels, save_figure
-from studies.leaderboard.parts import short
-from studies.leaderboard.plan import START
+from studies.leaderboard.plan import START, short
 from studies.leaderboard.tables import Table
 
 CURVES = 5  # the most accurate methods, drawn in a panel together with d1

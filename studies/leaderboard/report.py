@@ -16,12 +16,23 @@ from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
-from studies.leaderboard.bootstrap import LEVEL
 from studies.leaderboard.figures import draw_curves, draw_places
-from studies.leaderboard.parts import PARTS, every_seed, short
-from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run
-from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
+from studies.leaderboard.plan import (
+    CANDIDATES,
+    DATA,
+    FULL,
+    PARTS,
+    REFERENCE,
+    SETUPS,
+    START,
+    Line,
+    Protocol,
+    Run,
+    every_seed,
+    read_results,
+    short,
+)
+from studies.leaderboard.tables import LEVEL, Table, duels, order_kept, outcomes, tables_of
 from studies.leaderboard.texts import (
     ANSWER,
     CANDIDATE,
@@ -34,7 +45,7 @@ from studies.leaderboard.texts import (
     SEARCH,
     WAY,
 )
-from studies.leaderboard.variants import row_of
+from studies.leaderboard.variants import entry_of
 from studies.pages import reading
 from studies.statistics import percent, points
 
@@ -127,7 +138,7 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         ]
         known = [one.accuracy for one in found if one]
         mean = f"{100 * fmean(known):.1f}" if len(known) == len(found) else ""
-        rows.append([short(method), str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells, mean])
+        rows.append([short(method), str(METHODS[entry_of(method)].scale.get("learning_rate", "")), *cells, mean])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups), "mean"], rows)
 
 

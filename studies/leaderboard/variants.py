@@ -27,7 +27,7 @@ TRACERL += 'kl="k3_to_old", advantage="standardised", right_share=[0.2,0.8], num
 REINFORCE = 'estimator="elbo", antithetic=true, stratified=true, objective="reinforce", loss_type="grpo", beta=0'
 
 
-def row_of(name: str) -> str:
+def entry_of(name: str) -> str:
     """The row of `METHODS` that a name, also of a variant, begins with."""
     return name.partition(" > ")[0].partition(", ")[0]
 
@@ -44,7 +44,7 @@ def values_of(name: str) -> dict[str, Any]:
         KeyError: there is no such row or idea.
         ValueError: a variant's value is not JSON.
     """
-    values = dict(METHODS[row_of(name)].values)
+    values = dict(METHODS[entry_of(name)].values)
     if " > " in name:
         rows, _, ideas = name.partition(": ")
         found = changes(*rows.split(" > "))
@@ -80,7 +80,7 @@ def way(start: str, end: str) -> tuple[str, ...]:
 
 def flags_of(name: str) -> list[str]:
     """Flags of RL for a row or a variant, without the number of updates, which each run sets."""
-    row = row_of(name)
+    row = entry_of(name)
     found = ["--method", row]
     for setting, value in values_of(name).items():
         if setting != "num_iterations" and METHODS[row].values.get(setting) != value:

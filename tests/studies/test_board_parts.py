@@ -11,9 +11,25 @@ from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
 from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
-from studies.leaderboard.parts import CHANGES, LAST_CHANGES, PARTS, SEARCHED, WIDTH, combined, ranking
-from studies.leaderboard.plan import ALL_TASKS, CANDIDATES, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
-from studies.leaderboard.results import written_values
+from studies.leaderboard.plan import (
+    ALL_TASKS,
+    CANDIDATES,
+    CHANGES,
+    FULL,
+    LAST_CHANGES,
+    PARTS,
+    SEARCHED,
+    SETUPS,
+    START,
+    TASKS,
+    WIDTH,
+    Choice,
+    Run,
+    combined,
+    ranking,
+    updates_of,
+    written_values,
+)
 from studies.leaderboard.run import check_bases, main
 from studies.leaderboard.run import make_parser as board_parser
 from studies.leaderboard.variants import REST, TRACERL, changes, values_of, way

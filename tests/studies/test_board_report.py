@@ -7,12 +7,21 @@ import pytest
 from scipy.stats import spearmanr
 
 from studies.json_lines import append_line
-from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, rank_correlations, resampled_means
 from studies.leaderboard.figures import draw_places
-from studies.leaderboard.plan import SETUPS, START, Protocol
+from studies.leaderboard.plan import SETUPS, START, Protocol, file_of, written_values
 from studies.leaderboard.report import write
-from studies.leaderboard.results import file_of, written_values
-from studies.leaderboard.tables import Table, duels, order_kept, tables_of
+from studies.leaderboard.tables import (
+    Table,
+    duels,
+    interval,
+    not_worse,
+    order,
+    order_kept,
+    p_value,
+    rank_correlations,
+    resampled_means,
+    tables_of,
+)
 
 
 def second_moments(scores):

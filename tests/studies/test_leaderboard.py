@@ -21,7 +21,6 @@ from dataset.make_problems import make_parser as problems_parser
 from pocket.recipes import RECIPES
 from studies.json_lines import append_line, read_lines
 from studies.leaderboard import plan
-from studies.leaderboard.one_run import SEALED, commit, logs_of
 from studies.leaderboard.plan import (
     FULL,
     LADDER,
@@ -33,10 +32,13 @@ from studies.leaderboard.plan import (
     Choice,
     Protocol,
     Run,
+    file_of,
     own_sampler,
+    read_results,
     updates_of,
+    written_values,
 )
-from studies.leaderboard.results import file_of, read_results, written_values
+from studies.leaderboard.run import SEALED, commit, logs_of
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -93,12 +95,11 @@ def test_sealed_problems_are_those_of_the_protocol_and_in_no_other_split(task, t
 def test_one_module_alone_reads_sealed_problems_and_one_their_outcomes():
     studies = {str(path.relative_to(BOARD.parent)): path.read_text() for path in BOARD.parent.rglob("*.py")}
     mentions = {name for name, text in studies.items() if "sealed" in text.lower()}
-    own = ("figures", "one_run", "plan", "report", "results", "tables", "texts")
+    own = ("figures", "plan", "report", "run", "tables", "texts")
     assert mentions == {f"leaderboard/{name}.py" for name in own}
     assert [name for name, text in studies.items() if "final_table=True" in text] == ["leaderboard/report.py"]
-    assert "SEALED" not in (BOARD / "plan.py").read_text() + (BOARD / "results.py").read_text()
-    assert '"sealed"' not in (BOARD / "plan.py").read_text()
-    fields = [line.strip() for line in (BOARD / "results.py").read_text().splitlines() if '"sealed"' in line]
+    assert "SEALED" not in (BOARD / "plan.py").read_text()
+    fields = [line.strip() for line in (BOARD / "plan.py").read_text().splitlines() if '"sealed"' in line]
     assert fields == ['line.pop("sealed", None)']
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from studies.estimators import report as estimators
 from studies.leaderboard.figures import apart, draw_curves, draw_places
-from studies.leaderboard.plan import FULL, START
+from studies.leaderboard.plan import FULL, START, read_results
 from studies.leaderboard.report import PAGE, answer, of_every_setup, page
-from studies.leaderboard.results import read_results
 from studies.leaderboard.tables import tables_of
 from studies.pages import WRITTEN, reading, write, written
 from studies.samplers import frontier_report
