@@ -14,9 +14,9 @@ from studies.distill.choice import FEWER, MARGIN, Line, chosen, mean_over
 from studies.distill.run import CACHED, EXACT, GOAL, METHODS, RUNS, UNDISTILLED
 from studies.distill.teachers import SEEDS, TASKS
 from studies.json_lines import read_lines
+from studies.reports import percent
+from studies.reports import points as in_points
 from studies.samplers.points import aup, outcomes, points
-from studies.statistics import percent
-from studies.statistics import points as in_points
 
 
 def uncached(samplers: Mapping[str, Any]) -> dict[str, Any]:

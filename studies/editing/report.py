@@ -13,7 +13,7 @@ from studies.editing import search
 from studies.editing.frontier import Runs, gains, passes
 from studies.editing.run import BASES, DATA
 from studies.json_lines import read_lines
-from studies.statistics import points
+from studies.reports import points
 
 FIRST = DATA.with_name("first.jsonl")
 HEAD = [

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import norm, spearmanr
 
 from pocket.uncertainty import LEVEL, Mean, mean_of
-from studies.statistics import Interval
+from studies.reports import Interval
 
 Lines = Mapping[int, Mapping[str, Any]]  # seed -> the line of one estimator on one model
 

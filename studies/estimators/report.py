@@ -18,7 +18,7 @@ from studies.estimators.run import DATA, MODELS, runs
 from studies.json_lines import Run, read_lines
 from studies.leaderboard.plan import FULL as BOARD
 from studies.leaderboard.plan import SETUPS, TASKS, Setup, read_results
-from studies.statistics import Interval, holm
+from studies.reports import Interval, holm
 
 PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.svg"
 README = Path(__file__).with_name("README.md")

@@ -16,7 +16,7 @@ import networkx
 import numpy as np
 
 from studies.leaderboard.plan import CANDIDATES, REFERENCE, START, Line, Protocol, Run, Setup
-from studies.statistics import Interval, holm
+from studies.reports import Interval, holm
 
 DRAWS = 10_000
 AT_ONCE = 250  # draws: what fits in the processor's cache matters more than their number

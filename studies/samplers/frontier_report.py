@@ -12,6 +12,7 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS
+from studies.reports import percent, points
 from studies.samplers.frontier import (
     EXACT,
     MARGIN,
@@ -24,7 +25,6 @@ from studies.samplers.frontier import (
     mean_over,
 )
 from studies.samplers.points import accuracy, aup, outcomes
-from studies.statistics import percent, points
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.svg"
 TICKS = (100, 200, 400, 800)  # computed tokens

@@ -13,10 +13,10 @@ from d1.rl.train import make_parser as rl_parser
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import append_line
+from studies.reports import percent, points
 from studies.samplers import rollouts, rollouts_report
 from studies.samplers.rollouts import ARMS, CAUSES, STAGES, Arm, line, runs, settings
 from studies.samplers.rollouts_report import MARGIN, collapsed, of_stage, p_not_worse, share, verdicts
-from studies.statistics import percent, points
 
 
 def config_of(arm, tmp_path):

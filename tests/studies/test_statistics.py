@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import t as student
 
 from pocket.uncertainty import mean_of, variance_of_mean
-from studies.statistics import holm
+from studies.reports import holm
 
 
 def written_out(scores):

@@ -1,0 +1,314 @@
+"""The leaderboard's protocol as code: what a run is, the search, the final runs, variants of methods."""
+
+import itertools
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from d1.eval.run import make_parser as eval_parser
+from d1.rl.methods import METHODS
+from d1.rl.train import make_parser
+from pocket.make_base import build_model, widened
+from pocket.recipes import RECIPES
+from pocket.tokenizer import build_tokenizer
+from studies.json_lines import append_line
+from studies.leaderboard import plan
+from studies.leaderboard.plan import (
+    ALL_TASKS,
+    CANDIDATES,
+    CHANGES,
+    FULL,
+    LADDER,
+    LAST_CHANGES,
+    OWN,
+    PARTS,
+    QUICK,
+    SETUPS,
+    START,
+    TASKS,
+    WIDTH,
+    Choice,
+    Protocol,
+    Run,
+    combined,
+    file_of,
+    own_sampler,
+    read_results,
+    updates_of,
+    written_values,
+)
+from studies.leaderboard.run import check_bases, main
+from studies.leaderboard.run import make_parser as board_parser
+from studies.leaderboard.variants import REST, TRACERL, changes, values_of, way
+
+ROOT = Path(__file__).parents[2]
+SUDOKU = SETUPS["sudoku-sft"]
+
+
+# --- What a run is ----------------------------------------------------------------------------------------------------
+
+
+def config_of(run, folder):
+    flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(folder)]
+    config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(TASKS[run.task].base)])
+    return config
+
+
+@pytest.mark.parametrize(("method", "task"), zip(METHODS, itertools.cycle(TASKS), strict=False))
+def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, task, tmp_path):
+    recipe, length, values = RECIPES[task], TASKS[task].length, METHODS[method].values
+    run = Run("final", task, "sft", method, 1, 3e-5, 2, 5000)
+    config = config_of(run, tmp_path)
+    expected = values | {
+        "num_iterations": 2,
+        "diffusion_steps": values.get("diffusion_steps", length // 2) or length,
+        "block_length": values.get("block_length", 8),
+        "learning_rate": 3e-5,
+        "lr_scheduler_kwargs": {},
+        "warmup_steps": 0,
+        "num_generations": 8,
+        "max_compute_tokens": 5000,
+        "seed": 1,
+        "dataset": recipe.task,
+        "max_prompt_length": recipe.prompt_tokens,
+        "max_completion_length": recipe.lengths[0],
+        "weight_decay": 0.1,
+        "adam_beta2": 0.99,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.lr_scheduler_type.value == "linear"
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
+    assert config.max_steps >= 5000  # a step takes a token at least
+    assert str(ROOT) not in " ".join(run.settings())
+
+
+VARIANTS = [*way("d1", "tracerl"), *(f"rldf, {change}" for change in CHANGES)]
+VARIANTS += [f"rldf, {TRACERL}, {change}" for change in LAST_CHANGES]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
+    mu = updates_of(name)[0]
+    run = Run("tuning", *SUDOKU, name, 1, 3e-5, mu, 5000)
+    config, values = config_of(run, tmp_path), values_of(name) | {"num_iterations": mu}
+    assert {setting: getattr(config, setting) for setting in values} == values
+    assert written_values(name) == json.loads(json.dumps(values_of(name)))
+    assert len(run.name) < 180  # of the 255 bytes of a file name; evaluations add the task and more
+    assert run.name != replace(run, method=f"{name}, beta=7").name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_own_sampler_is_that_of_the_methods_rollouts(method):
+    values, length = METHODS[method].values, TASKS["sudoku"].length
+    flags = own_sampler(method, length)
+    common = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", str(length), "--block_length", "8"]
+    judge, own = (vars(eval_parser().parse_args([*common, *more])) for more in ([], flags or []))
+    differing = {name for name in own if own[name] != judge[name]}
+    assert (flags is None) == (not differing)
+    for name in OWN:
+        if name in values:
+            assert own[name] == (length if values[name] is None and name == "diffusion_steps" else values[name])
+    assert differing <= {*OWN}
+    assert own["temperature"] == 0
+
+
+# --- The search -------------------------------------------------------------------------------------------------------
+
+
+def searched(score, method="d1", **changes):
+    """The search's result if (rate, mu, seed) scores `score`: the cells tried with each seed, and its choice."""
+    protocol, results = replace(FULL, methods=(method,), setups=(SUDOKU,), **changes), {}
+    for _ in range(50):
+        runs, choice = protocol.tuning(results, SUDOKU, method)
+        assert (not runs) == (choice is not None)
+        if choice:
+            tried = {
+                seed: {(r.learning_rate, r.num_iterations) for r in results if r.seed == seed} for seed in (100, 101)
+            }
+            return tried, choice
+        for run in runs:
+            assert (run.stage, run.budget, run.start, run not in results) == ("tuning", 1_500_000, "sft", True)
+            right = round(1000 * score(run.learning_rate, run.num_iterations, run.seed))
+            results[run] = {"validation": {"exact": "1" * right + "0" * (1000 - right)}}
+    raise AssertionError("the search does not end")
+
+
+def peak(at, slope=0.05):
+    """A score that falls by `slope` for each step on the ladder of rates from `at`."""
+    return lambda rate: 0.7 - slope * abs(LADDER.index(rate) - LADDER.index(at))
+
+
+def test_a_peak_inside_the_grid_needs_no_other_rate():
+    tried, choice = searched(lambda rate, mu, seed: peak(1e-4)(rate) - 0.2 * (mu == 4))
+    assert tried[100] == {(rate, mu) for rate in (3e-5, 1e-4, 3e-4) for mu in (1, 4)}
+    assert tried[101] == {(1e-4, 1)}  # the others are more than 4 points behind
+    assert choice == Choice(1e-4, 1, 0.7)
+
+
+@pytest.mark.parametrize(("at", "last"), [(1e-5, 3e-6), (3e-3, 1e-2), (1e-6, 1e-6), (1e-2, 1e-2)])
+def test_rates_are_extended_until_the_best_is_inside_or_at_the_limits(at, last):
+    tried, choice = searched(lambda rate, mu, seed: peak(at)(rate), method="just-grpo")
+    assert choice[:2] == (at, 1)
+    rates = sorted(rate for rate, _ in tried[100])
+    assert rates == [rate for rate in LADDER if min(last, 3e-5) <= rate <= max(last, 3e-4)]
+
+
+@pytest.mark.parametrize(("gap", "lowest"), [(0.02, 3e-6), (0.25, 3e-5)])
+def test_a_mu_is_extended_unless_it_is_far_behind(gap, lowest):
+    """The best of mu 1 in the grid is 7 or 30 points behind that of mu 4."""
+
+    def score(rate, mu, seed):
+        return peak(1e-4)(rate) if mu == 4 else peak(1e-5)(rate) - gap
+
+    tried, choice = searched(score, far=0.2)
+    assert choice[:2] == (1e-4, 4)
+    assert min(rate for rate, mu in tried[100] if mu == 1) == lowest
+
+
+def test_two_seeds_decide_among_the_near_and_extend_once_more():
+    def score(rate, mu, seed):
+        if seed == 101 and rate == 1e-4:
+            return 0.75
+        return {1e-4: 0.68, 3e-4: 0.7, 1e-3: 0.5, 3e-5: 0.6}[rate] - 0.3 * (mu == 4)
+
+    tried, choice = searched(score)
+    assert tried[101] == {(1e-4, 1), (3e-4, 1)}
+    assert (3e-5, 1) in tried[100]  # at the edge by the mean of both seeds
+    assert choice == (1e-4, 1, pytest.approx((0.68 + 0.75) / 2))
+
+
+def test_equal_scores_choose_the_smaller_rate_then_the_smaller_mu():
+    _, choice = searched(lambda rate, mu, seed: 0.3 if rate >= 1e-5 else 0.2)
+    assert choice[:2] == (1e-5, 1)
+
+
+# --- The final runs ---------------------------------------------------------------------------------------------------
+
+PAIR = Protocol(methods=("d1", "just-grpo", "wd1"), setups=(SUDOKU, SETUPS["sudoku-base"]))
+
+
+def chosen(**accuracies):
+    names = {"d1": "d1", "just": "just-grpo", "wd1": "wd1"}
+    return {(setup, names[n]): Choice(1e-4, 1, value) for setup in PAIR.setups for n, value in accuracies.items()}
+
+
+def test_final_runs_go_seed_by_seed_and_those_far_behind_have_three_at_the_smaller_budget():
+    runs = list(PAIR.final(chosen(d1=0.7, just=0.625, wd1=0.61)))
+    assert len(runs) == len(set(runs))
+    order = (
+        [(s, 1_500_000) for s in range(3)] + [(s, 5_000_000) for s in range(8)] + [(s, 1_500_000) for s in range(3, 8)]
+    )
+    assert [*dict.fromkeys((run.seed, run.budget) for run in runs if run.method != START)] == order
+    for setup in PAIR.setups:
+        here = [run for run in runs if run.setup == setup]
+        for budget, few in ((1_500_000, [0, 1, 2]), (5_000_000, [])):
+            seeds = {m: [r.seed for r in here if (r.method, r.budget) == (m, budget)] for m in PAIR.methods}
+            assert seeds == {"d1": [*range(8)], "just-grpo": [*range(8)], "wd1": few}
+        starts = [run.seed for run in here if run.method == START]
+        assert starts == ([*range(8)] if setup.start == "sft" else [0])
+
+
+@pytest.mark.parametrize(
+    ("candidates", "accuracies", "every_seed"),
+    [
+        ({}, {"d1": 0.6, "just": 0.71, "wd1": 0.69}, {"just-grpo", "d1"}),  # the best one, and d1
+        ({"wd1": "wd1"}, {"d1": 0.7, "just": 0.71, "wd1": 0.99}, {"just-grpo", "wd1", "d1"}),  # takes no other's place
+        ({}, {"d1": 0.7, "wd1": 0.3}, set()),  # wait for the search of every method
+    ],
+)
+def test_who_has_every_seed(candidates, accuracies, every_seed, monkeypatch):
+    monkeypatch.setattr(plan, "CANDIDATES", candidates)
+    runs = [run for run in replace(PAIR, most=1).final(chosen(**accuracies)) if run.method != START]
+    assert (
+        {run.method for run in runs if run.seed > 2} == {run.method for run in runs if run.budget > 2e6} == every_seed
+    )
+
+
+def test_an_empty_board_begins_with_every_search_and_quick_is_a_board_that_ends():
+    runs = [run for run in FULL.missing({}) if run.method != START]
+    cells = sum(3 * len(updates_of(CANDIDATES.get(method, method))) for method in METHODS)
+    assert len(runs) == len(set(runs)) == 4 * cells
+    assert {(run.stage, run.seed) for run in runs} == {("tuning", 100)}
+    results = {}
+    for _ in range(3):
+        results |= {run: {"validation": {"exact": "01"}} for run in QUICK.missing(results)}
+    assert not QUICK.missing(results)
+    assert sorted(run.stage for run in results) == 3 * ["final"] + 4 * ["tuning"]
+
+
+def test_results_are_read_without_sealed_outcomes_and_of_methods_as_they_are_now(tmp_path):
+    first, second, other = (Run("final", *SUDOKU, "d1", seed, 1e-4, 4, 1000) for seed in (0, 1, 2))
+    lines = [asdict(run) | {"values": written_values(run.method)} for run in (first, second, other)]
+    append_line(file_of(tmp_path, first), lines[0] | {"sealed": {"exact": "01"}, "kl": 1.0})
+    append_line(file_of(tmp_path, first), lines[0] | {"sealed": {"exact": "01"}, "kl": 2.0})
+    append_line(file_of(tmp_path, second), lines[1] | {"values": {"beta": 7}})  # of an older version of the method
+    with file_of(tmp_path, other).open("a") as file:
+        file.write('{"stage": "final", "ta')  # killed here
+    append_line(file_of(tmp_path, other), lines[2])
+    found = read_results(tmp_path)
+    assert found.keys() == {first, other}
+    assert found[first]["kl"] == 2.0
+    assert "sealed" not in found[first]
+    assert read_results(tmp_path / "none") == {}
+
+
+# --- Variants, and the parts that wait for the search -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["tracerl", "coupled-grpo", "agrpo-entropy"])
+def test_the_way_begins_at_one_method_and_ends_at_the_other(end):
+    found = changes("d1", end)
+    assert values_of(f"d1 > {end}: {', '.join(found)}") == METHODS["d1"].values | METHODS[end].values
+    names = way("d1", end)
+    assert len(names) == len({*names})
+    for name in names:
+        ideas = name.partition(": ")[2].split(", ")
+        assert len(ideas) == 1 or ideas == [*found][: len(ideas)] or ideas == ["prompt", REST]
+        assert values_of(name) != values_of(end)
+        assert updates_of(name) == updates_of(end if REST in ideas else "d1")
+
+
+@pytest.mark.parametrize(
+    ("solved", "expected"),
+    [
+        (
+            {"a=1": 60, "b=2": 55, "b=3, c=1": 58, "d=1": 49, "e=1": 52, "f=1": 51},
+            ("a=1, b=3, c=1, e=1, f=1", "a=1, b=3, c=1, e=1", "a=1, b=3, c=1"),
+        ),
+        ({"a=1": 60, "b=2": 55}, ("a=1, b=2",)),
+        ({"a=1": 60, "b=2": 50}, ()),
+    ],
+)
+def test_the_changes_that_help_are_combined(solved, expected):
+    named = {"row": 50} | {f"row, {change}": score for change, score in solved.items()}
+    assert combined(named) == tuple(f"row, {changes}" for changes in expected)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_is_missing_of_what_is_done(part):
+    results = read_results()
+    assert not PARTS[part](results).missing(results)
+
+
+def test_a_part_waits_for_the_boards_search_and_needs_its_base_model(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="the board's search is not complete: d1, sudoku-sft needs 6 more runs"):
+        PARTS["way"]({})
+    with pytest.raises(ValueError, match="leave it out with --part way"):
+        main(board_parser().parse_args(["--part", "way", "--setups", "sudoku-sft"]))
+    monkeypatch.setitem(ALL_TASKS, "sudoku", replace(TASKS["sudoku"], base=tmp_path))
+    with pytest.raises(
+        FileNotFoundError, match=f"make_base --task sudoku --hidden_size {WIDTH} --output_dir {tmp_path}"
+    ):
+        check_bases(FULL)
+
+
+def test_the_large_model_is_the_small_ones_recipe_with_ten_times_the_parameters():
+    recipe, tokenizer = RECIPES["sudoku"], build_tokenizer("sudoku")
+    large = widened(recipe, WIDTH)
+    assert replace(large, hidden_size=64, peak_lr=recipe.peak_lr) == recipe
+    assert large.peak_lr == pytest.approx([rate * 64 / WIDTH for rate in recipe.peak_lr])
+    small, wide = (build_model(tokenizer, 0, size.hidden_size).num_parameters() for size in (recipe, large))
+    assert 2_000_000 < wide < 5_000_000
+    assert wide > 9 * small
