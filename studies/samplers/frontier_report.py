@@ -24,7 +24,7 @@ from studies.samplers.frontier import (
     lines_of,
     mean_over,
 )
-from studies.samplers.points import accuracy, aup, outcomes
+from studies.samplers.measure import accuracy, aup, outcomes
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.svg"
 TICKS = (100, 200, 400, 800)  # computed tokens

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from studies.distill.choice import best_rate, chosen, for_goal
-from studies.samplers.points import area, aup
+from studies.distill.run import best_rate, chosen, for_goal
+from studies.samplers.measure import area, aup
 
 
 def sampler(right: int, passes: float, tokens: float = 20.0) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import json
 from itertools import product
 
 from studies.editing import report, search
-from studies.editing.frontier import gains
 from studies.editing.run import BASES, FRONTIER, NOISES, edits, make_parser, samplers
+from studies.editing.search import gains
 
 
 def result(solved, passes):

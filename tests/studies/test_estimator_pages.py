@@ -7,7 +7,7 @@ from scipy.stats import bootstrap, norm
 from pocket.uncertainty import mean_of
 from studies.estimators import report, run
 from studies.estimators.choices import BY_KEY
-from studies.estimators.intervals import difference, influences, mean_over, rank_correlation
+from studies.estimators.report import difference, influences, mean_over, rank_correlation
 from studies.leaderboard.plan import SETUPS, Setup
 
 

@@ -11,8 +11,7 @@ from d1.sampling import SamplingSettings
 from d1.tasks import load_task
 from studies.json_lines import read_lines
 from studies.samplers import frontier
-from studies.samplers.cost import measured
-from studies.samplers.fresh import FRESH
+from studies.samplers.measure import FRESH, measured
 
 BASE = Path(__file__).parents[2] / "pocket" / "arithmetic_base"
 
