@@ -15,30 +15,7 @@ from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
 from studies.json_lines import append_line
 from studies.leaderboard import plan
-from studies.leaderboard.plan import (
-    ALL_TASKS,
-    CANDIDATES,
-    CHANGES,
-    FULL,
-    LADDER,
-    LAST_CHANGES,
-    OWN,
-    PARTS,
-    QUICK,
-    SETUPS,
-    START,
-    TASKS,
-    WIDTH,
-    Choice,
-    Protocol,
-    Run,
-    combined,
-    file_of,
-    own_sampler,
-    read_results,
-    updates_of,
-    written_values,
-)
+from studies.leaderboard.plan import FULL, LADDER, SETUPS, START, TASKS, Choice, Run
 from studies.leaderboard.run import check_bases, main
 from studies.leaderboard.run import make_parser as board_parser
 from studies.leaderboard.variants import REST, TRACERL, changes, values_of, way
@@ -84,17 +61,17 @@ def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, 
     assert str(ROOT) not in " ".join(run.settings())
 
 
-VARIANTS = [*way("d1", "tracerl"), *(f"rldf, {change}" for change in CHANGES)]
-VARIANTS += [f"rldf, {TRACERL}, {change}" for change in LAST_CHANGES]
+VARIANTS = [*way("d1", "tracerl"), *(f"rldf, {change}" for change in plan.CHANGES)]
+VARIANTS += [f"rldf, {TRACERL}, {change}" for change in plan.LAST_CHANGES]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
-    mu = updates_of(name)[0]
+    mu = plan.updates_of(name)[0]
     run = Run("tuning", *SUDOKU, name, 1, 3e-5, mu, 5000)
     config, values = config_of(run, tmp_path), values_of(name) | {"num_iterations": mu}
     assert {setting: getattr(config, setting) for setting in values} == values
-    assert written_values(name) == json.loads(json.dumps(values_of(name)))
+    assert plan.written_values(name) == json.loads(json.dumps(values_of(name)))
     assert len(run.name) < 180  # of the 255 bytes of a file name; evaluations add the task and more
     assert run.name != replace(run, method=f"{name}, beta=7").name
 
@@ -102,15 +79,15 @@ def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_own_sampler_is_that_of_the_methods_rollouts(method):
     values, length = METHODS[method].values, TASKS["sudoku"].length
-    flags = own_sampler(method, length)
+    flags = plan.own_sampler(method, length)
     common = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", str(length), "--block_length", "8"]
     judge, own = (vars(eval_parser().parse_args([*common, *more])) for more in ([], flags or []))
     differing = {name for name in own if own[name] != judge[name]}
     assert (flags is None) == (not differing)
-    for name in OWN:
+    for name in plan.OWN:
         if name in values:
             assert own[name] == (length if values[name] is None and name == "diffusion_steps" else values[name])
-    assert differing <= {*OWN}
+    assert differing <= {*plan.OWN}
     assert own["temperature"] == 0
 
 
@@ -177,16 +154,13 @@ def test_two_seeds_decide_among_the_near_and_extend_once_more():
     assert tried[101] == {(1e-4, 1), (3e-4, 1)}
     assert (3e-5, 1) in tried[100]  # at the edge by the mean of both seeds
     assert choice == (1e-4, 1, pytest.approx((0.68 + 0.75) / 2))
-
-
-def test_equal_scores_choose_the_smaller_rate_then_the_smaller_mu():
     _, choice = searched(lambda rate, mu, seed: 0.3 if rate >= 1e-5 else 0.2)
-    assert choice[:2] == (1e-5, 1)
+    assert choice[:2] == (1e-5, 1)  # of equal scores, the smaller rate, then the smaller mu
 
 
 # --- The final runs ---------------------------------------------------------------------------------------------------
 
-PAIR = Protocol(methods=("d1", "just-grpo", "wd1"), setups=(SUDOKU, SETUPS["sudoku-base"]))
+PAIR = plan.Protocol(methods=("d1", "just-grpo", "wd1"), setups=(SUDOKU, SETUPS["sudoku-base"]))
 
 
 def chosen(**accuracies):
@@ -228,30 +202,30 @@ def test_who_has_every_seed(candidates, accuracies, every_seed, monkeypatch):
 
 def test_an_empty_board_begins_with_every_search_and_quick_is_a_board_that_ends():
     runs = [run for run in FULL.missing({}) if run.method != START]
-    cells = sum(3 * len(updates_of(CANDIDATES.get(method, method))) for method in METHODS)
+    cells = sum(3 * len(plan.updates_of(plan.CANDIDATES.get(method, method))) for method in METHODS)
     assert len(runs) == len(set(runs)) == 4 * cells
     assert {(run.stage, run.seed) for run in runs} == {("tuning", 100)}
     results = {}
     for _ in range(3):
-        results |= {run: {"validation": {"exact": "01"}} for run in QUICK.missing(results)}
-    assert not QUICK.missing(results)
+        results |= {run: {"validation": {"exact": "01"}} for run in plan.QUICK.missing(results)}
+    assert not plan.QUICK.missing(results)
     assert sorted(run.stage for run in results) == 3 * ["final"] + 4 * ["tuning"]
 
 
 def test_results_are_read_without_sealed_outcomes_and_of_methods_as_they_are_now(tmp_path):
     first, second, other = (Run("final", *SUDOKU, "d1", seed, 1e-4, 4, 1000) for seed in (0, 1, 2))
-    lines = [asdict(run) | {"values": written_values(run.method)} for run in (first, second, other)]
-    append_line(file_of(tmp_path, first), lines[0] | {"sealed": {"exact": "01"}, "kl": 1.0})
-    append_line(file_of(tmp_path, first), lines[0] | {"sealed": {"exact": "01"}, "kl": 2.0})
-    append_line(file_of(tmp_path, second), lines[1] | {"values": {"beta": 7}})  # of an older version of the method
-    with file_of(tmp_path, other).open("a") as file:
+    lines = [asdict(run) | {"values": plan.written_values(run.method)} for run in (first, second, other)]
+    append_line(plan.file_of(tmp_path, first), lines[0] | {"sealed": {"exact": "01"}, "kl": 1.0})
+    append_line(plan.file_of(tmp_path, first), lines[0] | {"sealed": {"exact": "01"}, "kl": 2.0})
+    append_line(plan.file_of(tmp_path, second), lines[1] | {"values": {"beta": 7}})  # of an older version of the method
+    with plan.file_of(tmp_path, other).open("a") as file:
         file.write('{"stage": "final", "ta')  # killed here
-    append_line(file_of(tmp_path, other), lines[2])
-    found = read_results(tmp_path)
+    append_line(plan.file_of(tmp_path, other), lines[2])
+    found = plan.read_results(tmp_path)
     assert found.keys() == {first, other}
     assert found[first]["kl"] == 2.0
     assert "sealed" not in found[first]
-    assert read_results(tmp_path / "none") == {}
+    assert plan.read_results(tmp_path / "none") == {}
 
 
 # --- Variants, and the parts that wait for the search -----------------------------------------------------------------
@@ -267,48 +241,32 @@ def test_the_way_begins_at_one_method_and_ends_at_the_other(end):
         ideas = name.partition(": ")[2].split(", ")
         assert len(ideas) == 1 or ideas == [*found][: len(ideas)] or ideas == ["prompt", REST]
         assert values_of(name) != values_of(end)
-        assert updates_of(name) == updates_of(end if REST in ideas else "d1")
+        assert plan.updates_of(name) == plan.updates_of(end if REST in ideas else "d1")
 
 
-@pytest.mark.parametrize(
-    ("solved", "expected"),
-    [
-        (
-            {"a=1": 60, "b=2": 55, "b=3, c=1": 58, "d=1": 49, "e=1": 52, "f=1": 51},
-            ("a=1, b=3, c=1, e=1, f=1", "a=1, b=3, c=1, e=1", "a=1, b=3, c=1"),
-        ),
-        ({"a=1": 60, "b=2": 55}, ("a=1, b=2",)),
-        ({"a=1": 60, "b=2": 50}, ()),
-    ],
-)
-def test_the_changes_that_help_are_combined(solved, expected):
-    named = {"row": 50} | {f"row, {change}": score for change, score in solved.items()}
-    assert combined(named) == tuple(f"row, {changes}" for changes in expected)
-
-
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", plan.PARTS)
 def test_nothing_is_missing_of_what_is_done(part):
-    results = read_results()
-    assert not PARTS[part](results).missing(results)
+    results = plan.read_results()
+    assert not plan.PARTS[part](results).missing(results)
 
 
 def test_a_part_waits_for_the_boards_search_and_needs_its_base_model(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the board's search is not complete: d1, sudoku-sft needs 6 more runs"):
-        PARTS["way"]({})
+        plan.PARTS["way"]({})
     with pytest.raises(ValueError, match="leave it out with --part way"):
         main(board_parser().parse_args(["--part", "way", "--setups", "sudoku-sft"]))
-    monkeypatch.setitem(ALL_TASKS, "sudoku", replace(TASKS["sudoku"], base=tmp_path))
+    monkeypatch.setitem(plan.ALL_TASKS, "sudoku", replace(TASKS["sudoku"], base=tmp_path))
     with pytest.raises(
-        FileNotFoundError, match=f"make_base --task sudoku --hidden_size {WIDTH} --output_dir {tmp_path}"
+        FileNotFoundError, match=f"make_base --task sudoku --hidden_size {plan.WIDTH} --output_dir {tmp_path}"
     ):
         check_bases(FULL)
 
 
 def test_the_large_model_is_the_small_ones_recipe_with_ten_times_the_parameters():
     recipe, tokenizer = RECIPES["sudoku"], build_tokenizer("sudoku")
-    large = widened(recipe, WIDTH)
+    large = widened(recipe, plan.WIDTH)
     assert replace(large, hidden_size=64, peak_lr=recipe.peak_lr) == recipe
-    assert large.peak_lr == pytest.approx([rate * 64 / WIDTH for rate in recipe.peak_lr])
+    assert large.peak_lr == pytest.approx([rate * 64 / plan.WIDTH for rate in recipe.peak_lr])
     small, wide = (build_model(tokenizer, 0, size.hidden_size).num_parameters() for size in (recipe, large))
     assert 2_000_000 < wide < 5_000_000
     assert wide > 9 * small
