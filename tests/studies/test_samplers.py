@@ -1,33 +1,22 @@
-"""The studies of samplers, rollouts, distillation, editing and staleness: fresh problems, choices, arms, small runs."""
+"""The studies of samplers, rollouts, editing and staleness: fresh problems, choices, counted work, a small run."""
 
-import json
 import random
 import re
 import shutil
-from itertools import combinations
-from pathlib import Path
 
 import pytest
 
 from d1.models import load_model, load_tokenizer
-from d1.rl.methods import METHODS
-from d1.rl.train import make_parser as rl_parser
-from d1.sampling import SamplingSettings
 from d1.tasks import load_task
 from pocket.recipes import ROOT
-from studies.distill.run import best_rate, for_goal
-from studies.distill.run import chosen as chosen_of_model
 from studies.editing.search import gains
 from studies.json_lines import read_lines
-from studies.samplers import frontier, rollouts
+from studies.samplers import frontier
 from studies.samplers.measure import FRESH, measured
-from studies.samplers.rollouts import ARMS, CAUSES, STAGES, line, settings
-from studies.staleness.run import Arm, flags_of, free_seconds
+from studies.samplers.rollouts import line
+from studies.staleness.run import free_seconds
 
 BASE = ROOT / "pocket" / "arithmetic_base"
-
-
-# --- Problems, and what samplers do with them -------------------------------------------------------------------------
 
 
 def test_problems_are_new_and_on_grids_or_numbers_that_no_training_sees():
@@ -101,14 +90,6 @@ def test_the_choice_is_the_cheapest_within_a_point_and_what_is_judged_the_fronti
     assert frontier.chosen([samplers({name: settings[name] for name in frontier.REFERENCES})], frontier.EXACT) is None
 
 
-def test_every_setting_can_be_sampled_with():
-    found = frontier.settings()
-    assert len({str(options) for options in found.values()}) == len(found)
-    for options in found.values():
-        settings = {"steps": frontier.LENGTH // 2, **options}
-        SamplingSettings(frontier.LENGTH, settings.pop("block"), settings.pop("steps"), **settings)
-
-
 def test_work_is_counted_and_lines_are_written_once(tmp_path, monkeypatch):
     small = {
         "DATA": tmp_path / "frontier.jsonl",
@@ -138,37 +119,6 @@ def test_work_is_counted_and_lines_are_written_once(tmp_path, monkeypatch):
     assert read_lines(frontier.DATA) == lines
 
 
-# --- Distillation and editing -----------------------------------------------------------------------------------------
-
-
-def test_rates_are_chosen_by_area_and_samplers_by_tokens_or_passes():
-    lines = [
-        {"method": "t3d", "rate": 1e-4, **samplers({"a": (80, 10, 10), "b": (79, 5, 20)})},
-        {"method": "t3d", "rate": 3e-4, **samplers({"a": (80, 10, 10), "b": (79, 2, 50)})},
-    ]
-    assert best_rate(lines, {"t3d": (1e-4, 3e-4), "d-opsd": (1e-4,)}) == {"t3d": 3e-4}
-    assert best_rate(lines[:1], {"t3d": (1e-4, 3e-4)}) == {}
-    found = samplers({"a": (80, 10, 10), "b": (78, 5, 20), "c": (60, 1, 100)})["samplers"]
-    seeds = [{"validation": found}] * 2
-    assert chosen_of_model(seeds, 79.0, "passes") == chosen_of_model(seeds, 79.0) == "a"
-    assert [chosen_of_model(seeds, 78.0, "passes"), chosen_of_model(seeds, 78.0)] == ["b", "a"]
-    assert chosen_of_model(seeds, 90.0, "passes") == "a"
-
-
-def test_the_goal_is_tried_with_the_most_accurate_sampler_that_is_cheap_enough():
-    """A pass computes ten tokens here; the best undistilled sampler takes 8 passes, exact computes 160 tokens."""
-
-    def line(**of):
-        return {"validation": {name: sampler(right, passes, 10 * passes) for name, (right, passes) in of.items()}}
-
-    start = [line(exact=(80, 16), fast=(79, 8), faster=(70, 2))] * 3
-    own = [line(a=(95, 4.1), b=(90, 1.6), c=(85, 1.5), d=(99, 16))] * 3
-    assert for_goal(start, {"t3d": own, "d-opsd": []}, "exact") == ("fast", "t3d", "b")
-    assert for_goal(start, {"t3d": own, "dparallel": [line(e=(91, 1.0))]}, "exact") == ("fast", "dparallel", "e")
-    assert for_goal(start, {"t3d": [line(a=(95, 4.1), b=(90, 1.7))]}, "exact") is None
-    assert for_goal([line(exact=(80, 16), fast=(79, 3))], {"t3d": own}, "exact") == ("fast", "t3d", "c")
-
-
 def test_gains_of_edits_are_over_the_best_that_is_as_fast():
     def result(solved, passes):
         return {"solved": solved, "passes": passes}
@@ -180,67 +130,14 @@ def test_gains_of_edits_are_over_the_best_that_is_as_fast():
     assert gains({0: result("1111", 0.5)}, unedited).size == 0
 
 
-# --- Rollouts ---------------------------------------------------------------------------------------------------------
-
-
-def config_of(flags, folder):
-    places = ["--model_path", str(folder), "--output_dir", str(folder)]
-    return vars(rl_parser().parse_args_and_config([*places, *flags])[0])
-
-
-def differing(one, other):
-    return {name: other[name] for name in other if one[name] != other[name]} | {"distributed_state": None}
-
-
-def test_the_arms_differ_by_one_setting_or_by_their_sampler_and_steps_alone(tmp_path):
-    lasting, *others = (config_of(settings(arm, 7), tmp_path) for arm in (ARMS["lasting"], *CAUSES.values()))
-    causes = {"max_grad_norm": 0.2, "temperature": 0.9, "segment_steps": 2, "learning_rate": 1e-4}
-    found = [differing(lasting, other) for other in others]
-    assert found == [{name: value, "distributed_state": None} for name, value in causes.items()]
-    arms = [arm for stage in STAGES.values() for name, arm in stage.arms.items() if name not in CAUSES]
-    configs = [config_of(settings(arm, 7), tmp_path) for arm in arms]
-    assert [config["max_steps"] for config in configs] == [arm.steps for arm in arms]
-    sampling = {"sampler", "kv_cache", "reveal", "reveal_level"}
-    for one, other in combinations(configs, 2):
-        assert differing(one, other).keys() <= {*sampling, "max_steps", "distributed_state"}
-    own = METHODS["tracerl"].values | {"num_iterations": 1, "split_views": False, "learning_rate": 2e-4}
-    own |= {"block_length": 8, "diffusion_steps": 16, "max_completion_length": 32, "sampler": "exact"}
-    assert {name: configs[0][name] for name in own} == own
-    seeds = [seed for stage in STAGES.values() for seed in stage.seeds]
-    assert len({*seeds}) == len(seeds) == 24
-    assert min(seeds) > 31  # those before
-
-
-@pytest.fixture
-def sft_model(tmp_path):
-    """A folder with the SFT model of seed 64."""
+def test_a_miniature_is_judged_by_both_samplers_and_leaves_only_its_start(tmp_path):
     shutil.copytree(BASE, tmp_path / "arithmetic_sft64" / "sft")
     (tmp_path / "arithmetic_sft64" / "done").touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize(("stage", "name"), [("test", "exact"), ("trial", "lasting, two steps per view")])
-def test_a_miniature(stage, name, sft_model):
-    found = line({"stage": stage, "arm": name, "seed": 64}, sft_model, limit=8, steps=2)
-    found = json.loads(json.dumps(found))
+    found = line({"stage": "trial", "arm": "lasting, two steps per view", "seed": 64}, tmp_path, limit=8, steps=2)
     assert (found["error"], found["steps"], len(found["sampled"])) == (None, 2, 2)
-    judges = ["exact", "own"] if stage == "trial" else ["exact"]
-    assert {by: len(right) for by, right in found["right"].items()} == dict.fromkeys(judges, 8)
+    assert {by: len(right) for by, right in found["right"].items()} == {"exact": 8, "own": 8}
     assert found["compute"] > 2 * 64 * found["completion_tokens"] > 0
-    assert found["processor_seconds"] > 0
-    assert [path.name for path in sft_model.iterdir()] == ["arithmetic_sft64"]
-    assert {*STAGES[stage].arms[name].sampler} < {*found["settings"]}
-
-
-def test_a_run_that_did_not_stay_finite_has_solved_nothing(sft_model, monkeypatch):
-    def failing(name, flags):
-        (sft_model / name).mkdir()
-        return "the loss became nan"
-
-    monkeypatch.setattr(rollouts, "train", failing)
-    found = line({"stage": "trial", "arm": "lasting", "seed": 64}, sft_model, limit=8)
-    assert found["right"] == {"exact": "0" * 8, "own": "0" * 8}
-    assert (found["error"], found["steps"]) == ("the loss became nan", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["arithmetic_sft64"]
 
 
 def schedule(rollout, update, rollouts, staleness):
@@ -259,9 +156,3 @@ def schedule(rollout, update, rollouts, staleness):
 def test_seconds_on_two_free_cores_are_those_of_the_schedule(rollout, staleness):
     found = free_seconds(20 * 1.0, 20 * rollout, 20, staleness)
     assert found == pytest.approx(schedule(rollout, 1.0, 20, staleness))
-
-
-def test_the_arms_of_rollouts_ahead_differ_by_staleness_and_rollouts_alone(tmp_path):
-    flags = [flags_of("sudoku", arm, 0, "http://127.0.0.1:1", Path("runs")) for arm in (Arm(0, 24), Arm(1, 44))]
-    one, other = (config_of(of, tmp_path) for of in flags)
-    assert differing(one, other).keys() == {"rollout_staleness", "max_steps", "distributed_state"}
