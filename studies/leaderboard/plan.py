@@ -22,21 +22,21 @@ from studies.leaderboard.variants import REINFORCE, TRACERL, entry_of, flags_of,
 
 DATA = ROOT / "studies" / "leaderboard" / "data"
 START = "none"  # in place of a method: the model that runs start from
-REFERENCE = "d1"  # the row that tables give differences to
+REFERENCE = "d1"  # the entry that tables give differences to
 # Rows of METHODS that are the protocol's candidates of our own, and the variants as which they were searched.
 CANDIDATES = {"quick-replay": f"rldf, {TRACERL}"}
 LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
-# The settings of a method's row that define its sampler, and the judge's values.
+# The settings of a method's entry that define its sampler, and the judge's values.
 JUDGE = {"sampler": "exact", "remasking": "low_confidence", "block_length": 8}
 OWN = (*JUDGE, "kv_cache", "reveal", "reveal_level", "diffusion_steps")
 
 
 @dataclass(frozen=True)
 class BoardTask:
-    """A row of `TASKS`.
+    """An entry of `TASKS`.
 
     Attributes:
-        recipe: its row of `RECIPES`.
+        recipe: its entry of `RECIPES`.
         dataset: the task's name in d1's `TASKS`.
         base: the folder of the base model.
         length: tokens per completion, in training and evaluation.
@@ -149,7 +149,7 @@ def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line
 
 
 def written_values(method: str) -> dict[str, Any] | None:
-    """The values of a row or variant, converted as in JSON; None for a start model or a row that no longer exists."""
+    """The values of an entry or variant, converted as in JSON; None for a start model or an entry that is gone."""
     return json.loads(json.dumps(values_of(method))) if entry_of(method) in METHODS else None
 
 
@@ -236,8 +236,8 @@ class Protocol:
 
     def beyond(self, rate: float, tried: Collection[float]) -> list[float]:
         """The learning rates next to `rate` that extend the grid, if `rate` is at an edge of the rates tried."""
-        place = LADDER.index(rate)
-        around = LADDER[max(0, place - 1) : place + 2]
+        index = LADDER.index(rate)
+        around = LADDER[max(0, index - 1) : index + 2]
         return [other for other in around if other not in tried and self.lowest <= other <= self.highest]
 
     def final(self, chosen: Mapping[tuple[Setup, str], Choice]) -> Iterator[Run]:
@@ -271,10 +271,10 @@ class Protocol:
         published = [method for method in here if method not in CANDIDATES]
         ranked = sorted(published, key=lambda method: -here[method].accuracy)
         why = {}
-        for place, method in enumerate(ranked):
+        for rank, method in enumerate(ranked):
             if method != REFERENCE and here[method].accuracy < here[ranked[0]].accuracy - self.far:
                 why[method] = "behind"
-            elif method != REFERENCE and place >= self.most:
+            elif method != REFERENCE and rank >= self.most:
                 why[method] = f"not of the best {self.most}"
         return why
 
@@ -310,7 +310,7 @@ def accuracy(outcomes: str) -> float:
 
 
 def updates_of(method: str) -> tuple[int, ...]:
-    """The values of num_iterations that are searched; a row with other values is searched with one alone."""
+    """The values of num_iterations that are searched; an entry with other values is searched with one alone."""
     values = values_of(method)
     if values["num_iterations"] == 1 or is_changed(method):
         return (values["num_iterations"],)
@@ -337,7 +337,7 @@ def start_model(folder: Path, setup: Setup, seed: int) -> Path:
 # --- The parts besides the board --------------------------------------------------------------------------------------
 
 WIDTH = 200  # of the large model, which has 2.1 million parameters
-# One change each to the best row of the search, rldf, written as in the names of `variants.py`.
+# One change each to the best entry of the search, rldf, written as in the names of `variants.py`.
 CHANGES = (
     "beta=0",
     "right_share=[0.2,0.8]",
@@ -351,8 +351,8 @@ CHANGES = (
     TRACERL,
     REINFORCE,
 )
-# One change each to the best row of the first two rounds, which is the row with `TRACERL`. The last one scores every
-# merged step, as tracerl does: with the row's own num_views, four of them are drawn.
+# One change each to the best entry of the first two rounds, which is the one with `TRACERL`. The last one scores every
+# merged step, as tracerl does: with the entry's own num_views, four of them are drawn.
 LAST_CHANGES = ("temperature=0.8", "reveal_level=0.95", "segment_steps=4", "num_iterations=8", "num_views=null")
 SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
 
@@ -401,8 +401,8 @@ def scale(results: Results) -> Protocol:
 
 
 def candidate_search(results: Results) -> Protocol:
-    """The best row with one change each, then with several, then the best of these with one more: the search alone, on
-    validation problems."""
+    """The best entry with one change each, then with several, then the best of these with one more: the search alone,
+    on validation problems."""
     best = ranking(results, candidates=False)[0]
     setups = tuple(SETUPS[label] for label in SEARCHED)
     names = [best, *(f"{best}, {change}" for change in CHANGES)]
@@ -419,29 +419,29 @@ def solved_by(results: Results, names: Iterable[str], setups: tuple[Setup, ...])
 
 
 def combined(solved: Mapping[str, float]) -> tuple[str, ...]:
-    """The row with all changes that are better than the row itself, with the best three and with the best two.
+    """The entry with all changes that are better than the entry itself, with the best three and with the best two.
 
     Of the changes of the same setting, only the best one counts.
 
     Args:
-        solved: name -> the mean accuracy of the search; the row itself comes first.
+        solved: name -> the mean accuracy of the search; the entry itself comes first.
     """
-    row, *changed = solved
+    entry, *changed = solved
     kept: list[str] = []
     for name in sorted(changed, key=lambda one: -solved[one]):
-        if solved[name] > solved[row] and not any(settings_of(name) & settings_of(other) for other in kept):
+        if solved[name] > solved[entry] and not any(settings_of(name) & settings_of(other) for other in kept):
             kept.append(name)
-    changes = [name.removeprefix(f"{row}, ") for name in kept]
-    return tuple(dict.fromkeys(", ".join([row, *changes[:most]]) for most in (99, 3, 2) if len(changes) > 1))
+    changes = [name.removeprefix(f"{entry}, ") for name in kept]
+    return tuple(dict.fromkeys(", ".join([entry, *changes[:most]]) for most in (99, 3, 2) if len(changes) > 1))
 
 
 def settings_of(name: str) -> set[str]:
-    """The settings that a row with changes has otherwise."""
+    """The settings that an entry with changes has otherwise."""
     return {change.partition("=")[0] for change in name.split(", ")[1:]}
 
 
 def short(method: str) -> str:
-    """A method's name in a table. A candidate has a star; the updates of another row are named after that row."""
+    """A method's name in a table. A candidate has a star; the updates of another entry are named after that entry."""
     for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
         method = method.replace(changes, name)
     return method + "*" * (method in CANDIDATES)
