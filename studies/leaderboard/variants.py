@@ -1,5 +1,4 @@
-"""Rows of `METHODS` with some of their settings changed: for the way from one method to another and for the search of a
-candidate.
+"""Entries of `METHODS` with some settings changed: the way from one method to another, the search of a candidate.
 
 The name of a variant says what it is, so a line of data needs no table: "d1 > tracerl: prompt, advantages" is d1 with
 tracerl's settings of two `IDEAS`; "tracerl, beta=0" is tracerl with another value (in JSON).

@@ -16,36 +16,29 @@ from studies.samplers.rollouts_report import MARGIN, p_not_worse, share
 
 
 def written_out(scores):
-    """Mean squares of the crossed design, cell by cell."""
-    seeds, problems = len(scores), len(scores[0])
-    total = fmean(value for row in scores for value in row)
-    seed_means = [fmean(row) for row in scores]
-    problem_means = [fmean(row[p] for row in scores) for p in range(problems)]
-    of_seeds = sum(problems * (mean - total) ** 2 for mean in seed_means) / (seeds - 1)
-    of_problems = sum(seeds * (mean - total) ** 2 for mean in problem_means) / (problems - 1)
-    rest = sum(
-        (scores[s][p] - seed_means[s] - problem_means[p] + total) ** 2 for s in range(seeds) for p in range(problems)
-    )
-    return of_seeds, of_problems, rest / ((seeds - 1) * (problems - 1))
+    """Mean squares of the crossed design: of seeds, of problems, and of what is left."""
+    seeds, problems = scores.shape
+    of_seeds, of_problems = (scores.mean(axis) - scores.mean() for axis in (1, 0))
+    rest = scores - scores.mean() - of_seeds[:, None] - of_problems
+    squares = problems * (of_seeds**2).sum(), seeds * (of_problems**2).sum(), (rest**2).sum()
+    return squares[0] / (seeds - 1), squares[1] / (problems - 1), squares[2] / ((seeds - 1) * (problems - 1))
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.4])
 def test_the_variance_is_that_of_seeds_and_problems(bias):
     generator = np.random.default_rng(3)
     chance = generator.uniform(size=40)
-    scores = [
-        [float(u < c + bias * s) for u, c in zip(generator.uniform(size=40), chance, strict=True)] for s in (0, 1)
-    ]
+    scores = (generator.uniform(size=(2, 40)) < chance + bias * np.array([[0], [1]])).astype(float)
     of_seeds, of_problems, rest = written_out(scores)
     assert of_problems > rest
     assert (of_seeds > rest) == bool(bias)
     parts = [(of_problems, 39), (of_seeds, 1), (-rest, 39)] if bias else [(of_problems, 39)]
     both = sum(square for square, _ in parts)
-    variance, freedom = variance_of_mean(np.array(scores))
+    variance, freedom = variance_of_mean(scores)
     assert variance == pytest.approx(both / 80, rel=1e-12)
     assert freedom == pytest.approx(both**2 / sum(square**2 / of for square, of in parts), rel=1e-12)
-    found = mean_of(np.array(scores))
-    assert found.value == pytest.approx(fmean(value for row in scores for value in row))
+    found = mean_of(scores)
+    assert found.value == pytest.approx(scores.mean())
     assert found.high - found.value == pytest.approx(student.ppf(0.975, freedom) * math.sqrt(variance))
 
 
