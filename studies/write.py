@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from d1.runs.cli import OneLineParser, run_script
-from studies import pages
 from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
 from studies.leaderboard import report as leaderboard
 from studies.preference.report import parts as preference
+from studies.reports import write_part
 from studies.samplers import frontier_report, rollouts_report
 from studies.staleness.report import parts as staleness
 
@@ -38,10 +38,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     for parts in STUDIES:
         for page, text in parts().items():
-            pages.write(page, text)
+            write_part(page, text)
     frontier_report.figure()
     estimators.figure()
-    leaderboard.write(leaderboard.DATA, leaderboard.PAGE)
+    leaderboard.write()
 
 
 if __name__ == "__main__":

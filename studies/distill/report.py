@@ -10,13 +10,24 @@ from typing import Any
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
-from studies.distill.choice import FEWER, MARGIN, Line, chosen, mean_over
-from studies.distill.run import CACHED, EXACT, GOAL, METHODS, RUNS, UNDISTILLED
+from studies.distill.run import (
+    CACHED,
+    EXACT,
+    FEWER,
+    GOAL,
+    MARGIN,
+    METHODS,
+    RUNS,
+    UNDISTILLED,
+    Line,
+    chosen,
+    mean_over,
+)
 from studies.distill.teachers import SEEDS, TASKS
 from studies.json_lines import read_lines
-from studies.samplers.points import aup, outcomes, points
-from studies.statistics import percent
-from studies.statistics import points as in_points
+from studies.reports import percent
+from studies.reports import points as in_points
+from studies.samplers.measure import aup, outcomes, points
 
 
 def uncached(samplers: Mapping[str, Any]) -> dict[str, Any]:

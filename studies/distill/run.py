@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from d1.distill.train import main as distil
 from d1.distill.train import make_parser as distil_parser
@@ -24,11 +24,10 @@ from d1.ranges import SEED
 from d1.runs.cli import OneLineParser, run_script
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
-from studies.distill.choice import Candidate, best_rate, for_goal
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import Run, complete, read_lines
-from studies.samplers.cost import measured
-from studies.samplers.fresh import FRESH
+from studies.samplers import measure
+from studies.samplers.measure import FRESH, measured
 
 DATA = Path(__file__).resolve().parent / "data"
 RUNS, GOAL = DATA / "runs.jsonl", DATA / "goal.jsonl"
@@ -49,6 +48,9 @@ RULES = (
     *(("entropy", 0.5), ("entropy", 1.75), ("entropy", 2.5)),
 )
 CACHED = "delayed, "  # how the name of a sampler with a cache begins
+MARGIN = 1.0  # points of accuracy that count as no loss
+FEWER = 10.0  # times fewer computed tokens than exact: the goal
+Line = Mapping[str, Any]
 
 
 def parallel(rule: str, level: float, block: int, steps: int = LENGTH) -> dict[str, Any]:
@@ -88,6 +90,61 @@ def outcomes(folder: Path, task: str, split: str, names: Sequence[str] = tuple(S
     else:
         rows = FRESH[task](TEST, FRESH_SEEDS[split])
     return measured(model, tokenizer, rows, task, LENGTH, {name: SAMPLERS[name] for name in names})
+
+
+def best_rate(lines: Sequence[Line], rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """method -> of its learning rates the one with the highest AUP; only for methods whose `rates` were all tried."""
+    best = {}
+    for method, tried in rates.items():
+        own = {line["rate"]: line["samplers"] for line in lines if line["method"] == method}
+        if {*own} == {*tried}:
+            highest = max(y for samplers in own.values() for _, y in measure.points(samplers))
+            best[method] = max(own, key=lambda rate: measure.aup(own[rate], highest))
+    return best
+
+
+def mean_over(lines: Sequence[Line], split: str, name: str, value: str) -> float:
+    """A sampler's accuracy, or its passes, tokens or computed tokens per problem: the mean of the seeds."""
+    return measure.mean_over([line[split][name] for line in lines], value)
+
+
+def chosen(lines: Sequence[Line], least: float, fewest: str = "computed") -> str:
+    """The sampler with the fewest computed tokens, or `passes`, among those that solve `least` percent of the
+    validation problems in the mean of these lines (the seeds of one model); if there is none, the most accurate one."""
+    names = [*lines[0]["validation"]]
+    good = [name for name in names if mean_over(lines, "validation", name, "accuracy") >= least]
+    if good:
+        return min(good, key=lambda name: mean_over(lines, "validation", name, fewest))
+    return max(names, key=lambda name: mean_over(lines, "validation", name, "accuracy"))
+
+
+class Candidate(NamedTuple):
+    """What is tried on the goal: a distilled model's sampler, against the best undistilled one."""
+
+    slow: str
+    method: str
+    name: str
+
+
+def for_goal(start: Sequence[Line], distilled: Mapping[str, Sequence[Line]], exact: str) -> Candidate | None:
+    """The most accurate sampler of all distilled models that takes at most half the passes of the best undistilled one,
+    and computes `FEWER` times fewer tokens than `exact`; None if there is none. The best undistilled sampler is the
+    one with the fewest passes of those at most `MARGIN` points below `exact`.
+
+    Args:
+        start: lines of the undistilled model, one per seed.
+        distilled: method -> lines, one per seed.
+    """
+    slow = chosen(start, mean_over(start, "validation", exact, "accuracy") - MARGIN, "passes")
+    most = {"passes": mean_over(start, "validation", slow, "passes") / 2}
+    most["computed"] = mean_over(start, "validation", exact, "computed") / FEWER
+    found = [
+        (mean_over(lines, "validation", name, "accuracy"), Candidate(slow, method, name))
+        for method, lines in distilled.items()
+        for name in (lines[0]["validation"] if lines else ())
+        if all(mean_over(lines, "validation", name, of) <= limit for of, limit in most.items())
+    ]
+    return max(found)[1] if found else None
 
 
 def candidate(task: str) -> Candidate | None:

@@ -10,10 +10,10 @@ from typing import Any
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.editing import search
-from studies.editing.frontier import Runs, gains, passes
 from studies.editing.run import BASES, DATA
+from studies.editing.search import Runs, gains, passes
 from studies.json_lines import read_lines
-from studies.statistics import points
+from studies.reports import points
 
 FIRST = DATA.with_name("first.jsonl")
 HEAD = [

@@ -27,8 +27,7 @@ from d1.sft.train import main as sft
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
 from studies.json_lines import append_line, read_lines
-from studies.samplers.cost import prompts_of, sample, solved
-from studies.samplers.fresh import FRESH
+from studies.samplers.measure import FRESH, prompts_of, sample, solved
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 BASES = {"sudoku": "block_base", "arithmetic": "arithmetic_base"}  # in pocket/

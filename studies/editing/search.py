@@ -15,16 +15,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from d1.ranges import COUNT
 from d1.runs.cli import OneLineParser, run_script
 from d1.tasks import load_task
 from pocket.recipes import RECIPES
-from studies.editing.frontier import gains
 from studies.editing.run import BASES, measured, trained
 from studies.json_lines import append_line, read_lines
+from studies.samplers.measure import outcomes
 
 DATA = Path(__file__).parent / "data" / "search.jsonl"
 SEED = 10
+
+Runs = dict[int, dict[str, Any]]  # seed -> what one sampler did with one model
 
 
 class Candidate(NamedTuple):
@@ -61,6 +65,21 @@ EDITING: dict[str, dict[str, Any]] = {
     }
     for level, threshold, budget in product((0.3, 0.5, 0.7), THRESHOLDS, (0, 1))
 }
+
+
+def passes(runs: Runs) -> float:
+    return statistics.fmean(run["passes"] for run in runs.values())
+
+
+def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
+    """(seeds, problems), what runs solve more than the best unedited setting of any model that takes no more passes;
+    empty if none is as fast. Only seeds that both have count."""
+    cheaper = [other for other in unedited if passes(other) <= passes(runs) and runs.keys() & other.keys()]
+    if not cheaper:
+        return np.zeros((0, 0))
+    best = max(cheaper, key=lambda other: outcomes(other.values()).mean())
+    seeds = [seed for seed in runs if seed in best]
+    return outcomes(runs[seed] for seed in seeds) - outcomes(best[seed] for seed in seeds)
 
 
 def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) -> list[float]:

@@ -1,25 +1,32 @@
-"""The tables and the figure of docs/estimators.md and the tables of README.md, from data/runs.jsonl."""
+"""The tables and the figure of docs/estimators.md and the tables of README.md, from data/runs.jsonl.
+
+All seeds of a model have the same problems. A measure is not a mean over problems, so its jackknife influences take the
+place of scores (Efron and Tibshirani 1993, chapter 11): one value per problem, with the measure as their mean and the
+jackknife's variance as the variance of that mean. Tables of them, or of their differences between two estimators, are
+(seeds, problems), and `pocket/uncertainty.py` gives the interval over both.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy.stats import norm, spearmanr
 
 from d1.show.curves import MARKED, WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
-from pocket.uncertainty import Mean
+from pocket.uncertainty import LEVEL, Mean, mean_of
 from studies.estimators.choices import CHOICE_OF, CHOICES, CLAIMS
-from studies.estimators.intervals import Lines, difference, mean_over, rank_correlation
 from studies.estimators.run import DATA, MODELS, runs
 from studies.json_lines import Run, read_lines
 from studies.leaderboard.plan import FULL as BOARD
-from studies.leaderboard.plan import SETUPS, TASKS, Setup
-from studies.leaderboard.results import read_results
-from studies.statistics import Interval, holm
+from studies.leaderboard.plan import SETUPS, TASKS, Setup, read_results
+from studies.reports import Interval, holm
 
 PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.svg"
 README = Path(__file__).with_name("README.md")
@@ -41,7 +48,43 @@ PREDICTORS: dict[str, Callable[[Mapping[str, Any]], float]] = {
 }
 
 Key = tuple[str, int]
+Lines = Mapping[int, Mapping[str, Any]]  # seed -> the line of one estimator on one model
 Study = dict[Setup, dict[Key, dict[int, dict[str, Any]]]]  # model -> estimator and views -> seed -> line
+
+
+def influences(value: float, without: Sequence[float]) -> np.ndarray:
+    """(problems,), from a measure and its values without each problem."""
+    left_out = np.array(without)
+    return value + (len(left_out) - 1) * (left_out.mean() - left_out)
+
+
+def influence_table(lines: Lines, measure: str, seeds: Sequence[int]) -> np.ndarray:
+    """(seeds, problems) influences."""
+    return np.stack([influences(lines[seed][measure], lines[seed]["without"][measure]) for seed in seeds])
+
+
+def mean_over(lines: Lines, measure: str) -> Mean | None:
+    """The mean over seeds; None for a measure that has no value because nothing is drawn."""
+    seeds = sorted(lines)
+    known = seeds and all(lines[seed][measure] is not None for seed in seeds)
+    return mean_of(influence_table(lines, measure, seeds)) if known else None
+
+
+def difference(lines: Lines, others: Lines, measure: str) -> Mean | None:
+    """The mean difference over the seeds that both have; None without any."""
+    seeds = sorted(lines.keys() & others.keys())
+    return mean_of(influence_table(lines, measure, seeds) - influence_table(others, measure, seeds)) if seeds else None
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> Interval | None:
+    """Spearman's rank correlation of two lists of n values, with its interval by Fisher's transformation and the
+    variance (1 + r^2 / 2) / (n - 3) (Bonett and Wright 2000); None below five values or if all of a list are equal."""
+    if len(a) < 5 or min(np.ptp(a), np.ptp(b)) == 0:
+        return None
+    value = float(spearmanr(a, b)[0])
+    middle = math.atanh(min(max(value, -1 + 1e-9), 1 - 1e-9))
+    half = float(norm.ppf((1 + LEVEL) / 2)) * math.sqrt((1 + value**2 / 2) / (len(a) - 3))
+    return Interval(value, math.tanh(middle - half), math.tanh(middle + half))
 
 
 def study_of(lines: Sequence[dict[str, Any]]) -> Study:
@@ -56,7 +99,7 @@ def all_models() -> list[Setup]:
     return [Setup(task, model) for task in TASKS for model in MODELS]
 
 
-def cell(mean: Mean | Interval | None, signed: bool = False, most: float = inf) -> str:
+def cell(mean: Mean | Interval | None, signed: bool = False, most: float = math.inf) -> str:
     """0.71 [0.65, 0.77], an interval that ends at `most`; empty without a value."""
     if mean is None:
         return ""
@@ -65,7 +108,7 @@ def cell(mean: Mean | Interval | None, signed: bool = False, most: float = inf) 
 
 
 def measured(lines: Lines, name: str) -> str:
-    return cell(mean_over(lines, name), most=inf if name == "snr" else 1.0)
+    return cell(mean_over(lines, name), most=math.inf if name == "snr" else 1.0)
 
 
 def left_of(lines: Sequence[Mapping[str, Any]]) -> list[Run]:

@@ -28,8 +28,8 @@ from studies.estimators.choices import BY_KEY, CHOICES, Choice
 from studies.estimators.completions import sample_rows, texts_of
 from studies.estimators.measures import Case, Target, measure, target_of
 from studies.json_lines import Run, complete
-from studies.leaderboard.one_run import make_start
 from studies.leaderboard.plan import TASKS, Setup
+from studies.leaderboard.run import make_start
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 MODELS, SEEDS = ("base", "sft"), (1, 2, 3)

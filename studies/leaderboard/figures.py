@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from scipy.optimize import isotonic_regression
 
 from d1.show.curves import MARKED, OKABE_ITO, SMALL, WIDTH, panels, save_figure
-from studies.leaderboard.parts import short
-from studies.leaderboard.plan import START
+from studies.leaderboard.plan import START, short
 from studies.leaderboard.tables import Table
 
 CURVES = 5  # the most accurate methods, drawn in a panel together with d1
@@ -58,14 +57,14 @@ def draw_curves(tables: list[Table], path: Path) -> None:
     names = [*dict.fromkeys(name for of in chosen for name in of)]
     for axis, table, own in zip(axes, tables, chosen, strict=False):
         ends = {}
-        for place, name in enumerate(own):
+        for number, name in enumerate(own):
             curves = [np.array(line["curve"]) for line in table.runs[name].values() if len(line["curve"]) == 4]
             if not curves:
                 continue
             style = MARKED[names.index(name) % len(MARKED)]
             shares, values = curves[0][:, 0], 100 * np.stack([curve[:, 1] for curve in curves])
             mean, spent = values.mean(0), table.budget * shares / 1e6
-            at = spent + (place - len(own) / 2) * 0.012 * spent[-1]  # apart, so that no range covers another
+            at = spent + (number - len(own) / 2) * 0.012 * spent[-1]  # apart, so that no range covers another
             axis.errorbar(at, mean, [mean - values.min(0), values.max(0) - mean], markersize=4, linewidth=1.2,
                           elinewidth=0.8, **style)  # fmt: skip
             ends[name] = (at[-1], mean[-1], style["color"])

@@ -1,10 +1,15 @@
-"""The plan of the leaderboard, as PROTOCOL.md describes it: the missing runs, given the existing results."""
+"""PROTOCOL.md as code: what a run is, the data of the runs that are done, and which runs are missing.
+
+`FULL` is the board itself. The other `PARTS` wait for its search, which decides what they compare.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -12,24 +17,26 @@ from typing import Any, NamedTuple
 
 from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
-from studies.leaderboard.variants import TRACERL, flags_of, is_changed, values_of
+from studies.json_lines import read_lines
+from studies.leaderboard.variants import REINFORCE, TRACERL, entry_of, flags_of, is_changed, values_of, way
 
+DATA = ROOT / "studies" / "leaderboard" / "data"
 START = "none"  # in place of a method: the model that runs start from
-REFERENCE = "d1"  # the row that tables give differences to
+REFERENCE = "d1"  # the entry that tables give differences to
 # Rows of METHODS that are the protocol's candidates of our own, and the variants as which they were searched.
 CANDIDATES = {"quick-replay": f"rldf, {TRACERL}"}
 LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
-# The settings of a method's row that define its sampler, and the judge's values.
+# The settings of a method's entry that define its sampler, and the judge's values.
 JUDGE = {"sampler": "exact", "remasking": "low_confidence", "block_length": 8}
 OWN = (*JUDGE, "kv_cache", "reveal", "reveal_level", "diffusion_steps")
 
 
 @dataclass(frozen=True)
 class BoardTask:
-    """A row of `TASKS`.
+    """An entry of `TASKS`.
 
     Attributes:
-        recipe: its row of `RECIPES`.
+        recipe: its entry of `RECIPES`.
         dataset: the task's name in d1's `TASKS`.
         base: the folder of the base model.
         length: tokens per completion, in training and evaluation.
@@ -117,6 +124,35 @@ class Run:
         return [*map(str, flags), "--views_at_once", "64"]  # all views of any method at once: nothing is computed twice
 
 
+Line = dict[str, Any]
+Results = Mapping[Run, Mapping[str, Any]]
+
+
+def file_of(data: Path, run: Run) -> Path:
+    return data / f"{run.stage}.jsonl"
+
+
+def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line]:
+    """The line of each run, without its outcomes on sealed problems; the last line if a run has several.
+
+    Lines of a method or variant whose values have changed since are left out. Only the final table reads the outcomes
+    on sealed problems (`final_table`).
+    """
+    found = {}
+    for file in sorted(data.glob("*.jsonl")):
+        for line in read_lines(file):
+            if not final_table:
+                line.pop("sealed", None)
+            if line["values"] == written_values(line["method"]):
+                found[Run(**{field.name: line[field.name] for field in fields(Run)})] = line
+    return found
+
+
+def written_values(method: str) -> dict[str, Any] | None:
+    """The values of an entry or variant, converted as in JSON; None for a start model or an entry that is gone."""
+    return json.loads(json.dumps(values_of(method))) if entry_of(method) in METHODS else None
+
+
 @dataclass(frozen=True)
 class Protocol:
     """The numbers of PROTOCOL.md; `QUICK` and tests have smaller ones.
@@ -148,7 +184,7 @@ class Protocol:
     curve: int = 256
     sealed: bool = True
 
-    def missing(self, results: Mapping[Run, Mapping[str, Any]]) -> list[Run]:
+    def missing(self, results: Results) -> list[Run]:
         """The runs that can start now, the most urgent first; an empty list if the leaderboard is complete."""
         chosen: dict[tuple[Setup, str], Choice] = {}
         found: list[Run] = []
@@ -159,9 +195,7 @@ class Protocol:
                 chosen[setup, method] = choice
         return [*found, *(run for run in self.final(chosen) if run not in results)]
 
-    def tuning(
-        self, results: Mapping[Run, Mapping[str, Any]], setup: Setup, method: str
-    ) -> tuple[list[Run], Choice | None]:
+    def tuning(self, results: Results, setup: Setup, method: str) -> tuple[list[Run], Choice | None]:
         """The runs that a method's search needs next in a setup; if there are none, the search's choice."""
         first, *others = self.tuning_seeds
         name = CANDIDATES.get(method, method)
@@ -195,15 +229,15 @@ class Protocol:
             return [run_of(other, mu, first) for other in more], None
         return [], Choice(rate, mu, fmean(near[rate, mu]))
 
-    def choices(self, results: Mapping[Run, Mapping[str, Any]], setup: Setup) -> dict[str, Choice]:
+    def choices(self, results: Results, setup: Setup) -> dict[str, Choice]:
         """Method -> the search's choice in a setup, for the methods whose search is complete."""
         found = {method: self.tuning(results, setup, method)[1] for method in self.methods}
         return {method: choice for method, choice in found.items() if choice}
 
     def beyond(self, rate: float, tried: Collection[float]) -> list[float]:
         """The learning rates next to `rate` that extend the grid, if `rate` is at an edge of the rates tried."""
-        place = LADDER.index(rate)
-        around = LADDER[max(0, place - 1) : place + 2]
+        index = LADDER.index(rate)
+        around = LADDER[max(0, index - 1) : index + 2]
         return [other for other in around if other not in tried and self.lowest <= other <= self.highest]
 
     def final(self, chosen: Mapping[tuple[Setup, str], Choice]) -> Iterator[Run]:
@@ -237,10 +271,10 @@ class Protocol:
         published = [method for method in here if method not in CANDIDATES]
         ranked = sorted(published, key=lambda method: -here[method].accuracy)
         why = {}
-        for place, method in enumerate(ranked):
+        for rank, method in enumerate(ranked):
             if method != REFERENCE and here[method].accuracy < here[ranked[0]].accuracy - self.far:
                 why[method] = "behind"
-            elif method != REFERENCE and place >= self.most:
+            elif method != REFERENCE and rank >= self.most:
                 why[method] = f"not of the best {self.most}"
         return why
 
@@ -276,7 +310,7 @@ def accuracy(outcomes: str) -> float:
 
 
 def updates_of(method: str) -> tuple[int, ...]:
-    """The values of num_iterations that are searched; a row with other values is searched with one alone."""
+    """The values of num_iterations that are searched; an entry with other values is searched with one alone."""
     values = values_of(method)
     if values["num_iterations"] == 1 or is_changed(method):
         return (values["num_iterations"],)
@@ -298,3 +332,124 @@ def sft_folder(folder: Path, task: str, seed: int) -> Path:
 
 def start_model(folder: Path, setup: Setup, seed: int) -> Path:
     return ALL_TASKS[setup.task].base if setup.start == "base" else sft_folder(folder, setup.task, seed) / "sft"
+
+
+# --- The parts besides the board --------------------------------------------------------------------------------------
+
+WIDTH = 200  # of the large model, which has 2.1 million parameters
+# One change each to the best entry of the search, rldf, written as in the names of `variants.py`.
+CHANGES = (
+    "beta=0",
+    "right_share=[0.2,0.8]",
+    "num_iterations=4, split_views=true",
+    "num_iterations=8, split_views=true",
+    "num_views=2",
+    "num_views=8",
+    "temperature=0.8",
+    "reveal_level=0.8",
+    'sampler="cached+parallel", kv_cache="prefix"',
+    TRACERL,
+    REINFORCE,
+)
+# One change each to the best entry of the first two rounds, which is the one with `TRACERL`. The last one scores every
+# merged step, as tracerl does: with the entry's own num_views, four of them are drawn.
+LAST_CHANGES = ("temperature=0.8", "reveal_level=0.95", "segment_steps=4", "num_iterations=8", "num_views=null")
+SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
+
+
+def ranking(results: Results, setups: Iterable[Setup] = FULL.setups, candidates: bool = True) -> list[str]:
+    """The methods, best first: by the mean over `setups` of what the search's choice solves of the validation problems.
+
+    Raises:
+        ValueError: the search is not complete.
+    """
+    methods = [method for method in FULL.methods if candidates or method not in CANDIDATES]
+    solved = solved_by(results, methods, tuple(setups))
+    return sorted(solved, key=lambda method: -solved[method])
+
+
+def searched(results: Results, method: str, setups: Iterable[Setup]) -> float:
+    """The mean over setups of what the search's choice solves of the validation problems.
+
+    Raises:
+        ValueError: the search of the method is not complete.
+    """
+    found = []
+    for setup in setups:
+        runs, choice = FULL.tuning(results, setup, method)
+        if choice is None:
+            raise ValueError(f"the board's search is not complete: {method}, {setup.label} needs {len(runs)} more runs")
+        found.append(choice.accuracy)
+    return fmean(found)
+
+
+def every_seed(methods: Iterable[str], setup: Setup, seeds: int = FULL.seeds) -> Protocol:
+    """All methods with the same seeds, at the smaller budget."""
+    return replace(FULL, methods=(*methods,), setups=(setup,), budgets=FULL.budgets[:1], seeds=seeds, most=99, far=1.0)
+
+
+def best_way(results: Results) -> Protocol:
+    """From d1 to the best other method: one idea at a time, and one after the other."""
+    best = next(method for method in ranking(results) if method != REFERENCE)
+    return every_seed((REFERENCE, *way(REFERENCE, best), best), SETUPS["sudoku-sft"])
+
+
+def scale(results: Results) -> Protocol:
+    """d1 and the five best others of the same task, on a model with ten times as many parameters."""
+    best = [method for method in ranking(results, [SETUPS["sudoku-sft"]]) if method != REFERENCE]
+    return every_seed((REFERENCE, *best[:5]), Setup("large-sudoku", "sft"), seeds=4)
+
+
+def candidate_search(results: Results) -> Protocol:
+    """The best entry with one change each, then with several, then the best of these with one more: the search alone,
+    on validation problems."""
+    best = ranking(results, candidates=False)[0]
+    setups = tuple(SETUPS[label] for label in SEARCHED)
+    names = [best, *(f"{best}, {change}" for change in CHANGES)]
+    with suppress(ValueError):  # as long as a round is not complete
+        names += combined(solved_by(results, names, setups))
+        solved = solved_by(results, names, setups)
+        names += [f"{max(names, key=solved.__getitem__)}, {change}" for change in LAST_CHANGES]
+    return replace(FULL, methods=(*names,), setups=setups, seeds=0)
+
+
+def solved_by(results: Results, names: Iterable[str], setups: tuple[Setup, ...]) -> dict[str, float]:
+    """Name -> the mean over setups of what the search's choice solves; ValueError if a search is not complete."""
+    return {name: searched(results, name, setups) for name in names}
+
+
+def combined(solved: Mapping[str, float]) -> tuple[str, ...]:
+    """The entry with all changes that are better than the entry itself, with the best three and with the best two.
+
+    Of the changes of the same setting, only the best one counts.
+
+    Args:
+        solved: name -> the mean accuracy of the search; the entry itself comes first.
+    """
+    entry, *changed = solved
+    kept: list[str] = []
+    for name in sorted(changed, key=lambda one: -solved[one]):
+        if solved[name] > solved[entry] and not any(settings_of(name) & settings_of(other) for other in kept):
+            kept.append(name)
+    changes = [name.removeprefix(f"{entry}, ") for name in kept]
+    return tuple(dict.fromkeys(", ".join([entry, *changes[:most]]) for most in (99, 3, 2) if len(changes) > 1))
+
+
+def settings_of(name: str) -> set[str]:
+    """The settings that an entry with changes has otherwise."""
+    return {change.partition("=")[0] for change in name.split(", ")[1:]}
+
+
+def short(method: str) -> str:
+    """A method's name in a table. A candidate has a star; the updates of another entry are named after that entry."""
+    for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
+        method = method.replace(changes, name)
+    return method + "*" * (method in CANDIDATES)
+
+
+PARTS: dict[str, Callable[[Results], Protocol]] = {
+    "board": lambda results: FULL,
+    "way": best_way,
+    "scale": scale,
+    "candidates": candidate_search,
+}

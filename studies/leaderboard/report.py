@@ -1,12 +1,13 @@
-"""Writes docs/leaderboard.md and its two figures from data/: the final table, which alone reads the sealed outcomes.
+"""Writes the leaderboard's tables and figures from data/: the final table, which alone reads the sealed outcomes.
 
 python -m studies.leaderboard.report    # also part of `make studies`
+
+The pages are docs/leaderboard.md and, in this folder, SEARCH.md, EXPLANATIONS.md and RUNS.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,70 +17,61 @@ from d1.rl.methods import METHODS
 from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
-from studies.leaderboard.bootstrap import LEVEL
 from studies.leaderboard.figures import draw_curves, draw_places
-from studies.leaderboard.parts import PARTS, every_seed, short
-from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run
-from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
-from studies.leaderboard.texts import (
-    ANSWER,
-    CANDIDATE,
-    CURVES,
-    DUELS,
-    EIGHT_BILLION,
-    INTRODUCTION,
-    PLACES,
-    SCALE,
-    SEARCH,
-    WAY,
+from studies.leaderboard.plan import (
+    CANDIDATES,
+    DATA,
+    FULL,
+    PARTS,
+    REFERENCE,
+    SETUPS,
+    START,
+    Line,
+    Protocol,
+    Run,
+    every_seed,
+    read_results,
+    short,
 )
-from studies.leaderboard.variants import row_of
-from studies.pages import reading
-from studies.statistics import percent, points
+from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
+from studies.leaderboard.variants import entry_of
+from studies.reports import percent, points, write_part
 
 PAGE = ROOT / "docs" / "leaderboard.md"
+SEARCH, EXPLANATIONS, RUNS = (DATA.with_name(f"{name}.md") for name in ("SEARCH", "EXPLANATIONS", "RUNS"))
 
 
 def places_table(table: Table) -> str:
-    """What the final table says of a setup and budget; methods that share a letter are not separated."""
+    """What the final table says of a setup and budget."""
     rows = []
     for name, place in table.places.items():
-        complete = name in table.order.ranks or name in table.few
-        letters = "".join(chr(97 + number) for number, tie in enumerate(table.order.ties) if name in tie)
-        own = outcomes(table.runs[name], range(place.seeds), "own").mean() if name != START else None
-        rows.append(
-            [
-                "the start itself" if name == START else short(name),
-                str(place.seeds),
-                percent(place.solved),
-                rank_of(table, name),
-                letters,
-                "" if name == REFERENCE else points(place.less),
-                "" if name == REFERENCE or not complete else "yes" if place.not_worse else "no",
-                "" if own is None else f"{100 * own:.1f}",
-            ]
-        )
-    header = ["method", "seeds", "solved, %", "rank", "ties", f"difference to {REFERENCE}"]
-    return markdown_table([*header, f"not worse than {REFERENCE}", "own sampler, %"], rows)
+        less = "" if name == REFERENCE else points(place.less)
+        rows.append([named(name), percent(place.solved), less, rank_of(table, name)])
+    return markdown_table(["method", "solved, %", f"minus {REFERENCE}", "rank"], rows)
+
+
+def named(method: str) -> str:
+    return "the start" if method == START else short(method)
 
 
 def rank_of(table: Table, name: str) -> str:
-    """The ranks that are open for a method, or why it has none."""
+    """The ranks that are open for a method and the letters of its ties, or why it has none."""
     if rank := table.order.rank(name):
-        return rank
+        letters = "".join(chr(97 + number) for number, tie in enumerate(table.order.ties) if name in tie)
+        return f"{rank.replace(' to ', '-')}, {letters}"
     waits = "not before all runs are done" if name in CANDIDATES else "not all seeds yet"
     return "" if name == START else table.few.get(name, waits)
 
 
-def cost_table(table: Table) -> str:
-    """What the runs were: settings, work, distance from the start; means over seeds."""
+def runs_table(table: Table) -> str:
+    """What the runs were: settings, work, distance from the start, and what the page leaves out; means over seeds."""
     rows = []
-    for name in table.places:
+    for name, place in table.places.items():
         if name == START:
             continue
         lines = [*table.runs[name].values()]
         kls = [line["kl"] for line in lines if line["kl"] is not None]
+        complete = name in table.order.ranks or name in table.few
         rows.append(
             [
                 name,
@@ -90,10 +82,12 @@ def cost_table(table: Table) -> str:
                 f"{fmean(kls):.3f}" if kls else "",
                 f"{average(lines, 'processor_seconds'):.0f}",
                 f"{sum(line['diverged'] for line in lines)} of {len(lines)}",
+                f"{100 * outcomes(table.runs[name], range(place.seeds), 'own').mean():.1f}",
+                "" if name == REFERENCE or not complete else "yes" if place.not_worse else "no",
             ]
         )
     header = ["method", "rate, updates", "rollouts", "steps", "over budget, %", "KL to start", "processor seconds"]
-    return markdown_table([*header, "diverged"], rows)
+    return markdown_table([*header, "diverged", "own sampler, %", f"not worse than {REFERENCE}"], rows)
 
 
 def average(lines: list[Line], field: str) -> float:
@@ -127,30 +121,35 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         ]
         known = [one.accuracy for one in found if one]
         mean = f"{100 * fmean(known):.1f}" if len(known) == len(found) else ""
-        rows.append([short(method), str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells, mean])
+        rows.append([short(method), str(METHODS[entry_of(method)].scale.get("learning_rate", "")), *cells, mean])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups), "mean"], rows)
 
 
-def parts_text(results: dict[Run, Line]) -> str:
-    """The protocol's further parts, once the search has said what they compare."""
-    parts: dict[str, Protocol] = {}
-    for name in ("candidates", "way", "scale"):
-        with suppress(ValueError):  # the search is not complete
-            parts[name] = PARTS[name](results)
+def explanations(results: dict[Run, Line]) -> str:
+    """The parts "way" and "scale" of the protocol, once the search has said what they compare."""
     text = ""
-    if part := parts.get("candidates"):
-        text += f"## The search of a candidate\n\n{CANDIDATE}\n\n{search_table(results, part)}\n"
-    if part := parts.get("way"):
+    with suppress(ValueError):  # the search is not complete
+        part = PARTS["way"](results)
         for table in tables_of(results, part):
             table = replace(table, places={name: table.places[name] for name in (START, *part.methods)})
-            text += f"## From {REFERENCE} to the best method\n\n{WAY}\n\n{places_table(table)}\n{cost_table(table)}\n"
-    if part := parts.get("scale"):
+            text += f"## From {REFERENCE} to the best method\n\n{WAY}\n\n{places_table(table)}\n{runs_table(table)}\n"
+        part = PARTS["scale"](results)
         for table in tables_of(results, part):
             (small,) = tables_of(results, every_seed(part.methods, SETUPS["sudoku-sft"]))
             kept = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*order_kept(small, table))
             text += f"## On a model with ten times as many parameters\n\n{SCALE}\n\n{places_table(table)}\n"
-            text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n{cost_table(table)}\n"
+            text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n{runs_table(table)}\n"
     return text
+
+
+def searches(results: dict[Run, Line], tables: list[Table], protocol: Protocol) -> str:
+    """The board's search; then the candidate's, and how it compares once all runs are done."""
+    text = f"## The search of rates and updates\n\n{RATES}\n\n{search_table(results, protocol)}\n"
+    with suppress(ValueError):  # the search is not complete
+        part = PARTS["candidates"](results)
+        text += f"## The search of a candidate\n\n{CANDIDATE}\n\n{search_table(results, part)}\n"
+    compared = "" if protocol.missing(results) else duels_text(tables)
+    return text + f"## The candidate on sealed problems\n\n{compared}\n" * bool(compared)
 
 
 def of_every_setup(tables: list[Table], protocol: Protocol) -> list[Table]:
@@ -162,78 +161,51 @@ def of_every_setup(tables: list[Table], protocol: Protocol) -> list[Table]:
     return []
 
 
-def answer(tables: list[Table]) -> str:
-    """What to start with: the published method with the highest mean in the most tables, and what this leaves open.
-    Empty while no table has an order."""
-    ordered = [table for table in tables if table.order.ranks]
-    highest: dict[str, list[Table]] = {}
-    for table in ordered:
-        published = [name for name in table.places if name in table.order.ranks and name not in CANDIDATES]
-        highest.setdefault(published[0], []).append(table)
-    if not highest:
-        return ""
-    method, *others = sorted(highest, key=lambda name: -len(highest[name]))
-    said = [f"`{name}` in {len(highest[name])}: {', '.join(setups_of(highest[name]))}" for name in others]
-    alone = Counter(name for table in ordered for name, rank in table.order.ranks.items() if rank == (1, 1))
-    leaders = [f"`{name}` is separated from all others in {count}" for name, count in alone.items()]
-    return ANSWER.format(
-        method=method,
-        first=len(highest[method]),
-        tables=len(ordered),
-        others=f" ({'; '.join(said)})" * bool(said),
-        reference=REFERENCE,
-        separated=sum(table.order.p_values.get((method, REFERENCE), 1.0) < LEVEL for table in ordered),
-        leader="; ".join(leaders) or "No method is separated from all others in any table",
-    )
-
-
-def setups_of(tables: list[Table]) -> list[str]:
-    return [*dict.fromkeys(f"{table.setup.task} from {table.setup.start}" for table in tables)]
-
-
-def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path: Path) -> str:
+def parts(results: dict[Run, Line], tables: list[Table], protocol: Protocol = FULL) -> dict[Path, str]:
+    """Page -> the part of it that is written."""
     missing = len(protocol.missing(results))
-    cut = f"**The board is not complete: {missing} runs are missing or wait for others.**\n\n" if missing else ""
-    shown = of_every_setup(tables, protocol)
-    figures = PLACES.format(budget=shown[0].budget) if shown else ""
-    figures += CURVES if shown and shown[0].budget == protocol.budgets[-1] else ""
-    first = "" if missing else answer(tables)
-    parts = {"cut": cut, "figures": figures, "reading": reading(path), "runs": len(results), "answer": first}
-    text = INTRODUCTION.format(**parts) + EIGHT_BILLION
+    text = f"**The board is not complete: {missing} runs are missing or wait for others.**\n\n" if missing else ""
+    text += f"From {len(results):,} runs:\n\n"
+    runs = ""
     for table in tables:
-        text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
-    if not missing and (tests := duels_text(tables)):
-        text += f"## Candidates of our own\n\n{tests}\n"
-    text += parts_text(results)
-    text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n"
-    text += "## What the runs were\n\n" if tables else ""
-    for table in tables:
-        text += f"### {table.setup.task} from {table.setup.start}, {table.budget:,}\n\n{cost_table(table)}\n"
-    return text.rstrip() + "\n"
+        title = f"{table.setup.task} from {table.setup.start}, {table.budget:,} tokens"
+        text += f"### {title}\n\n{places_table(table)}\n"
+        runs += f"## {title}\n\n{runs_table(table)}\n"
+    written = {PAGE: text, SEARCH: searches(results, tables, protocol), EXPLANATIONS: explanations(results), RUNS: runs}
+    return {page: part.rstrip() + "\n" for page, part in written.items()}
 
 
-def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
-    """Writes the page at `path` and its figures."""
+def write(data: Path = DATA) -> None:
+    """Writes the pages and the figures."""
     results = read_results(data, final_table=True)
-    tables = [*tables_of(results, protocol)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if shown := of_every_setup(tables, protocol):
-        draw_places(shown, path.with_suffix(".svg"))
-        if shown[0].budget == protocol.budgets[-1]:
-            draw_curves(shown, path.with_name(f"{path.stem}_curves.svg"))
-    path.write_text(page(results, tables, protocol, path))
+    tables = [*tables_of(results, FULL)]
+    if shown := of_every_setup(tables, FULL):
+        draw_places(shown, PAGE.with_suffix(".svg"))
+        if shown[0].budget == FULL.budgets[-1]:
+            draw_curves(shown, PAGE.with_name(f"{PAGE.stem}_curves.svg"))
+    for page, text in parts(results, tables).items():
+        write_part(page, text)
 
 
-def main(args: argparse.Namespace) -> None:
-    write(args.data, args.output)
+RATES = """Per setup: the rate and number of updates that were chosen on validation problems, and the percentage of
+these that the models solved then (mean of two seeds, at the smaller budget). A choice among several looks better than
+it is."""
+CANDIDATE = """The best entry of the search with one change each, then the best of these with one more, on three setups.
+The entry with the highest mean is the candidate."""
+DUELS = """Differences to every published method in every setup and at both budgets, on the seeds that both have. Holm's
+p-values are over all of them. A candidate tops the board if each difference is above 0 with a p-value below 0.05."""
+WAY = """Sudoku from SFT at the smaller budget. d1 gets one idea of the search's best entry at a time, then the first
+two, three and so on; each variant is tuned like a method. [variants.py](variants.py) says which settings an idea
+has."""
+SCALE = """Sudoku from SFT at the smaller budget, a model of 2.1 million parameters: d1 and the five best entries of the
+search on the small model, tuned anew, with four seeds."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the runs' lines")
-    parser.add_argument("--output", type=Path, default=PAGE, help="the page; its figures stand next to it")
     return parser
 
 
 if __name__ == "__main__":
-    run_script("studies.leaderboard.report", lambda: main(make_parser().parse_args()))
+    run_script("studies.leaderboard.report", lambda: write(make_parser().parse_args().data))

@@ -1,5 +1,4 @@
-"""Rows of `METHODS` with some of their settings changed: for the way from one method to another and for the search of a
-candidate.
+"""Entries of `METHODS` with some settings changed: the way from one method to another, the search of a candidate.
 
 The name of a variant says what it is, so a line of data needs no table: "d1 > tracerl: prompt, advantages" is d1 with
 tracerl's settings of two `IDEAS`; "tracerl, beta=0" is tracerl with another value (in JSON).
@@ -21,33 +20,33 @@ IDEAS = {
     "clipping": ("epsilon", "epsilon_high", "delta", "max_grad_norm"),
 }
 REST = "scores and loss"
-# The updates of tracerl and of reinforce, in place of another row's.
+# The updates of tracerl and of reinforce, in place of another entry's.
 TRACERL = 'estimator="replay", scored_tokens="text", segment_steps=8, objective="clipped_views", loss_type="views", '
 TRACERL += 'kl="k3_to_old", advantage="standardised", right_share=[0.2,0.8], num_iterations=4, split_views=true'
 REINFORCE = 'estimator="elbo", antithetic=true, stratified=true, objective="reinforce", loss_type="grpo", beta=0'
 
 
-def row_of(name: str) -> str:
-    """The row of `METHODS` that a name, also of a variant, begins with."""
+def entry_of(name: str) -> str:
+    """The entry of `METHODS` that a name, also of a variant, begins with."""
     return name.partition(" > ")[0].partition(", ")[0]
 
 
 def is_changed(name: str) -> bool:
-    """Whether a name says a row with other values, not a step of the way between two rows."""
+    """Whether a name says an entry with other values, not a step of the way between two entries."""
     return " > " not in name and ", " in name
 
 
 def values_of(name: str) -> dict[str, Any]:
-    """The settings of a row of `METHODS` or of a variant of it.
+    """The settings of an entry of `METHODS` or of a variant of it.
 
     Raises:
-        KeyError: there is no such row or idea.
+        KeyError: there is no such entry or idea.
         ValueError: a variant's value is not JSON.
     """
-    values = dict(METHODS[row_of(name)].values)
+    values = dict(METHODS[entry_of(name)].values)
     if " > " in name:
-        rows, _, ideas = name.partition(": ")
-        found = changes(*rows.split(" > "))
+        entries, _, ideas = name.partition(": ")
+        found = changes(*entries.split(" > "))
         for idea in ideas.split(", "):
             values |= found[idea]
     else:
@@ -57,7 +56,7 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 def changes(start: str, end: str) -> dict[str, dict[str, Any]]:
-    """Idea -> the settings of a row `end` that `start` has otherwise, in the order of the way."""
+    """Idea -> the settings of an entry `end` that `start` has otherwise, in the order of the way."""
     own = METHODS[start].values
     found: dict[str, dict[str, Any]] = {idea: {} for idea in (*IDEAS, REST)}
     for name, value in METHODS[end].values.items():
@@ -67,7 +66,7 @@ def changes(start: str, end: str) -> dict[str, dict[str, Any]]:
 
 
 def way(start: str, end: str) -> tuple[str, ...]:
-    """The variants between two rows: `start` with one idea of `end` each, then with the first two, three, ... of them.
+    """The variants between two entries: `start` with one idea of `end` each, then with the first two, three and so on.
 
     `REST` alone has "prompt" too, because estimators that replay need the whole prompt. With all ideas a variant would
     be `end` itself, so it is left out.
@@ -79,11 +78,11 @@ def way(start: str, end: str) -> tuple[str, ...]:
 
 
 def flags_of(name: str) -> list[str]:
-    """Flags of RL for a row or a variant, without the number of updates, which each run sets."""
-    row = row_of(name)
-    found = ["--method", row]
+    """Flags of RL for an entry or a variant, without the number of updates, which each run sets."""
+    entry = entry_of(name)
+    found = ["--method", entry]
     for setting, value in values_of(name).items():
-        if setting != "num_iterations" and METHODS[row].values.get(setting) != value:
+        if setting != "num_iterations" and METHODS[entry].values.get(setting) != value:
             words = value if isinstance(value, (list, tuple)) else [value]
             found += [f"--{setting}", *(str(word).lower() if isinstance(word, bool) else str(word) for word in words)]
     return found

@@ -12,7 +12,7 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.preference.run import ARMS, DATA
-from studies.statistics import percent, points, scores
+from studies.reports import percent, points, scores
 
 CHOSEN = 3e-5  # learning rate
 NAMES = {"sft": "SFT, where all others start", "vrpo": "VRPO", "elbo-kto": "ELBO-KTO", "diffu-grpo": "diffu-GRPO"}

@@ -25,8 +25,8 @@ from d1.preference import METHODS
 from pocket.demo import GRPO
 from pocket.recipes import ROOT
 from studies.json_lines import append_line, read_lines
-from studies.leaderboard.one_run import evaluate, logs_of, make_start, train
 from studies.leaderboard.plan import TASKS, Setup, accuracy
+from studies.leaderboard.run import evaluate, logs_of, make_start, train
 from studies.preference.pairs import make_pairs
 
 logger = logging.getLogger(__name__)

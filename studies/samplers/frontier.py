@@ -24,9 +24,8 @@ from d1.tasks import load_task
 from pocket.recipes import RECIPES
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import complete, read_lines
-from studies.samplers import points
-from studies.samplers.cost import measured
-from studies.samplers.fresh import FRESH
+from studies.samplers import measure
+from studies.samplers.measure import FRESH, measured
 
 DATA = Path(__file__).parent / "data" / "frontier.jsonl"
 LENGTH, VALIDATION, TEST = 32, 512, 1000
@@ -43,7 +42,7 @@ Line = Mapping[str, Any]
 
 
 def settings() -> dict[str, dict[str, Any]]:
-    """Name -> options of `studies.samplers.cost.sample`."""
+    """Name -> options of `studies.samplers.measure.sample`."""
     found = dict(REFERENCES)
     for cache, (block, caps), (rule, levels) in product((None, *CACHES), STEPS.items(), LEVELS.items()):
         sampler = {"sampler": "parallel"} if cache is None else {"sampler": "cached+parallel", "kv_cache": cache}
@@ -62,7 +61,7 @@ def family(name: str) -> str:
 
 def mean_over(lines: Sequence[Line], name: str, value: str) -> float:
     """A setting's accuracy, or one of its counts per problem: the mean of the lines, which are the seeds of a task."""
-    return points.mean_over([line["samplers"][name] for line in lines], value)
+    return measure.mean_over([line["samplers"][name] for line in lines], value)
 
 
 def frontier(lines: Sequence[Line], names: Iterable[str], of: str) -> list[str]:

@@ -12,6 +12,7 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS
+from studies.reports import percent, points
 from studies.samplers import rollouts_report
 from studies.samplers.frontier import (
     EXACT,
@@ -24,8 +25,7 @@ from studies.samplers.frontier import (
     lines_of,
     mean_over,
 )
-from studies.samplers.points import accuracy, aup, outcomes
-from studies.statistics import percent, points
+from studies.samplers.measure import accuracy, aup, outcomes
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.svg"
 README = Path(__file__).with_name("README.md")

@@ -23,8 +23,8 @@ from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from pocket.recipes import ROOT
 from studies.json_lines import complete
-from studies.leaderboard.one_run import commit, evaluate, logs_of, make_start, train
 from studies.leaderboard.plan import TASKS, Setup
+from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train
 
 DATA = Path(__file__).parent / "data" / "rollouts.jsonl"
 TASK, RATE = "arithmetic", 2e-4

@@ -15,8 +15,8 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
+from studies.reports import Interval, holm, percent, points
 from studies.samplers.rollouts import DATA, EXACT, STAGES, runs
-from studies.statistics import Interval, holm, percent, points
 
 PAGE = ROOT / "docs" / "fast_rollouts.md"
 MARGIN, LEVEL = 0.02, 0.05

@@ -10,8 +10,8 @@ import numpy as np
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
+from studies.reports import percent, points, scores
 from studies.staleness.run import ARMS, DATA, RATE, SEEDS, free_seconds
-from studies.statistics import percent, points, scores
 
 HEADER = ["task", "arm", "seeds", "solved", "difference to in turn", "rollouts", "seconds on two free cores"]
 HEADER += ["trainer, processor s", "server, processor s", "seconds of the clock here"]

@@ -27,8 +27,8 @@ from transformers import TrainerCallback
 
 from pocket.recipes import RECIPES, ROOT
 from studies.json_lines import append_line, read_lines
-from studies.leaderboard.one_run import evaluate, logs_of, train
 from studies.leaderboard.plan import TASKS
+from studies.leaderboard.run import evaluate, logs_of, train
 
 logger = logging.getLogger(__name__)
 

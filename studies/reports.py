@@ -1,13 +1,18 @@
-"""Outcomes of runs, significance of many differences, and how intervals are written."""
+"""What the reports of all studies share: outcomes of runs, significance of many differences, how intervals are written,
+and the part of a page that a script writes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pocket.uncertainty import Mean
+
+BEGIN, END = "<!-- begin: written by `make studies` -->", "<!-- end -->"
 
 
 class Interval(NamedTuple):
@@ -44,3 +49,21 @@ def percent(mean: Mean | Interval) -> str:
 def points(mean: Mean | Interval) -> str:
     """A mean of differences of shares in points: "+3.1 [-0.2, +6.4]"."""
     return f"{100 * mean.value:+.1f} [{100 * mean.low:+.1f}, {100 * mean.high:+.1f}]"
+
+
+def written_part(page: Path) -> str:
+    """What `write_part` wrote into a page.
+
+    Raises:
+        ValueError: the page has no such part.
+    """
+    found = re.search(f"{re.escape(BEGIN)}\n\n(.*){re.escape(END)}", page.read_text(), re.DOTALL)
+    if not found:
+        raise ValueError(f"{page} has no part between {BEGIN} and {END}")
+    return found[1]
+
+
+def write_part(page: Path, text: str) -> None:
+    """Replaces the part of a page that scripts write."""
+    before = written_part(page)
+    page.write_text(page.read_text().replace(f"{BEGIN}\n\n{before}", f"{BEGIN}\n\n{text}"))
