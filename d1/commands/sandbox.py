@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, working_python
-from d1.sandbox.system_calls import FAMILIES
+from d1.sandbox.box import FAMILIES
 
 WRITES = """
 def f():

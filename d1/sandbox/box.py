@@ -2,8 +2,8 @@
 
 A sandbox has its own user, process, network, IPC and host name namespaces, no capabilities, and no `/proc`. It sees
 `/usr` and the Python installation read-only, an empty `/home`, a small `/tmp` in memory, and an empty environment. A
-filter refuses some system calls (`system_calls.py`). The limits on processes need Linux 5.14, which counts them per
-user namespace.
+filter refuses some system calls (`refusals`). The limits on processes need Linux 5.14, which counts them per user
+namespace.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import functools
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -26,7 +28,6 @@ from typing import Annotated, Any
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
 from d1.sandbox.inside import READY, pack
-from d1.sandbox.system_calls import MACHINES, refusals
 
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
@@ -106,13 +107,61 @@ DEFAULT = Limits()
 PROBE = "def double(x):\n    return 2 * x"
 PROBE_TESTS = Cases("with __case__(0):\n    assert double(21) == 42", ("double",), 1)
 
+# ---- the filter of system calls
+
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)  # a network namespace confines these
+MACHINES = {  # name in uname -> AUDIT_ARCH_* of linux/audit.h, and the numbers of system calls
+    "x86_64": (
+        0xC000003E,
+        {"mmap": 9, "shmget": 29, "socket": 41, "socketpair": 53, "semget": 64, "msgget": 68, "mq_open": 240}
+        | {"memfd_create": 319, "bpf": 321},
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {"mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198, "socketpair": 199, "mmap": 222}
+        | {"memfd_create": 279, "bpf": 280},
+    ),
+}
+EVERYWHERE = {"io_uring_setup": 425, "memfd_secret": 447}
+X32 = 0x40000000  # x86_64's other numbers for the same calls begin here
+MAP_SHARED = 1  # also a bit of MAP_SHARED_VALIDATE
+# linux/bpf_common.h and linux/seccomp.h
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+# Offsets in struct seccomp_data; of an argument, of its lower half: both machines are little-endian.
+NUMBER, MACHINE, ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
+
+
+def refusals(machine: str) -> bytes:
+    """The seccomp filter for a machine of `MACHINES`: an array of struct sock_filter.
+
+    It refuses the calls that hold memory outside of any process, which RLIMIT_AS does not count (memfd_create, shared
+    memory, queues and semaphores of System V and POSIX, io_uring, maps of BPF, and shared mappings, which keep their
+    pages when they shrink), and sockets of all families but those in `FAMILIES`.
+    """
+    audit, numbers = MACHINES[machine]
+    calls = numbers | EVERYWHERE
+    shared, families = calls.pop("mmap"), (calls.pop("socket"), calls.pop("socketpair"))
+    # (code, steps to skip if it is so, else, value)
+    steps = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, audit), (RETURN, 0, 0, REFUSE)]
+    steps += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
+    for number in calls.values():
+        steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    steps += [(EQUAL, 0, 4, shared), (LOAD, 0, 0, ARGUMENTS[3]), (ANY_BIT, 0, 1, MAP_SHARED)]
+    steps += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+    steps += [(EQUAL, 2, 0, families[0]), (EQUAL, 1, 0, families[1]), (RETURN, 0, 0, ALLOW)]
+    steps += [(LOAD, 0, 0, ARGUMENTS[0])]
+    for family in FAMILIES:
+        steps += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
+    steps += [(RETURN, 0, 0, REFUSE)]
+    return b"".join(struct.pack("<HBBI", *step) for step in steps)
+
+
+# ---- a program and its tests in two sandboxes
+
 
 def command(python: str, limits: Limits, rules: int) -> list[str]:
-    """bubblewrap with Python in it; what follows are the arguments of `inside.py`.
-
-    Args:
-        rules: the descriptor from which bubblewrap reads the filter of system calls.
-    """
+    """bubblewrap with Python in it, before the arguments of `inside.py`; `rules` is the descriptor of the filter."""
     words = [str(shutil.which("bwrap")), *(f"--unshare-{part}" for part in PARTS), "--disable-userns"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for folder in SYSTEM:
@@ -133,17 +182,13 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
 
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
-    """The cases that a program passes, which runs with its tests in two sandboxes.
-
-    Raises:
-        SandboxError: a sandbox did not start, at none of several tries.
-    """
+    """The cases that a program passes. Raises SandboxError if a sandbox started at none of several tries."""
     for pause in (*PAUSES, None):
         try:
             return start_sides(python, program, tests, limits)
         except OSError as error:
             said = str(error)
-        if any(words in said for words in LASTING):
+        if any(words in said for words in LASTING):  # another try would say the same
             raise unusable(said)
         if pause is not None:
             time.sleep(pause)
@@ -160,16 +205,14 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
     """As `run_sides`, with one try. Raises OSError if a sandbox did not start."""
     with ExitStack() as processes, ExitStack() as ours:
 
-        def holding(data: bytes, until: ExitStack = ours) -> int:
-            """A file in memory, to read from."""
+        def holding(data: bytes, until: ExitStack = ours) -> int:  # the descriptor of a file in memory
             file = os.memfd_create("d1")
             until.callback(os.close, file)
             os.write(file, data)
             os.lseek(file, 0, os.SEEK_SET)
             return file
 
-        def pipe() -> tuple[int, int]:
-            """Its ends, to read and to write."""
+        def pipe() -> tuple[int, int]:  # its ends, to read and to write
             ends = os.pipe()
             for descriptor in ends:
                 ours.callback(os.close, descriptor)

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from d1.commands import sandbox
 from d1.sandbox import WORKERS, Cases, Limits, SandboxError, box, passed, shares_passed, working_python
-from d1.sandbox.box import seconds_now
+from d1.sandbox.box import MACHINES, refusals, seconds_now
 from d1.sandbox.inside import pack, unpack
-from d1.sandbox.system_calls import MACHINES, refusals
 from tests import forks
 from tests.faults import NO_PROCESS, failing_sandbox
 from tests.sandbox import skip_without_sandbox
