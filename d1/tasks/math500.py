@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, answer_block, ask, final_answer, format_completion, judged, last_boxed, text_of
+from d1.tasks import Completion, answer_block, ask, final_answer, format_completion, judged, last_boxed
 from d1.tasks.data import TEXT, read_problems, task_rows, text_in
 from d1.tasks.maths import equivalent
 
@@ -93,7 +93,7 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 def boxed_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     r"""0.5 for a `\boxed{}` anywhere in the text."""
-    return [0.5 if last_boxed(text_of(completion)) is not None else 0.0 for completion in completions]
+    return judged(completions, lambda text: 0.5 if last_boxed(text) is not None else 0.0)
 
 
 def _plain_solution(row: dict[str, Any]) -> str:

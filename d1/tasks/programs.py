@@ -27,7 +27,7 @@ COLUMNS = ("input", "program")
 INPUTS, HIDDEN = ("abcde", "edcba"), "vwxyz"  # of the shipped examples; what an answer is judged on beyond them
 PLACES = len(HIDDEN)  # letters of x, and of f(x)
 
-Function = tuple[int, ...]  # the place in x of each letter of f(x)
+Function = tuple[int, ...]  # the index in x of each letter of f(x)
 
 
 def functions() -> list[Function]:
@@ -36,11 +36,11 @@ def functions() -> list[Function]:
 
 
 def program_of(function: Function) -> str:
-    return " + ".join(f"x[{place}]" for place in function)
+    return " + ".join(f"x[{index}]" for index in function)
 
 
 def value_at(function: Function, x: str) -> str:
-    return "".join(x[place] for place in function)
+    return "".join(x[index] for index in function)
 
 
 def asked(inputs: Sequence[str], function: Function) -> str:

@@ -63,12 +63,11 @@ def cells_reward(
     completions: Sequence[Completion], question: Sequence[str], ground_truth: Sequence[str], **columns: Any
 ) -> list[float]:
     """Share of the originally empty cells that are right (d1's Sudoku reward)."""
-    return judged(
-        completions,
-        lambda text, asked, truth: _grade(extract(text), puzzle_of(asked), truth)[1],
-        question,
-        ground_truth,
-    )
+
+    def share(text: str, asked: str, truth: str) -> float:
+        return _grade(extract(text), puzzle_of(asked), truth)[1]
+
+    return judged(completions, share, question, ground_truth)
 
 
 REWARDS = [cells_reward]
@@ -98,18 +97,16 @@ def solution_grids() -> list[str]:
 
 
 def board(text: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The answer for people to look at: `rows` of cells (name, digit, kind), where the kind is given, right, wrong or
-    empty, and a `note` on words such as "a4", with which the pocket models fill cells."""
+    """The answer as `rows` of cells (name, digit, given, right, wrong or empty), and a `note` on words such as "a4",
+    with which the pocket models fill cells."""
     puzzle, answer = puzzle_of(row["question"]), extract(text) or ""
     digits = answer if len(answer) == 16 else puzzle.replace("0", " ")
     right = digits if _solves(digits, puzzle) else row["ground_truth"]
 
-    def kind(place: int) -> str:
-        if digits[place] == puzzle[place]:
-            return "given"
-        return "empty" if digits[place] == " " else "right" if digits[place] == right[place] else "wrong"
-
-    cells = [[name, digits[place], kind(place)] for place, name in enumerate("abcdefghijklmnop")]
+    cells = []
+    for name, digit, given, true in zip("abcdefghijklmnop", digits, puzzle, right, strict=True):
+        kind = "given" if digit == given else "empty" if digit == " " else "right" if digit == true else "wrong"
+        cells.append([name, digit, kind])
     words = re.search(r"\b[a-p][1-4]\b", text)
     note = "Cells are named a to p, row by row: a4 says that the first cell holds 4, and a. that it is empty."
     return {"rows": [cells[start : start + 4] for start in range(0, 16, 4)], "note": note if words else ""}
