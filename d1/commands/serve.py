@@ -39,16 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
     below = "folder below which requests may name weights to load; give the flag once per folder"
     server.add_argument("--weights_dir", type=Path, action="append", default=[], help=below)
-    takes = "take weights that a request broadcasts (d1 rl --rollout_weights broadcast)"
-    server.add_argument("--take_broadcasts", action="store_true", help=takes)
     server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
     server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
     server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
-    server.add_argument(
-        "--drain_seconds",
-        type=NATURAL,
-        help="time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)",
-    )
+    drain = "time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)"
+    server.add_argument("--drain_seconds", type=NATURAL, help=drain)
     add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
 
 
@@ -92,16 +87,12 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.adapters import merge_adapter
     from d1.models.tokenizer import check_chat_template
     from d1.serve.app import make_app
-    from d1.serve.broadcast import Receiver
     from d1.serve.engine import Engine
     from d1.serve.requests import Server
     from d1.serve.weights import Loader
 
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
-    is_open = args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key
-    if is_open and args.take_broadcasts:
-        raise ValueError(f"--take_broadcasts: whoever reaches {args.host} could change the model: set --api_key")
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
@@ -119,8 +110,6 @@ def run(args: argparse.Namespace) -> None:
     engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
     name = args.served_model_name or args.model_path
     limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
-    room = 8 * sum(weight.numel() for weight in model.parameters()) + (16 << 20)  # in fp32, and its files
-    limits["receiver"] = Receiver(room) if args.take_broadcasts else None
     limits["allowed_hosts"] = hosts(args.host, args.allowed_hosts)
     app = make_app(Server(engine, tokenizer, name, defaults, args.seed, loader=Loader(start), **limits))
     patience = None if args.drain_seconds is None else args.drain_seconds + PARTING
@@ -139,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it
     host = f"[{args.host}]" if ":" in args.host else args.host
     sys.stderr.write(f"Serving {name} on http://{host}:{own.getsockname()[1]}\n")
-    if is_open:
+    if args.host not in LOCAL and not args.api_key:
         logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
     Draining(config).run(sockets=[own])

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
 from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
-from d1.show.flow import COLUMNS, film_svg, flow
-from d1.show.page import film_data, film_page
+from d1.show.page import COLUMNS, film_data, film_page, film_svg, flow
 from d1.show.terminal import picture, play
 from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
 
