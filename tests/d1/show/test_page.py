@@ -96,14 +96,14 @@ def test_it_plays_and_stops(page, path):
 
 def test_a_token_tells_its_confidence_and_entropy_to_mouse_and_keys(page, path):
     page.open(path, "#step=20")
-    page.point("[data-place='4']")
-    assert page.ask(DETAIL) == "word0 place 5 of 40, revealed in step 3 with 12.1% confidence, entropy 0.250 nats"
-    page.ask("document.querySelector('[data-place=\"0\"]').focus()")
+    page.point("[data-position='4']")
+    assert page.ask(DETAIL) == "word0 position 5 of 40, revealed in step 3 with 12.1% confidence, entropy 0.250 nats"
+    page.ask("document.querySelector('[data-position=\"0\"]').focus()")
     assert page.ask(DETAIL).startswith(EVIL)
     page.press("ArrowDown")
-    assert page.ask("document.activeElement.dataset.place") == "1"
-    assert "place 2 of 40" in page.ask(DETAIL)
-    page.ask("document.querySelectorAll('[data-place=\"39\"]')[1].click()")
+    assert page.ask("document.activeElement.dataset.position") == "1"
+    assert "position 2 of 40" in page.ask(DETAIL)
+    page.ask("document.querySelectorAll('[data-position=\"39\"]')[1].click()")
     assert "filled without a prediction" in page.ask("document.querySelectorAll('.detail')[1].textContent")
 
 
@@ -111,11 +111,11 @@ def test_up_and_down_move_between_tokens_and_not_the_slider(page, path):
     page.open(path, "#step=5")
     page.ask("document.querySelector('.bar input').focus()")
     page.press("ArrowDown")
-    assert (page.ask("document.activeElement.dataset.place"), page.ask(STEP)) == ("0", 5)
+    assert (page.ask("document.activeElement.dataset.position"), page.ask(STEP)) == ("0", 5)
     page.press("ArrowDown")
     page.ask("document.querySelector('.bar input').focus()")
     page.press("ArrowUp")
-    assert (page.ask("document.activeElement.dataset.place"), page.ask(STEP)) == ("0", 5)
+    assert (page.ask("document.activeElement.dataset.position"), page.ask(STEP)) == ("0", 5)
 
 
 def test_a_problem_shows_whether_it_is_solved_and_its_grid_at_the_end(page, tmp_path):
@@ -159,7 +159,7 @@ def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     page.requests.clear()
     page.open(path, "#step=20")
     assert page.ask("document.title") == "Two runs"
-    assert page.ask("document.querySelector('[data-place=\"0\"]').textContent") == EVIL
+    assert page.ask("document.querySelector('[data-position=\"0\"]').textContent") == EVIL
     assert page.ask("document.querySelectorAll('img, .canvas script').length") == 0
     assert set(page.requests) <= {"about:blank", *(f"{path.as_uri()}{end}" for end in ("", "#step=20"))}
     # Its policy stops injected content.
@@ -188,7 +188,7 @@ def test_it_is_readable_on_screens_of_both_kinds(page, path, dark, width):
 def test_the_order_is_a_scale_from_first_to_last(page, path):
     page.open(path, "#step=20&view=order")
     grounds = page.ask(
-        '[0, 20, 38].map(i => getComputedStyle(document.querySelector(`[data-place="${i}"]`)).backgroundColor)'
+        '[0, 20, 38].map(i => getComputedStyle(document.querySelector(`[data-position="${i}"]`)).backgroundColor)'
     )
     assert len(set(grounds)) == 3
     assert page.ask("document.querySelector('#legend').textContent") == "firstlast"
