@@ -56,6 +56,15 @@ def test_d1s_protocol_is_the_task_as_it_is_and_a_task_without_another_says_so():
         under_protocol(load_task("gsm8k"), "dream")
 
 
+def test_a_task_file_may_have_protocols_of_its_own(tmp_path):
+    file = tmp_path / "mine.py"
+    own = "PROTOCOLS = {'bare': {'QUESTION': 'So: {question}', 'SHOTS': 1, 'extract': lambda text: text.strip()}}"
+    file.write_text((Path(__file__).parent / "reverse_task.py").read_text() + own)
+    task = under_protocol(load_task(str(file)), "bare")
+    assert task.load_rows("test")[0]["prompt"][0]["content"].startswith("So: Spell backwards: ")
+    assert (task.extract(" ksam "), shots_of(task)) == ("ksam", 1)
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
