@@ -32,11 +32,10 @@ def printed(capsys, *words):
 )
 def test_what_is_printed_is_the_library_s_filling(capsys, words, options):
     tokenizer, model = load_tokenizer(POCKET), load_model(POCKET)
-    before, between, behind = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("<reasoning> a1 ", "b3", " </reasoning>")
-    )
+    texts = ("<reasoning> a1 ", "b3", " </reasoning>")
+    before, between, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     mask = tokenizer.mask_token_id
-    ids = torch.tensor([[*before, mask, mask, mask, *between, mask, *behind]])
+    ids = torch.tensor([[*before, mask, mask, mask, *between, mask, *after]])
     if "reveal" in options:
         options |= {"sampler": "parallel", "reveal_level": 2, "cfg_scale": 0.5}
     generator = [keyed_generator(4 if "seed" in words else 0)]
@@ -48,14 +47,13 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
     words = ["<pad>", "[MASK]", "[CLS]", "[SEP]", "a", "b", "ab"]
     rules = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
     rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    rules.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    rules.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, mask_token="[MASK]", pad_token="<pad>")
-    ids, hidden, front, behind = encoded(tokenizer, pieces_of("a[MASK:2]b ab[MASK]"))
+    ids, hidden, before, after = encoded(tokenizer, pieces_of("a[MASK:2]b ab[MASK]"))
     assert ids == [2, 4, 1, 1, 5, 6, 1, 3]
     assert hidden == [False, False, True, True, False, False, True, False]
-    assert (front, behind) == (1, 1)
+    assert (before, after) == (1, 1)
     assert encoded(tokenizer, pieces_of("[MASK:2]"))[0] == [2, 1, 1, 3]
 
 

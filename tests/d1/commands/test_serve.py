@@ -20,8 +20,6 @@ from d1.__main__ import main, make_parser
 from tests import forks
 
 PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True, "block_length": 200}}
-
-
 LONG = {"block_length": 1, "steps": 400, "max_tokens": 400, "ignore_eos": True, "prompt": "a b"}
 
 
