@@ -145,6 +145,11 @@ def ask(question: str, instructions: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
 
 
+def problem(question: str, instructions: str, answer: str, ground_truth: Any, **more: Any) -> dict[str, Any]:
+    """The row of a problem whose prompt is `ask(question, instructions, answer)`."""
+    return {"prompt": ask(question, instructions, answer), "question": question, "ground_truth": ground_truth, **more}
+
+
 def shots_of(task: ModuleType, asked_for: int | None = None) -> int:
     """How many solved problems a prompt shows: `asked_for`, or by default the number of the task's protocol."""
     return int(getattr(task, "SHOTS", 0)) if asked_for is None else asked_for

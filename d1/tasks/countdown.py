@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, final_answer, judged
+from d1.tasks import Completion, final_answer, judged, problem
 from d1.tasks.data import JSON, file_of, hold_out, read_file, read_hub, task_rows
 
 INSTRUCTIONS = (
@@ -69,7 +69,7 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{names[0]} must be numbers of 0 or more, which an expression can use, got {given!r}")
     question = f"Numbers: {numbers}\nTarget: {target}"
-    return {"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": [numbers, target]}
+    return problem(question, INSTRUCTIONS, ANSWER, [numbers, target])
 
 
 def whole(value: Any) -> int:

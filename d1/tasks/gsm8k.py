@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import MAX_TEXT, Completion, ask, final_answer, format_completion, judged
+from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, judged, problem
 from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
 
 INSTRUCTIONS = "Solve the problem below step by step."
@@ -42,12 +42,8 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     value = gold_number(gold)
     if not mark or value is None:
         raise ValueError(f"answer must end with '#### number', got {gold[-80:]!r}")
-    return {
-        "prompt": ask(question, INSTRUCTIONS, ANSWER),
-        "question": question,
-        "ground_truth": value,
-        "solution": re.sub(r"<<.*?>>", "", solution).strip(),  # remove the calculator's annotations
-    }
+    solution = re.sub(r"<<.*?>>", "", solution).strip()  # without the calculator's annotations
+    return problem(question, INSTRUCTIONS, ANSWER, value, solution=solution)
 
 
 def gold_number(text: str) -> float | None:

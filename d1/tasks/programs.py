@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 
 from d1.sandbox import Cases, working_python
-from d1.tasks import answer_block, ask, format_completion
+from d1.tasks import answer_block, format_completion, problem
 from d1.tasks.code import CONCURRENT, JUDGED, judged_by
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 
@@ -71,13 +71,8 @@ def read_row(row: dict[str, Any]) -> tuple[list[str], Function]:
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     inputs, function = read_row(row)
-    question = asked(inputs, function)
-    return {
-        "prompt": ask(question, INSTRUCTIONS, ANSWER),
-        "question": question,
-        "ground_truth": [[x, value_at(function, x)] for x in (*inputs, HIDDEN)],
-        "solution": row["program"],
-    }
+    truth = [[x, value_at(function, x)] for x in (*inputs, HIDDEN)]
+    return problem(asked(inputs, function), INSTRUCTIONS, ANSWER, truth, solution=row["program"])
 
 
 def extract(text: str) -> str | None:

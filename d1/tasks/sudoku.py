@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, final_answer, format_completion, judged
+from d1.tasks import Completion, final_answer, format_completion, judged, problem
 from d1.tasks.data import TEXT, file_of, read_file, task_rows
 
 INSTRUCTIONS = (
@@ -41,12 +41,11 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}")
     if not _solves(solution, puzzle):
         raise ValueError(f"Solution {solution!r} does not solve {puzzle!r}")
-    question = f"Solve the following Sudoku puzzle: {puzzle}\n"
-    return {"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": solution}
+    return problem(f"Solve the following Sudoku puzzle: {puzzle}\n", INSTRUCTIONS, ANSWER, solution)
 
 
 def extract(text: str) -> str | None:
-    """The digits 0-9 of the answer, in order, without anything between them, or None if there are none."""
+    """The digits of the answer, in order, without anything between them, or None if there are none."""
     return re.sub(r"[^0-9]", "", final_answer(text) or "") or None
 
 
