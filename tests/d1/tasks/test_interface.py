@@ -197,6 +197,18 @@ def test_a_wrong_row_is_named(name, row, message, tmp_path):
         load_task(name).load_rows("test", write([row], tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        *(("countdown", truth) for truth in (None, [], "22", [[1, 2], None], {"target": 1})),
+        *((name, None) for name in ("gsm8k", "math", "code", "programs")),
+    ],
+)
+def test_a_malformed_ground_truth_is_refused_rather_than_counted(name, truth):
+    with pytest.raises(ValueError, match="the ground truth must be "):
+        load_task(name).score("<answer>1</answer>", {"question": "", "ground_truth": truth})
+
+
 def test_an_unknown_split_is_refused():
     for name in TASKS:
         with pytest.raises(ValueError, match="unknown split 'dev': use one of train, validation, test"):

@@ -128,8 +128,3 @@ def test_extraction(text, answer):
 def test_rewards_by_hand(text, correct, form):
     assert math500.correct_reward([text], ground_truth=[r"\frac{1}{2}"]) == [correct]
     assert math500.boxed_in_answer_reward([text]) == [form]
-
-
-def test_a_missing_gold_is_refused():
-    with pytest.raises(ValueError, match="must be LaTeX text, got None"):
-        math500.score(r"\boxed{1}", {"question": "", "ground_truth": None})
