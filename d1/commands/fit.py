@@ -218,11 +218,11 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     from d1.rl.train import make_parser
 
     words = ["--config", str(file), *([] if torch.cuda.is_available() else ["--use_cpu", "true"])]
-    asked = yaml.safe_load(file.read_text(encoding="utf-8"))
+    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     # One process here does what the GPUs do together.
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
-        if name in asked or name == "gradient_accumulation_steps":
-            words += [f"--{name}", str(gpus * int(asked.get(name, 1)))]
+        if name in settings or name == "gradient_accumulation_steps":
+            words += [f"--{name}", str(gpus * int(settings.get(name, 1)))]
     args, model = make_parser().parse_args_and_config(words)
     size = block_size(config_of(args.model_path))
     args.block_length = args.block_length or size or 32
@@ -230,7 +230,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     flags = {"model_path": args.model_path, "stage": "rl", "batch": args.per_device_train_batch_size}
     length = args.max_prompt_length + args.max_completion_length
     flags |= {"length": length, "method": args.method, "beta": args.beta}
-    flags["dtype"] = "bfloat16" if asked.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
+    flags["dtype"] = "bfloat16" if settings.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
     flags |= {name: getattr(args, name) for name in names}
     flags |= {"steps_per_generation": args.steps_per_generation // gpus, "load_in_4bit": model.load_in_4bit}
@@ -271,14 +271,6 @@ def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float]
     trial = min(max(trial, recipe.steps_per_rollout), recipe.steps)
     shown = f"{total:.0f}" if total >= 10 else f"{total:.1f}"
     return hours, f"Time: {shown} hours for {recipe.steps} steps; a trial of two hours: --max_steps {trial}"
-
-
-def time_table(recipe: Recipe, args: argparse.Namespace) -> str:
-    hours, line = hours_of(recipe, args)
-    used = f"{PEAKS[args.card]:g} TFLOP/s each in bf16, of which {args.utilisation:.0%} are used"
-    lines = [f"hours on {args.gpus} x {args.card} ({used}), every row at its full length:"]
-    lines += [f"{purpose:<48}{value:>9.2f}" for purpose, value in hours.items()]
-    return "\n".join([*lines, line])
 
 
 def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
@@ -343,4 +335,8 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.write(f"Computed for {', '.join(words)}\n\n")
     sys.stdout.write(fit_table(config, settings) + "\n")
     if recipe is not None:
-        sys.stdout.write("\n" + time_table(recipe, args) + "\n")
+        hours, line = hours_of(recipe, args)
+        used = f"{PEAKS[args.card]:g} TFLOP/s each in bf16, of which {args.utilisation:.0%} are used"
+        sys.stdout.write(f"\nhours on {args.gpus} x {args.card} ({used}), every row at its full length:\n")
+        sys.stdout.writelines(f"{purpose:<48}{value:>9.2f}\n" for purpose, value in hours.items())
+        sys.stdout.write(f"{line}\n")

@@ -27,12 +27,12 @@ from d1.tasks import SPLITS, TASKS, load_task
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     add_model_flags(parser.add_argument_group("model"))
-    asked = parser.add_argument_group("question: a prompt, or a problem of a task")
-    asked.add_argument("--prompt", help="the user's message; the model's chat template is put around it")
-    asked.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
-    asked.add_argument("--index", type=NATURAL, default=0, help="number of the problem in the split, from 0")
-    asked.add_argument("--split", choices=SPLITS, default="test")
-    asked.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
+    question = parser.add_argument_group("question: a prompt, or a problem of a task")
+    question.add_argument("--prompt", help="the user's message; the model's chat template is put around it")
+    question.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
+    question.add_argument("--index", type=NATURAL, default=0, help="number of the problem in the split, from 0")
+    question.add_argument("--split", choices=SPLITS, default="test")
+    question.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(sampling)
     sampling.add_argument("--eos_stop", action="store_true", help="skip the blocks after the completion's end")

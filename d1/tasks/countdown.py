@@ -54,8 +54,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     hub = read_hub(HUB, None, "train", HUB_COLUMNS).filter(lambda row: len(row["nums"]) == 3)
     test = {(*sorted(numbers), target) for numbers, target in rows["ground_truth"]}
     rows = task_rows(HUB, hold_out(hub, split), _task_row, JSON)
-    asked = rows["ground_truth"]
-    return rows.select([i for i, (numbers, target) in enumerate(asked) if (*sorted(numbers), target) not in test])
+    truths = enumerate(rows["ground_truth"])
+    return rows.select([index for index, (numbers, target) in truths if (*sorted(numbers), target) not in test])
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:

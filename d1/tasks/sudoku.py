@@ -63,8 +63,8 @@ def cells_reward(
 ) -> list[float]:
     """Share of the originally empty cells that are right (d1's Sudoku reward)."""
 
-    def share(text: str, asked: str, truth: str) -> float:
-        return _grade(extract(text), puzzle_of(asked), truth)[1]
+    def share(text: str, about: str, truth: str) -> float:
+        return _grade(extract(text), puzzle_of(about), truth)[1]
 
     return judged(completions, share, question, ground_truth)
 
