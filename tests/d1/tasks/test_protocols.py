@@ -52,6 +52,8 @@ def test_d1s_protocol_is_the_task_as_it_is_and_a_task_without_another_says_so():
     for task in (load_task("countdown"), user):
         with pytest.raises(ValueError, match=r"no prompt protocol 'llada': use one of d1$"):
             under_protocol(task, "llada")
+    own = {name for task in map(load_task, TASKS) for name in getattr(task, "PROTOCOLS", ())}
+    assert {*PROTOCOLS} == {"d1", *own}  # what --help lists
     with pytest.raises(ValueError, match=r"no prompt protocol 'dream': use one of " + ", ".join(PROTOCOLS)):
         under_protocol(load_task("gsm8k"), "dream")
 
