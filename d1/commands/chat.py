@@ -60,7 +60,7 @@ class Chat:
                 if not self.on_terminal:
                     raise
                 note("\n" + if_stopped)
-            except BrokenPipeError:  # nobody reads the answers
+            except BrokenPipeError:  # nobody reads the answers; it is an OSError, and so one of MISTAKES
                 raise
             except MISTAKES as error:
                 well = False

@@ -65,6 +65,7 @@ def pieces_of(text: str) -> list[str | int]:
         if count is not None and (not count.isdecimal() or int(count) < 1):
             raise ValueError(f"[MASK:{count}] has no number of tokens: write [MASK:3] for three, [MASK] for one")
         pieces[index] = int(count or 1)
+    # `split` alternates texts and counts, so that one piece means no placeholder.
     if len(pieces) == 1:
         raise ValueError("the text has no placeholder: write [MASK:3] where three tokens are missing, [MASK] for one")
     return [piece for piece in pieces if piece != ""]

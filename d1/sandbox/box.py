@@ -173,6 +173,7 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
     for folder in () if prefix.is_relative_to("/usr") else (str(prefix / "bin"), str(prefix / "lib")):
         words += ["--ro-bind", folder, folder]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--dir", "/home"]
+    # Of what is mounted, only /tmp stays writable.
     words += ["--size", str(limits.files << 20), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", "--die-with-parent", "--clearenv", "--seccomp", str(rules), "--"]
     if os.geteuid() == 0:  # the kernel limits no processes of root
@@ -227,6 +228,7 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
             processes.callback(end, process)
             return process
 
+        # The program's side reads calls and writes replies, and has no other pipe; only the tests' side gets the tests.
         errors = [holding(b"", processes) for _ in range(2)]  # bubblewrap writes a message in pieces: one file each
         calls, replies = pipe(), pipe()
         orders = holding(pack({"program": program, **vars(tests)}, None).encode() + b"\n")

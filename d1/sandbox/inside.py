@@ -136,6 +136,7 @@ def answer(limits: dict[str, Any]) -> None:
         replies.write(pack(message, keep).encode() + b"\n")
         replies.flush()
 
+    # The first message is the program's source; each later one is [operation, arguments, named arguments].
     for number, line in enumerate(calls):
         message = unpack(line.decode(), objects.__getitem__)
         try:
@@ -271,6 +272,7 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
     verdicts.flush()
     program.tell(given["program"])
     module = program.remote(0)
+    # The setup runs first, so that it cannot replace what the program defines.
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(given["setup"], "setup.py", "exec"), names)
     names |= {name: module if name == MODULE else getattr(module, name) for name in given["names"]}

@@ -102,6 +102,7 @@ def filmed(
             film.tokens, film.steps = [""] * length, [HIDDEN] * length
             film.logps, film.entropies = [0.0] * length, [0.0] * length
             film.drafts = [[] for _ in range(length if step.most_writes > 1 else 0)]
+        # A step lists the columns that its pass computed; `revealed` are those whose token it wrote.
         parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
         for column, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
             if revealed:
@@ -113,7 +114,7 @@ def filmed(
         film.fed.append(int(step.forward_tokens[0]))
         film.seconds.append(time.perf_counter() - clock + (film.seconds[-1] if film.seconds else 0.0))
         yield film
-        clock = time.perf_counter()
+        clock = time.perf_counter()  # what the caller does between two steps is no part of a pass
     canvas_ids = canvas[0, start:].tolist()
     for at in (at for at, step in enumerate(film.steps) if step == HIDDEN):
         film.tokens[at], film.steps[at] = text_of(canvas_ids[at]), FILLED

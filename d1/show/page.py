@@ -157,13 +157,14 @@ def film_svg(films: Sequence[Film]) -> str:
         title, boxes = visible(film.title), flow(film.tokens)
         parts.append(written(title, PAD + cell_len(title) * SIZE * 0.3, top + 10, "given"))
         tokens = zip(boxes, film.steps, film.logps, film.shown_by(), strict=True)
+        # A chip per position: the mask, its drafts, and its token, each of which covers those before it.
         for position, (box, step, logp, shown) in enumerate(tokens):
             x, y, wide = PAD + box.column * WIDE, top + TITLE + box.line * HIGH, box.width * WIDE - 1.5
             shape = f'x="{x:g}" y="{y:g}" width="{wide:g}" height="{HIGH - 4}" rx="4"'
             paint = 'class="card"' if step == FILLED else f'fill="{colour(logp)}"'
             text = written(box.label, x + wide / 2, y + HIGH / 2 - 2, "page" if step == FILLED else "")
             parts.append(f'<rect class="mask" {shape}/>')
-            for at, draft, unsure in film.drafts_at(position):  # each is covered by the next
+            for at, draft, unsure in film.drafts_at(position):
                 old = written(set_cell_size(chip(draft)[1], box.width), x + wide / 2, y + HIGH / 2 - 2)
                 parts.append(f'<g class="s{at + 1}"><rect {shape} fill="{colour(unsure)}"/>{old}</g>')
             mark = f'<rect class="box" {shape}/>' if film.drafts_at(position) else ""

@@ -132,6 +132,7 @@ def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
     """Why a row has no use, or "". Its tests must fail on functions that do nothing, none of its cases may pass with
     whatever functions, and its solution, if it has one, must pass all cases."""
     tests, prefix = tests_of(row["ground_truth"])
+    # A case that passes in vain would pay for every program: first functions that return None, then ones that raise.
     idle = passed(IDLE, tests, limits)
     if len(idle) == tests.count:
         return "its tests pass with functions that do nothing"
@@ -173,6 +174,7 @@ def _mbpp(row: dict[str, Any]) -> Made:
     setup = "\n".join([str(row.get("test_setup_code") or ""), *map(str, imports)])
     Imports().visit(parsed(setup, "test_setup_code or test_imports"))
     source, _, cases = with_cases("\n".join(listed))
+    # The tests import nothing: what they read is the program's, or a module of the standard library.
     free = free_names(f"{setup}\n{source}")
     modules = sorted(free & sys.stdlib_module_names)
     setup = "\n".join([*(f"import {name}" for name in modules), setup])
@@ -264,6 +266,7 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     def marked(statement: ast.stmt) -> ast.stmt:
         return case(statement) if asserts(statement) else statement
 
+    # Statements are marked where they stand; test functions are called, as cases, after all statements.
     for node in imports.visit(parsed(source)).body:
         if isinstance(node, ast.AsyncFunctionDef) and (node.name == within or node.name.startswith("test")):
             raise ValueError(f"{node.name} is async, and nothing here awaits it")

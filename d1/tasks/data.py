@@ -116,6 +116,7 @@ def read_problems(
         if HUB_NAME.fullmatch(data_file) and path.suffix not in (".csv", *_READERS) and not path.is_file():
             return data_file, read_hub(data_file, None, split, *schemas)
         return data_file, read_file(data_file, *schemas)
+    # Validation rows are held out of the training split, as in d1.
     name, config = test if split == "test" else train
     return name, hold_out(read_hub(name, config, "test" if split == "test" else "train", *schemas), split)
 

@@ -54,6 +54,7 @@ def equivalent(answer: str, gold: str) -> bool:
         return True
     if not a or not b:
         return False
+    # Two exact numbers need no math-verify, except that with a percent sign 50% may also be 0.5.
     x, y = _exact(a), _exact(b)
     if x is not None and y is not None and (x == y or "%" not in answer + gold):
         return x == y

@@ -74,6 +74,7 @@ REWARDS = [cells_reward]
 
 def demonstrate(row: dict[str, Any]) -> str:
     """A worked solution, which always continues with the cell that has the fewest possible digits left."""
+    # A cell with one possible digit comes first, so that the text of most steps is a proof.
     grid, solution, steps = list(puzzle_of(row["question"])), row["ground_truth"], []
     while "0" in grid:
         empty = [i for i, digit in enumerate(grid) if digit == "0"]

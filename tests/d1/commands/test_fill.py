@@ -10,7 +10,6 @@ from d1.commands.fill import encoded, pieces_of
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import fill
-from tests import forks
 from tests.commands import ROOT
 
 POCKET = str(ROOT / "pocket" / "base")
@@ -61,7 +60,8 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
     ("words", "message"),
     [
         (["a1"], "the text has no placeholder: write"),
-        (["a1 [MASK:0]"], r"\[MASK:0\] has no number of tokens"),
+        (["a1 [MASK:0]"], r"\[MASK:0\] has no number of tokens: write \[MASK:3\] for three"),
+        (["a1 [MASK:x]"], r"\[MASK:x\] has no number of tokens"),
         (["a1 [MASK:]"], r"\[MASK:\] has no number"),
         (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] has no number"),
         (["Paris [MASK]"], "it has no token for 'Paris'"),
@@ -76,10 +76,3 @@ def test_what_cannot_be_filled_is_refused_before_the_model_is_loaded(monkeypatch
     monkeypatch.setattr("d1.models.load.load_on_device", lambda *_, **__: pytest.fail("loaded the model"))
     with pytest.raises(ValueError, match=message):
         main(make_parser().parse_args(["fill", POCKET, *words]))
-
-
-def test_a_mistake_takes_one_line(tmp_path):
-    log = tmp_path / "log"
-    started = forks.start(forks.module, "d1", "fill", POCKET, "a1 [MASK:x]", log=log, folder=ROOT)
-    said = forks.finish(started, log, status=1)
-    assert said == "d1: [MASK:x] has no number of tokens: write [MASK:3] for three, [MASK] for one\n"

@@ -42,10 +42,8 @@ ATTACKS = {
     "fork_bomb": """
 import os
 while True:
-    try:
-        os.fork()
-    except OSError:
-        pass
+    try: os.fork()
+    except OSError: pass
 """,
     "endless_loop": "def f(x):\n    while True: pass",
     "sleep": "import time\ntime.sleep(1000)",
@@ -55,10 +53,8 @@ while True:
 import os
 while True:
     for stream in range(20):
-        try:
-            os.write(stream, b"x" * (1 << 20))
-        except OSError:
-            pass
+        try: os.write(stream, b"x" * (1 << 20))
+        except OSError: pass
 """,
     "long_reply": "def f(x):\n    return 'x' * (1 << 24)",
     "deep_reply": "def f(x):\n    value = []\n    for _ in range(900): value = [value]\n    return value",
@@ -75,42 +71,36 @@ while True:
     "print_a_pass": """
 import os
 for stream in range(64):
-    try:
-        os.write(stream, b"0\\n1\\n2\\n3\\n4\\n")
-    except OSError:
-        pass
+    try: os.write(stream, b"0\\n1\\n2\\n3\\n4\\n")
+    except OSError: pass
 print("0\\n1\\n2\\n3\\n4\\n5 passed")
 """,
     "patch_assert": """
 import builtins, sys
 builtins.AssertionError = type("Never", (Exception,), {})
 sys.excepthook = lambda *_: None
-def f(x):
-    return None
+def f(x): return None
 """,
     "patch_the_judge": """
 import sys
 main = sys.modules["__main__"]
 for name in ("Case", "Program", "Remote", "unpack", "examine"):
     setattr(main, name, lambda *_: True)
-def f(x):
-    return None
+def f(x): return None
 """,
     "equal_to_all": """
 class Yes:
     def __eq__(self, _): return True
     __ne__ = __gt__ = __lt__ = __ge__ = __le__ = __eq__
     def __bool__(self): return True
-def f(x):
-    return Yes()
+def f(x): return Yes()
 """,
     "number_equal_to_all": """
 class Yes(int):
     def __eq__(self, _): return True
     __gt__ = __lt__ = __eq__
     __hash__ = int.__hash__
-def f(x):
-    return Yes()
+def f(x): return Yes()
 """,
     "read_the_frames": """
 import gc, sys
@@ -126,17 +116,13 @@ def f(x):
 import os
 def f(x):
     for stream in range(3, 20):
-        try:
-            os.write(stream, b'["pass"]\\n' + b'["error", ["StopIteration"], ""]\\n' * 20)
-        except OSError:
-            pass
+        try: os.write(stream, b'["pass"]\\n' + b'["error", ["StopIteration"], ""]\\n' * 20)
+        except OSError: pass
 """,
     "shadow_the_tests_names": """
 import contextlib
-def __case__(number):
-    return contextlib.suppress(Exception)
-def f(x):
-    return None
+def __case__(number): return contextlib.suppress(Exception)
+def f(x): return None
 """,
     "no_python": "this is no Python",
 }
