@@ -28,35 +28,33 @@ COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "tar
 SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
 LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
 LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # small versions of tasks, read and scored like these
-HUMANEVAL = [
-    {
-        "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n',
-        "canonical_solution": "    return math.pi * r**2\n",
-        "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(0) == 0\n"
-        "    assert abs(candidate(2) - 4 * math.pi) < 1e-9\n",
-        "entry_point": "area",
-    }
-]
-MBPP = [
-    {
-        "text": "Write a function to sort a list of pairs by their second values.",
-        "code": "def by_second(pairs):\n    pairs.sort(key=lambda pair: pair[1])\n    return pairs",
-        "test_setup_code": "",
-        "test_list": ["assert by_second([('a', 2), ('b', 1)]) == [('b', 1), ('a', 2)]", "assert by_second([]) == []"],
-    }
-]
-KODCODE = [
-    {
-        "question": "Write a class Stack with push and pop. An empty stack raises IndexError.",
-        "solution": "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, item):\n"
-        "        self.items.append(item)\n    def pop(self):\n        return self.items.pop()\n",
-        "test": "from solution import Stack\n\ndef test_last_in_first_out():\n    stack = Stack()\n    stack.push(1)\n"
-        "    stack.push([2])\n    assert stack.pop() == [2]\n    assert stack.pop() == 1\n\ndef test_empty():\n"
-        "    try:\n        Stack().pop()\n    except IndexError:\n        return\n    assert False\n",
-    }
-]
+HUMANEVAL = {"prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n'}
+HUMANEVAL |= {"canonical_solution": "    return math.pi * r**2\n", "entry_point": "area"}
+HUMANEVAL["test"] = (
+    "METADATA = {}\n\n\ndef check(f):\n    assert f(0) == 0\n    assert abs(f(2) - 4 * math.pi) < 1e-9\n"
+)
+MBPP: dict[str, Any] = {"text": "Write a function to sort a list of pairs by their second values."}
+MBPP["code"] = "def by_second(pairs):\n    pairs.sort(key=lambda pair: pair[1])\n    return pairs"
+MBPP["test_list"] = ["assert by_second([(1, 2), (3, 1)]) == [(3, 1), (1, 2)]", "assert by_second([]) == []"]
+KODCODE = {"question": "Write a class Stack with push and pop. An empty stack raises IndexError."}
+KODCODE["solution"] = """class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+"""
+KODCODE["test"] = """from solution import Stack
+def test_last_in_first_out():
+    stack = Stack()
+    stack.push(1)
+    stack.push([2])
+    assert stack.pop() == [2] and stack.pop() == 1
+def test_empty():
+    try: Stack().pop()
+    except IndexError: return
+    assert False
+"""
 PROGRAMS = [{"input": "abdce,dbcae", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}]
-LOCAL |= {"code": [HUMANEVAL, MBPP, KODCODE], "programs": [PROGRAMS]}
+LOCAL |= {"code": [[HUMANEVAL], [MBPP], [KODCODE]], "programs": [PROGRAMS]}
 EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
 
@@ -246,7 +244,7 @@ def test_data_file_may_be_a_name_on_the_hub(tmp_path, monkeypatch):
     skip_without_sandbox("code")
     monkeypatch.chdir(tmp_path)
     for split in ("train", "validation", "test"):
-        make_hub(tmp_path, "Muennighoff/mbpp", split, [{**MBPP[0], "text": f"of {split}"}])
+        make_hub(tmp_path, "Muennighoff/mbpp", split, [{**MBPP, "text": f"of {split}"}])
         (row,) = load_task("code").load_rows(split, "Muennighoff/mbpp")
         assert row["question"].startswith(f"of {split}\n")
     with pytest.raises(FileNotFoundError, match=r"no data file Muennighoff/rows\.jsonl"):
