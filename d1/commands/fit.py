@@ -157,7 +157,7 @@ class Recipe:
     """A run that a file describes.
 
     Attributes:
-        flags: what `d1 fit` would be told of it.
+        flags: those of `d1 fit` that describe it.
         steps: optimizer steps.
         steps_per_rollout: of RL, else 1.
         tokens: purpose -> tokens of the whole run in forward passes; a backward pass counts as 1 where weights are
@@ -173,7 +173,7 @@ class Recipe:
 
 
 def hardware_of(file: Path) -> dict[str, Any]:
-    """`gpus`, `card` and `zero` by the comment at the top of a recipe, where they are there."""
+    """`gpus`, `card` and `zero`, as far as the comment at the top of a recipe states them."""
     text, found = file.read_text(encoding="utf-8"), dict[str, Any]()
     if match := HARDWARE.search(text):
         found |= {"gpus": int(match[1]), "card": match[2]}
@@ -274,7 +274,7 @@ def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float]
 
 
 def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
-    """The arguments that describe the run of `--config`, a file of RL (it has a `model_path`) or SFT, and that run.
+    """The flags of the run in `--config`, a file of RL (it has a `model_path`) or SFT settings, and that run.
 
     Raises:
         ValueError: flags repeat what the file says, its settings are wrong, or the number of rows is not known.

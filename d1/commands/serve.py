@@ -70,8 +70,8 @@ def named_address(host: str, port: int) -> Iterator[None]:
 
 
 def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """The names in the header `Host` of requests to a server that listens on `host`. On all addresses, these are the
-    machine's name and every address."""
+    """The names in the header `Host` of requests to a server that listens on `host`. If that is all addresses, the
+    machine's name is one of them."""
     names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower().strip("[]") for name in more)]
     if host in ("", "0.0.0.0", "::"):
         own = socket.gethostname().lower()

@@ -64,7 +64,7 @@ class Limits:
         seconds: by the clock, for the program with all its tests; see `seconds_now`.
         cpu_seconds: processor time of each process.
         memory: MiB of each process.
-        processes: processes and threads of one sandbox, two of which are bubblewrap's and the program itself.
+        processes: processes and threads of one sandbox; two of them are bubblewrap and the program itself.
         files: MiB of all files in `/tmp`.
         reply: MiB of what a function returns, as text.
     """
@@ -91,8 +91,8 @@ class Cases:
     """Tests of a program.
 
     Attributes:
-        source: Python, in which `with __case__(0): ...` to `with __case__(count - 1): ...` are what can pass.
-        names: of the program, for the tests: its functions, or "__solution__", the program as a module.
+        source: Python, whose blocks `with __case__(0): ...` to `with __case__(count - 1): ...` are the cases.
+        names: what the tests use of the program: its functions, or "__solution__", the program as a module.
         setup: Python that runs before the program's names are set.
         count: how many cases there are.
     """
@@ -183,7 +183,7 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
 
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
-    """The cases that a program passes. Raises SandboxError if a sandbox started at none of several tries."""
+    """The cases that a program passes. Raises SandboxError if no try started both sandboxes."""
     for pause in (*PAUSES, None):
         try:
             return start_sides(python, program, tests, limits)
@@ -250,7 +250,7 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a sandbox with its child, which would wait for ever if bubblewrap had not set it up yet."""
+    """Kills a sandbox and its child, which would wait for ever if bubblewrap had not set it up yet."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def seconds_now(limits: Limits) -> float:
-    """`limits.seconds`, times the load of each core above 1, at most 10: a right program may wait for a core."""
+    """`limits.seconds` times the load per core, from 1 to 10: a correct program may have to wait for a core."""
     return limits.seconds * min(max(os.getloadavg()[0] / WORKERS, 1.0), 10.0)
 
 

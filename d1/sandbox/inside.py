@@ -69,8 +69,8 @@ def own_pipes() -> tuple[Any, Any]:
 
 
 def pack(value: Any, reference: Any) -> str:
-    """A value in one line: words with a letter for the type, before what it is or how many values follow. What is no
-    plain value becomes `reference(value)`, a number."""
+    """A value as one line of words: a letter for the type, then the value itself or the number of values that follow.
+    Anything but a plain value becomes the number `reference(value)`."""
     words: list[str] = []
     put(value, words.append, reference)
     return " ".join(words)
@@ -90,7 +90,7 @@ def put(value: Any, add: Callable[[str], None], reference: Any) -> None:
 
 
 def unpack(line: str, dereference: Any) -> Any:
-    """The value that `pack` was given, as a plain built-in type. A line that `pack` did not make is some Exception."""
+    """The value that `pack` was given, as a plain built-in type. Raises some Exception for any other line."""
     return take(iter(line.split()), dereference)
 
 
@@ -197,7 +197,7 @@ def exception_of(names: list[str], message: str) -> Exception:
 
 
 def update(value: Any, changed: Any) -> None:
-    """Makes a list, dictionary or set what the program made of its copy."""
+    """Gives a list, dictionary or set the content that the program gave to its copy."""
     if isinstance(value, list) and isinstance(changed, list):
         value[:] = changed
     elif isinstance(value, dict | set) and type(value) is type(changed):

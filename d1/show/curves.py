@@ -1,7 +1,7 @@
 """The figures of all stages, in one style: everything that plots uses `panels`, `legend` and `save_figure`.
 
 The figures of documents are SVGs of the width `WIDTH`: legible on a page of 700 px, with a light or a dark theme. Black
-is the colour of text: an SVG replaces it by its reader's.
+stands for the colour of text, which is the reader's in an SVG.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ CARD = """<style>svg{color:#1b1f24}.card{fill:#fff}
 
 
 def svg_of(figure: Figure, name: str) -> str:
-    """The figure as an SVG element without a ground, with what is black in the colour of the text around it.
+    """The figure as an SVG element without a ground; what is black takes the colour of the text around it.
 
     Args:
         figure: stays open.

@@ -129,8 +129,8 @@ def tried(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> list[s
 
 
 def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
-    """Why a row has no use, or "". Its tests must fail on functions that do nothing, none of its cases may pass with
-    whatever functions, and its solution, if it has one, must pass all cases."""
+    """Why a row is left out, or "". Its tests must fail for functions that do nothing, no case may pass with every
+    program, and its solution, if it has one, must pass all cases."""
     tests, prefix = tests_of(row["ground_truth"])
     # A case that passes in vain would pay for every program: first functions that return None, then ones that raise.
     idle = passed(IDLE, tests, limits)
@@ -300,7 +300,7 @@ def asserts(node: ast.AST) -> bool:
 
 
 def free_names(source: str) -> set[str]:
-    """Names that a source reads and nothing in it defines; not those of Python."""
+    """Names that a source reads without defining them, except Python's own."""
     nodes = list(ast.walk(parsed(source)))
     read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -1,7 +1,7 @@
-"""Programs by example, a coding task of pocket size: from two examples of f find the expression in x that f is.
+"""Programs by example, a coding task of pocket size: find the expression for f(x) from two examples.
 
-f takes a text of five letters to another one of five, each a letter of x: `x[3] + x[0] + x[0] + x[2] + x[1]`. An answer
-is whatever Python makes of it: it runs in the sandbox as the body of f, on both examples and on "vwxyz", which is not
+f maps a text of five letters to another one, each letter of which is one of x: `x[3] + x[0] + x[0] + x[2] + x[1]`. An
+answer may be any expression: it runs in the sandbox as the body of f, on both examples and on "vwxyz", which is not
 shown. Rows are `{"input": "abcde,edcba", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}`.
 """
 
