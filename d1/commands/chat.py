@@ -28,7 +28,96 @@ class Chat:
     tokenizer: Any
     seed: int
     sampling: SamplingSettings
+    on_terminal: bool
     messages: list[dict[str, str]] = field(default_factory=list)
+
+    def talk(self) -> bool:
+        """Answers messages until there are no more; returns whether all were answered."""
+        well = True
+        while True:
+            if_stopped = "/exit or Ctrl-D ends the chat"
+            try:
+                line = input("> " if self.on_terminal else "").strip()
+                if line == "/exit":
+                    return well
+                if line == "/reset":
+                    self.messages.clear()
+                    note("the conversation is forgotten")
+                elif line:
+                    if_stopped = "stopped: the chat continues as if you had not asked"
+                    with coming_into_focus(self.tokenizer, self.on_terminal) as show:
+                        text = self.answer(line, show)
+                    sys.stdout.write(harmless(text) + "\n")
+                    sys.stdout.flush()
+                    if not text.strip():
+                        note("the answer is empty: the model began it with the end token, or with nothing but spaces")
+            except EOFError:
+                if self.on_terminal:
+                    note("")
+                return well
+            except KeyboardInterrupt:
+                if not self.on_terminal:
+                    raise
+                note("\n" + if_stopped)
+            except BrokenPipeError:  # nobody reads the answers; it is an OSError, and so one of MISTAKES
+                raise
+            except MISTAKES as error:
+                well = False
+                note(one_line(error))
+
+    def answer(self, question: str, show: Callable[[list[int]], object]) -> str:
+        """The model's answer. Question and answer are added to the conversation when the answer is complete.
+
+        Args:
+            show: called after each forward pass with the ids of the canvas.
+        """
+        import torch
+
+        from d1.masking import keyed_generator
+        from d1.models.tokenizer import encode_prompt, end_ids, first_end, render_prompt
+        from d1.sampling import rollout_steps
+
+        messages = [*self.messages, {"role": "user", "content": question}]
+        ids = encode_prompt(self.tokenizer, render_prompt(self.tokenizer, messages))
+        advice = ": /reset forgets the conversation; or lower --gen_length"
+        check_room(self.model.config, len(ids), self.sampling.gen_length, advice)
+        prompt, ends = torch.tensor([ids], device=self.model.device), end_ids(self.tokenizer)
+        draws = [keyed_generator(self.seed, len(self.messages))]
+        options: Any = {"mask_token_id": self.tokenizer.mask_token_id, "generator": draws, "eos_token_ids": ends}
+        canvas_ids: list[int] = []
+        for step in rollout_steps(self.model, prompt, torch.ones_like(prompt), self.sampling, **options):
+            canvas_ids = step.canvas[0, len(ids) :].tolist()
+            show(canvas_ids)
+        text = str(self.tokenizer.decode(canvas_ids[: first_end(canvas_ids, ends)], skip_special_tokens=True))
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        return text
+
+
+def note(text: str) -> None:
+    """Writes a message that is not an answer to stderr."""
+    sys.stderr.write(harmless(text) + "\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def coming_into_focus(tokenizer: Any, on_terminal: bool) -> Iterator[Callable[[list[int]], object]]:
+    """Shows a canvas on a terminal, updated in place, and clears it at the end; does nothing without a terminal."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    if not on_terminal:
+        yield lambda ids: None
+        return
+    with Live(console=Console(), auto_refresh=False, transient=True) as live:
+        yield lambda ids: live.update(Text(canvas_text(tokenizer, ids)), refresh=True)
+
+
+def canvas_text(tokenizer: Any, ids: list[int]) -> str:
+    """A canvas with its masks as text; other special tokens are left out."""
+    special = {*tokenizer.all_special_ids} - {tokenizer.mask_token_id}
+    text = tokenizer.decode([token for token in ids if token not in special])
+    return harmless(text.replace(tokenizer.mask_token, MASK))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,110 +140,12 @@ def run(args: argparse.Namespace) -> None:
     check_chat_template(tokenizer, args.model_path)
     check_canvas(args)
     model = model_of(args)
-    chat = Chat(model, tokenizer, args.seed, sampling_settings(vars(args), model.config))
+    chat = Chat(model, tokenizer, args.seed, sampling_settings(vars(args), model.config), on_terminal)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         stream.reconfigure(errors=errors)  # type: ignore[union-attr]
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # input() edits lines with it
         note(f"{args.model_path}: /reset forgets the conversation, /exit or Ctrl-D ends the chat")
-    if not talk(chat, on_terminal):
+    if not chat.talk():
         sys.exit(1)
-
-
-def talk(chat: Chat, on_terminal: bool) -> bool:
-    """Answers messages until there are no more; returns whether all were answered."""
-    well = True
-    while True:
-        if_stopped = "/exit or Ctrl-D ends the chat"
-        try:
-            line = input("> " if on_terminal else "")
-            if line.strip() == "/exit":
-                return well
-            if line.strip() == "/reset":
-                chat.messages.clear()
-                note("the conversation is forgotten")
-            elif line.strip():
-                if_stopped = "stopped: the chat continues as if you had not asked"
-                with coming_into_focus(chat.tokenizer, on_terminal) as show:
-                    text = answer(chat, line.strip(), show)
-                sys.stdout.write(harmless(text) + "\n")
-                sys.stdout.flush()
-                if not text.strip():
-                    note("the answer is empty: the model began it with the end token, or with nothing but spaces")
-        except EOFError:
-            if on_terminal:
-                note("")
-            return well
-        except KeyboardInterrupt:
-            if not on_terminal:
-                raise
-            note("\n" + if_stopped)
-        except BrokenPipeError:  # nobody reads the answers
-            raise
-        except MISTAKES as error:
-            well = False
-            note(one_line(error))
-
-
-def note(text: str) -> None:
-    """Writes a message that is not an answer to stderr."""
-    sys.stderr.write(harmless(text) + "\n")
-    sys.stderr.flush()
-
-
-def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> str:
-    """The model's answer. Question and answer are added to the conversation when the answer is complete.
-
-    Args:
-        show: called after each forward pass with the ids of the canvas.
-    """
-    import torch
-
-    from d1.masking import keyed_generator
-    from d1.models.tokenizer import encode_prompt, end_ids, first_end, render_prompt
-    from d1.sampling import rollout_steps
-
-    messages = [*chat.messages, {"role": "user", "content": question}]
-    ids = encode_prompt(chat.tokenizer, render_prompt(chat.tokenizer, messages))
-    advice = ": /reset forgets the conversation; or lower --gen_length"
-    check_room(chat.model.config, len(ids), chat.sampling.gen_length, advice)
-    prompt = torch.tensor([ids], device=chat.model.device)
-    ends = end_ids(chat.tokenizer)
-    steps = rollout_steps(
-        chat.model,
-        prompt,
-        torch.ones_like(prompt),
-        chat.sampling,
-        mask_token_id=chat.tokenizer.mask_token_id,
-        generator=[keyed_generator(chat.seed, len(chat.messages))],
-        eos_token_ids=ends,
-    )
-    canvas: list[int] = []
-    for step in steps:
-        canvas = step.canvas[0, len(ids) :].tolist()
-        show(canvas)
-    text = str(chat.tokenizer.decode(canvas[: first_end(canvas, ends)], skip_special_tokens=True))
-    chat.messages = [*messages, {"role": "assistant", "content": text}]
-    return text
-
-
-@contextmanager
-def coming_into_focus(tokenizer: Any, on_terminal: bool) -> Iterator[Callable[[list[int]], object]]:
-    """Shows canvases in one place of the terminal, if there is a terminal, and clears it at the end."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    if not on_terminal:
-        yield lambda ids: None
-        return
-    with Live(console=Console(), auto_refresh=False, transient=True) as live:
-        yield lambda ids: live.update(Text(canvas_text(tokenizer, ids)), refresh=True)
-
-
-def canvas_text(tokenizer: Any, ids: list[int]) -> str:
-    """A canvas with its masks as text; other special tokens are left out."""
-    special = {*tokenizer.all_special_ids} - {tokenizer.mask_token_id}
-    text = tokenizer.decode([token for token in ids if token not in special])
-    return harmless(text.replace(tokenizer.mask_token, MASK))

@@ -41,31 +41,30 @@ def run(args: argparse.Namespace) -> None:
     from d1.sampling.infill import fill_settings
 
     tokenizer = tokenizer_of(args)
-    ids, hidden, front, behind = encoded(tokenizer, pieces)
+    ids, hidden, before, after = encoded(tokenizer, pieces)
     names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
     options = {field: getattr(args, name) for name, field in names.items()}
     config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
     fill_settings(config, sum(hidden), **options)
     check_room(config, len(ids) - sum(hidden), sum(hidden))
     model = model_of(args)
-    filled = fill(
-        model,
-        torch.tensor([ids], device=model.device),
-        torch.tensor([hidden], device=model.device),
-        mask_token_id=tokenizer.mask_token_id,
-        generator=[keyed_generator(args.seed, device=model.device)],
-        **options,
-    ).ids[0]
-    sys.stdout.write(f"{tokenizer.decode(filled[front : len(ids) - behind])}\n")
+    options |= {
+        "mask_token_id": tokenizer.mask_token_id,
+        "generator": [keyed_generator(args.seed, device=model.device)],
+    }
+    given, masked = (torch.tensor([row], device=model.device) for row in (ids, hidden))
+    filled = fill(model, given, masked, **options).ids[0]
+    sys.stdout.write(f"{tokenizer.decode(filled[before : len(ids) - after])}\n")
 
 
 def pieces_of(text: str) -> list[str | int]:
     """The text between placeholders, and for each placeholder its number of tokens."""
     pieces: list[Any] = PLACEHOLDER.split(text)
-    for place, count in list(enumerate(pieces))[1::2]:
+    for index, count in list(enumerate(pieces))[1::2]:
         if count is not None and (not count.isdecimal() or int(count) < 1):
             raise ValueError(f"[MASK:{count}] has no number of tokens: write [MASK:3] for three, [MASK] for one")
-        pieces[place] = int(count or 1)
+        pieces[index] = int(count or 1)
+    # `split` alternates texts and counts, so that one piece means no placeholder.
     if len(pieces) == 1:
         raise ValueError("the text has no placeholder: write [MASK:3] where three tokens are missing, [MASK] for one")
     return [piece for piece in pieces if piece != ""]
@@ -79,8 +78,8 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
     from d1.models.tokenizer import encode_prompt
 
     special = list(tokenizer("")["input_ids"])  # [BOS], or [CLS] and [SEP]
-    front = (len(special) + 1) // 2
-    ids, hidden = special[:front], [False] * front
+    before = (len(special) + 1) // 2
+    ids, hidden, after = special[:before], [False] * before, special[before:]
     for piece in pieces:
         own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_prompt(tokenizer, piece)
         if isinstance(piece, str) and tokenizer.mask_token_id in own:
@@ -90,5 +89,4 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
             )
         ids += own
         hidden += [isinstance(piece, int)] * len(own)
-    behind = special[front:]
-    return ids + behind, hidden + [False] * len(behind), front, len(behind)
+    return ids + after, hidden + [False] * len(after), before, len(after)

@@ -11,15 +11,12 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
     """The adapter's tokenizer if there is an adapter, else the model's."""
     from d1.models import load_tokenizer
 
-    return load_tokenizer(
-        args.checkpoint_path or args.model_path,
-        plain_chat_template=args.plain_chat_template,
-    )
+    return load_tokenizer(args.checkpoint_path or args.model_path, plain_chat_template=args.plain_chat_template)
 
 
 def check_canvas(args: argparse.Namespace) -> None:
-    """Raise ValueError, before the weights are read, if the flags of sampling do not suit the model: if a completion of
-    `--gen_length` leaves no room for a prompt, say."""
+    """Raise ValueError, before the weights are read, if a completion leaves no room for a prompt, or other flags of
+    sampling do not suit the model."""
     from d1.models.adapters import adapter_chain
     from d1.models.kinds import check_room, native_config
     from d1.sampling.settings import sampling_settings
@@ -34,9 +31,5 @@ def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -
     from d1.models.load import load_on_device
 
     check_memory(args.model_path, args.dtype, args.checkpoint_path)
-    return (load or load_on_device)(
-        args.model_path,
-        args.dtype,
-        adapter=args.checkpoint_path,
-        attn_implementation=args.attn_implementation,
-    )
+    options = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
+    return (load or load_on_device)(args.model_path, args.dtype, **options)

@@ -7,17 +7,16 @@ import subprocess
 import sys
 
 from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, working_python
-from d1.sandbox.system_calls import FAMILIES
+from d1.sandbox.box import FAMILIES
 
 WRITES = """
+import contextlib
 def f():
     found = []
     for folder in ("/", "/usr", "/home", "/dev", "/dev/shm", "/tmp"):
-        try:
+        with contextlib.suppress(OSError):
             open(folder + "/written", "w").close()
             found.append(folder)
-        except OSError:
-            pass
     return found
 """
 FORKS = """
@@ -31,31 +30,25 @@ def f():
             return count
 """
 FILLS = """
+import contextlib
 def f():
     with open("/tmp/file", "wb", buffering=0) as file:
-        try:
-            while file.write(bytes(1 << 20)) == 1 << 20:
-                pass
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            while file.write(bytes(1 << 20)) == 1 << 20: pass
         return file.tell()
 """
 HOLDS = """
 def f(size):
-    try:
-        return len(bytearray(size))
-    except MemoryError:
-        return 0
+    try: return len(bytearray(size))
+    except MemoryError: return 0
 """
 HIDES = """
-import mmap, os
+import contextlib, mmap, os
 def f():
     found = []
     for hide in (lambda: os.memfd_create("held"), lambda: mmap.mmap(-1, 4096)):
-        try:
+        with contextlib.suppress(PermissionError):
             found.append(type(hide()).__name__)
-        except PermissionError:
-            pass
     return found
 """
 SOCKETS = """
@@ -70,13 +63,11 @@ def f():
             found += [] if isinstance(error, PermissionError) else [family]
     return found
 """
+EMPTY = "import os\ndef f(): return len(os.environ), os.listdir('/home')"
 PROBES = {  # what must be true -> a program and a test of it
     "no network": ("import socket\ndef f(): return [name for _, name in socket.if_nameindex()]", "f() == ['lo']"),
     "no other process": ("import os\ndef f(): return os.getpid(), os.path.exists('/proc')", "f() == (2, False)"),
-    "an empty environment and home": (
-        "import os\ndef f(): return len(os.environ), os.listdir('/home')",
-        "f() == (0, [])",
-    ),
+    "an empty environment and home": (EMPTY, "f() == (0, [])"),
     "no file but in /tmp can be written": (WRITES, "f() == ['/tmp']"),
     "files are limited": (FILLS, "0 < f() <= {files} << 20"),
     "memory is limited": (HOLDS, "f({memory} << 19) and not f({memory} << 20)"),
@@ -99,16 +90,14 @@ def run(args: argparse.Namespace) -> None:
     python, limits = working_python(), Limits()
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     sys.stdout.write(f"{version}, Python {python}, {WORKERS} programs at a time\n")
-    sizes = vars(limits)
     faults = []
     for name, (program, test) in PROBES.items():
-        source = f"with __case__(0):\n    assert {test.format(**sizes)}"
+        source = f"with __case__(0):\n    assert {test.format(**vars(limits))}"
         ok = bool(passed(program, Cases(source, ("f",), 1), limits))
         sys.stdout.write(f"{'ok    ' if ok else 'FAILED'} {name}\n")
         faults += [name] * (not ok)
     if faults:
-        raise SandboxError(
-            f"not so in this sandbox: {'; '.join(faults)}. Linux 5.14 and bubblewrap 0.8 or newer are needed"
-        )
+        needed = "Linux 5.14 and bubblewrap 0.8 or newer are needed"
+        raise SandboxError(f"not so in this sandbox: {'; '.join(faults)}. {needed}")
     most = WORKERS * 2 * limits.processes * limits.memory / 1024
     sys.stdout.write(f"limits per program: {limits}; at most {most:g} GiB of main memory in all\n")

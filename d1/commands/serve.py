@@ -13,13 +13,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from errno import EADDRINUSE
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL
+
+if TYPE_CHECKING:
+    from d1.serve.requests import Server
 
 PARTING = 10  # seconds that clients have to read their answers after --drain_seconds
 MISSING = "d1 serve needs FastAPI, uvicorn and prometheus-client: pip install -e '.[serve]' in the checkout"
@@ -42,11 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
     server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
     server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
-    server.add_argument(
-        "--drain_seconds",
-        type=NATURAL,
-        help="time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)",
-    )
+    drain = "time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)"
+    server.add_argument("--drain_seconds", type=NATURAL, help=drain)
     add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
 
 
@@ -69,13 +70,38 @@ def named_address(host: str, port: int) -> Iterator[None]:
 
 
 def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """The names in the header `Host` of requests to a server that listens on `host`. On all addresses, these are the
-    machine's name and every address."""
+    """The names in the header `Host` of requests to a server that listens on `host`. If that is all addresses, the
+    machine's name is one of them."""
     names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower().strip("[]") for name in more)]
     if host in ("", "0.0.0.0", "::"):
         own = socket.gethostname().lower()
         names += [own, own.partition(".")[0]]
     return tuple(dict.fromkeys(names))
+
+
+def served_model(args: argparse.Namespace) -> Any:
+    """The model, with its adapter merged into it as in RL: an adapter that is sent later comes on top."""
+    from peft import PeftModel
+
+    from d1.models.adapters import merge_adapter
+
+    model = model_of(args)
+    if isinstance(model, PeftModel):
+        return merge_adapter(model, args.checkpoint_path or args.model_path).eval()
+    return model
+
+
+def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
+    from d1.serve.engine import Engine, Loader
+    from d1.serve.requests import Server
+
+    model = served_model(args)
+    sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
+    engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
+    limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
+    limits |= {"allowed_hosts": hosts(args.host, args.allowed_hosts), "loader": Loader(partial(served_model, args))}
+    name, defaults = args.served_model_name or args.model_path, sampling_settings(vars(args), model.config)
+    return Server(engine, tokenizer, name, defaults, args.seed, **limits)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -85,43 +111,25 @@ def run(args: argparse.Namespace) -> None:
         import uvicorn
     except ImportError as error:
         raise ImportError(MISSING) from error
-    from peft import PeftModel
 
-    from d1.models.adapters import merge_adapter
     from d1.models.tokenizer import check_chat_template
     from d1.serve.app import make_app
-    from d1.serve.engine import Engine, Loader
-    from d1.serve.requests import Server
 
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
-    is_open = args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     check_canvas(args)
 
-    def start() -> Any:
-        model = model_of(args)
-        if isinstance(model, PeftModel):  # as RL does: an adapter that is sent later comes on top
-            model = merge_adapter(model, args.checkpoint_path or args.model_path).eval()
-        return model
-
-    model = start()
-    defaults = sampling_settings(vars(args), model.config)
-    sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
-    engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
-    name = args.served_model_name or args.model_path
-    limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
-    limits["allowed_hosts"] = hosts(args.host, args.allowed_hosts)
-    app = make_app(Server(engine, tokenizer, name, defaults, args.seed, loader=Loader(start), **limits))
+    server = server_of(args, tokenizer)
     patience = None if args.drain_seconds is None else args.drain_seconds + PARTING
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=patience)
+    config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=patience)
 
     class Draining(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if args.drain_seconds is not None:
-                asyncio.get_running_loop().call_later(args.drain_seconds, engine.finish)
+                asyncio.get_running_loop().call_later(args.drain_seconds, server.engine.finish)
             await super().shutdown(sockets)
 
     gc.collect()
@@ -130,8 +138,8 @@ def run(args: argparse.Namespace) -> None:
         own.listen()  # from here on clients are heard
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it
     host = f"[{args.host}]" if ":" in args.host else args.host
-    sys.stderr.write(f"Serving {name} on http://{host}:{own.getsockname()[1]}\n")
-    if is_open:
+    sys.stderr.write(f"Serving {server.name} on http://{host}:{own.getsockname()[1]}\n")
+    if args.host not in LOCAL and not args.api_key:
         logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
     Draining(config).run(sockets=[own])

@@ -23,18 +23,16 @@ from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_s
 from d1.show.film import Film, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
 
-OUTPUTS = ("html", "svg")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     add_model_flags(parser.add_argument_group("model"))
-    asked = parser.add_argument_group("question: a prompt, or a problem of a task")
-    asked.add_argument("--prompt", help="the user's message; the model's chat template is put around it")
-    asked.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
-    asked.add_argument("--index", type=NATURAL, default=0, help="number of the problem in the split, from 0")
-    asked.add_argument("--split", choices=SPLITS, default="test")
-    asked.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
+    question = parser.add_argument_group("question: a prompt, or a problem of a task")
+    question.add_argument("--prompt", help="the user's message; the model's chat template is put around it")
+    question.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
+    question.add_argument("--index", type=NATURAL, default=0, help="number of the problem in the split, from 0")
+    question.add_argument("--split", choices=SPLITS, default="test")
+    question.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(sampling)
     sampling.add_argument("--eos_stop", action="store_true", help="skip the blocks after the completion's end")
@@ -47,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Plays one run, or two after each other, and writes the files asked for."""
-    runs = [args, *([changed(args)] if args.against else [])]
+    runs = [args, changed(args)] if args.against else [args]
     for one in runs:
         check_arguments(one)
     from rich.console import Console
@@ -91,7 +89,9 @@ def described(name: str, value: Any) -> str:
 def check_arguments(args: argparse.Namespace) -> None:
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs a question: either --prompt TEXT, or --dataset TASK and --index N")
-    for kind, path in ((kind, getattr(args, kind)) for kind in OUTPUTS if getattr(args, kind)):
+    for kind, path in (("html", args.html), ("svg", args.svg)):
+        if path is None:
+            continue
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
         if path.is_dir():
@@ -128,34 +128,24 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     check_room(model.config, ids.shape[1], settings.gen_length)
     blocks = settings.block_length
     filled = ids.shape[1] % blocks if block_size(model.config) else None  # prompt tokens in the block where it ends
-    steps = rollout_steps(
-        model,
-        ids.to(model.device),
-        torch.ones_like(ids).to(model.device),
-        settings,
-        mask_token_id=tokenizer.mask_token_id,
-        generator=[keyed_generator(args.seed, args.index, 0)],
-        eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
-    )
+    options: Any = {"mask_token_id": tokenizer.mask_token_id, "generator": [keyed_generator(args.seed, args.index, 0)]}
+    options["eos_token_ids"] = end_ids(tokenizer) if args.eos_stop else None
+    ids = ids.to(model.device)
+    steps = rollout_steps(model, ids, torch.ones_like(ids), settings, **options)
     edits = "" if settings.edits is None else f" · edits above {settings.edits:g}"
     name = without_folders(args.model_path)
     said = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
-    told: dict[str, Any] = {"title": title, "prompt": text, "note": said}
-    if args.dataset:
-        told["judge"] = judge_of(load_task(args.dataset), row, tokenizer, end_ids(tokenizer))
-    films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], **told)
+    judge = judge_of(load_task(args.dataset), row, tokenizer, end_ids(tokenizer)) if args.dataset else None
+    films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said, judge)
     return films, settings.most_passes(filled)
 
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:
     """Writes the files asked for and names them on stderr."""
-    from d1.show.flow import film_svg
-    from d1.show.page import film_page
+    from d1.show.page import film_page, film_svg
 
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
-    if args.html:
-        args.html.write_text(film_page(name, [("", films)]), encoding="utf-8")
-    if args.svg:
-        args.svg.write_text(film_svg(films), encoding="utf-8")
-    for path in filter(None, (args.html, args.svg)):
-        sys.stderr.write(f"Written: {path}\n")
+    for path, text in ((args.html, lambda: film_page(name, [("", films)])), (args.svg, lambda: film_svg(films))):
+        if path is not None:
+            path.write_text(text(), encoding="utf-8")
+            sys.stderr.write(f"Written: {path}\n")

@@ -2,8 +2,8 @@
 
 A sandbox has its own user, process, network, IPC and host name namespaces, no capabilities, and no `/proc`. It sees
 `/usr` and the Python installation read-only, an empty `/home`, a small `/tmp` in memory, and an empty environment. A
-filter refuses some system calls (`system_calls.py`). The limits on processes need Linux 5.14, which counts them per
-user namespace.
+filter refuses some system calls (`refusals`). The limits on processes need Linux 5.14, which counts them per user
+namespace.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import functools
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -26,7 +28,6 @@ from typing import Annotated, Any
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
 from d1.sandbox.inside import READY, pack
-from d1.sandbox.system_calls import MACHINES, refusals
 
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
@@ -63,7 +64,7 @@ class Limits:
         seconds: by the clock, for the program with all its tests; see `seconds_now`.
         cpu_seconds: processor time of each process.
         memory: MiB of each process.
-        processes: processes and threads of one sandbox, two of which are bubblewrap's and the program itself.
+        processes: processes and threads of one sandbox; two of them are bubblewrap and the program itself.
         files: MiB of all files in `/tmp`.
         reply: MiB of what a function returns, as text.
     """
@@ -90,8 +91,8 @@ class Cases:
     """Tests of a program.
 
     Attributes:
-        source: Python, in which `with __case__(0): ...` to `with __case__(count - 1): ...` are what can pass.
-        names: of the program, for the tests: its functions, or "__solution__", the program as a module.
+        source: Python, whose blocks `with __case__(0): ...` to `with __case__(count - 1): ...` are the cases.
+        names: what the tests use of the program: its functions, or "__solution__", the program as a module.
         setup: Python that runs before the program's names are set.
         count: how many cases there are.
     """
@@ -106,13 +107,61 @@ DEFAULT = Limits()
 PROBE = "def double(x):\n    return 2 * x"
 PROBE_TESTS = Cases("with __case__(0):\n    assert double(21) == 42", ("double",), 1)
 
+# ---- the filter of system calls
+
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)  # a network namespace confines these
+MACHINES = {  # name in uname -> AUDIT_ARCH_* of linux/audit.h, and the numbers of system calls
+    "x86_64": (
+        0xC000003E,
+        {"mmap": 9, "shmget": 29, "socket": 41, "socketpair": 53, "semget": 64, "msgget": 68, "mq_open": 240}
+        | {"memfd_create": 319, "bpf": 321},
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {"mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198, "socketpair": 199, "mmap": 222}
+        | {"memfd_create": 279, "bpf": 280},
+    ),
+}
+EVERYWHERE = {"io_uring_setup": 425, "memfd_secret": 447}
+X32 = 0x40000000  # x86_64's other numbers for the same calls begin here
+MAP_SHARED = 1  # also a bit of MAP_SHARED_VALIDATE
+# linux/bpf_common.h and linux/seccomp.h
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+# Offsets in struct seccomp_data; of an argument, of its lower half: both machines are little-endian.
+NUMBER, MACHINE, ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
+
+
+def refusals(machine: str) -> bytes:
+    """The seccomp filter for a machine of `MACHINES`: an array of struct sock_filter.
+
+    It refuses the calls that hold memory outside of any process, which RLIMIT_AS does not count (memfd_create, shared
+    memory, queues and semaphores of System V and POSIX, io_uring, maps of BPF, and shared mappings, which keep their
+    pages when they shrink), and sockets of all families but those in `FAMILIES`.
+    """
+    audit, numbers = MACHINES[machine]
+    calls = numbers | EVERYWHERE
+    shared, families = calls.pop("mmap"), (calls.pop("socket"), calls.pop("socketpair"))
+    # (code, steps to skip if it is so, else, value)
+    steps = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, audit), (RETURN, 0, 0, REFUSE)]
+    steps += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
+    for number in calls.values():
+        steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    steps += [(EQUAL, 0, 4, shared), (LOAD, 0, 0, ARGUMENTS[3]), (ANY_BIT, 0, 1, MAP_SHARED)]
+    steps += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+    steps += [(EQUAL, 2, 0, families[0]), (EQUAL, 1, 0, families[1]), (RETURN, 0, 0, ALLOW)]
+    steps += [(LOAD, 0, 0, ARGUMENTS[0])]
+    for family in FAMILIES:
+        steps += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
+    steps += [(RETURN, 0, 0, REFUSE)]
+    return b"".join(struct.pack("<HBBI", *step) for step in steps)
+
+
+# ---- a program and its tests in two sandboxes
+
 
 def command(python: str, limits: Limits, rules: int) -> list[str]:
-    """bubblewrap with Python in it; what follows are the arguments of `inside.py`.
-
-    Args:
-        rules: the descriptor from which bubblewrap reads the filter of system calls.
-    """
+    """bubblewrap with Python in it, before the arguments of `inside.py`; `rules` is the descriptor of the filter."""
     words = [str(shutil.which("bwrap")), *(f"--unshare-{part}" for part in PARTS), "--disable-userns"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for folder in SYSTEM:
@@ -124,6 +173,7 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
     for folder in () if prefix.is_relative_to("/usr") else (str(prefix / "bin"), str(prefix / "lib")):
         words += ["--ro-bind", folder, folder]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--dir", "/home"]
+    # Of what is mounted, only /tmp stays writable.
     words += ["--size", str(limits.files << 20), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", "--die-with-parent", "--clearenv", "--seccomp", str(rules), "--"]
     if os.geteuid() == 0:  # the kernel limits no processes of root
@@ -133,17 +183,13 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
 
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
-    """The cases that a program passes, which runs with its tests in two sandboxes.
-
-    Raises:
-        SandboxError: a sandbox did not start, at none of several tries.
-    """
+    """The cases that a program passes. Raises SandboxError if no try started both sandboxes."""
     for pause in (*PAUSES, None):
         try:
             return start_sides(python, program, tests, limits)
         except OSError as error:
             said = str(error)
-        if any(words in said for words in LASTING):
+        if any(words in said for words in LASTING):  # another try would say the same
             raise unusable(said)
         if pause is not None:
             time.sleep(pause)
@@ -160,16 +206,14 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
     """As `run_sides`, with one try. Raises OSError if a sandbox did not start."""
     with ExitStack() as processes, ExitStack() as ours:
 
-        def holding(data: bytes, until: ExitStack = ours) -> int:
-            """A file in memory, to read from."""
+        def holding(data: bytes, until: ExitStack = ours) -> int:  # the descriptor of a file in memory
             file = os.memfd_create("d1")
             until.callback(os.close, file)
             os.write(file, data)
             os.lseek(file, 0, os.SEEK_SET)
             return file
 
-        def pipe() -> tuple[int, int]:
-            """Its ends, to read and to write."""
+        def pipe() -> tuple[int, int]:  # its ends, to read and to write
             ends = os.pipe()
             for descriptor in ends:
                 ours.callback(os.close, descriptor)
@@ -184,6 +228,7 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
             processes.callback(end, process)
             return process
 
+        # The program's side reads calls and writes replies, and has no other pipe; only the tests' side gets the tests.
         errors = [holding(b"", processes) for _ in range(2)]  # bubblewrap writes a message in pieces: one file each
         calls, replies = pipe(), pipe()
         orders = holding(pack({"program": program, **vars(tests)}, None).encode() + b"\n")
@@ -205,7 +250,7 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a sandbox with its child, which would wait for ever if bubblewrap had not set it up yet."""
+    """Kills a sandbox and its child, which would wait for ever if bubblewrap had not set it up yet."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -216,7 +261,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def seconds_now(limits: Limits) -> float:
-    """`limits.seconds`, times the load of each core above 1, at most 10: a right program may wait for a core."""
+    """`limits.seconds` times the load per core, from 1 to 10: a correct program may have to wait for a core."""
     return limits.seconds * min(max(os.getloadavg()[0] / WORKERS, 1.0), 10.0)
 
 

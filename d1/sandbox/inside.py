@@ -23,17 +23,26 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 MODULE = "__solution__"  # the name of the program as a module, for the tests
 READY = b"ready\n"  # what each side says before it runs anything that it was given
-CONTAINERS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
-PLAIN: dict[str, Callable[[str], Any]] = {
-    "n": lambda _: None,
-    "b": lambda text: text == "1",
-    "i": lambda text: int(text, 16),
-    "f": float.fromhex,
-    "c": lambda text: complex(*map(float.fromhex, text.split(","))),
-    "u": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
-    "y": bytes.fromhex,
-    "a": bytearray.fromhex,
+# letter -> type, how a value is written, how its text is read; bool comes before int, of which it is a subclass
+PLAIN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "n": (type(None), lambda _: "", lambda _: None),
+    "b": (bool, lambda value: f"{value:d}", lambda text: text == "1"),
+    "i": (int, lambda value: f"{int(value):x}", lambda text: int(text, 16)),
+    "f": (float, lambda value: float(value).hex(), float.fromhex),
+    "c": (
+        complex,
+        lambda value: f"{value.real.hex()},{value.imag.hex()}",
+        lambda text: complex(*map(float.fromhex, text.split(","))),
+    ),
+    "u": (
+        str,
+        lambda value: str(value).encode("utf-8", "surrogatepass").hex(),
+        lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    ),
+    "y": (bytes, lambda value: value.hex(), bytes.fromhex),
+    "a": (bytearray, lambda value: value.hex(), bytearray.fromhex),
 }
+CONTAINERS: dict[str, Any] = {"d": dict, "l": list, "t": tuple, "s": set, "z": frozenset}
 
 
 def limit(limits: dict[str, Any]) -> None:
@@ -60,55 +69,39 @@ def own_pipes() -> tuple[Any, Any]:
 
 
 def pack(value: Any, reference: Any) -> str:
-    """A value in one line: words with a letter for the type, before what it is or how many values follow. What is no
-    plain value becomes `reference(value)`, a number."""
+    """A value as one line of words: a letter for the type, then the value itself or the number of values that follow.
+    Anything but a plain value becomes the number `reference(value)`."""
     words: list[str] = []
     put(value, words.append, reference)
     return " ".join(words)
 
 
 def put(value: Any, add: Callable[[str], None], reference: Any) -> None:
-    if value is None:
-        add("n")
-    elif isinstance(value, bool):
-        add(f"b{value:d}")
-    elif isinstance(value, int):
-        add(f"i{int(value):x}")
-    elif isinstance(value, float):
-        add(f"f{float(value).hex()}")
-    elif isinstance(value, complex):
-        add(f"c{value.real.hex()},{value.imag.hex()}")
-    elif isinstance(value, str):
-        add("u" + str(value).encode("utf-8", "surrogatepass").hex())
-    elif isinstance(value, bytes | bytearray):
-        add(("y" if isinstance(value, bytes) else "a") + value.hex())
-    elif isinstance(value, dict):
-        add(f"d{len(value)}")
-        for item in (part for pair in value.items() for part in pair):
-            put(item, add, reference)
-    else:
-        for letter, kind in CONTAINERS.items():
-            if isinstance(value, kind):
-                add(f"{letter}{len(value)}")
-                for item in value:
-                    put(item, add, reference)
-                return
-        add(f"r{reference(value):d}")
+    for letter, (kind, written, _) in PLAIN.items():
+        if isinstance(value, kind):
+            return add(letter + written(value))
+    for letter, kind in CONTAINERS.items():
+        if isinstance(value, kind):
+            add(f"{letter}{len(value)}")
+            for part in (one for pair in value.items() for one in pair) if letter == "d" else value:
+                put(part, add, reference)
+            return None
+    return add(f"r{reference(value):d}")
 
 
 def unpack(line: str, dereference: Any) -> Any:
-    """The value that `pack` was given, as a plain built-in type. A line that `pack` did not make is some Exception."""
+    """The value that `pack` was given, as a plain built-in type. Raises some Exception for any other line."""
     return take(iter(line.split()), dereference)
 
 
 def take(words: Iterator[str], dereference: Any) -> Any:
     word = next(words, "")
     letter, text = word[:1], word[1:]
-    if letter in CONTAINERS:
-        return CONTAINERS[letter]([take(words, dereference) for _ in range(int(text))])
     if letter == "d":
         return {take(words, dereference): take(words, dereference) for _ in range(int(text))}
-    return dereference(int(text)) if letter == "r" else PLAIN[letter](text)
+    if letter in CONTAINERS:
+        return CONTAINERS[letter]([take(words, dereference) for _ in range(int(text))])
+    return dereference(int(text)) if letter == "r" else PLAIN[letter][2](text)
 
 
 # ---- the program's side
@@ -143,6 +136,7 @@ def answer(limits: dict[str, Any]) -> None:
         replies.write(pack(message, keep).encode() + b"\n")
         replies.flush()
 
+    # The first message is the program's source; each later one is [operation, arguments, named arguments].
     for number, line in enumerate(calls):
         message = unpack(line.decode(), objects.__getitem__)
         try:
@@ -167,31 +161,27 @@ class Remote:
     def __init__(self, ask: Any, number: int) -> None:
         vars(self).update(ask=ask, number=number)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self.ask("call", self, *given, **named)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self.ask("attribute", self, name)
 
-    def __len__(self) -> int:
-        return self.ask("length", self)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.ask("item", self, key)
+def asking(operation: str) -> Any:
+    """A method that asks the program's side for an operation on its object."""
+    return lambda self, *given, **named: self.ask(operation, self, *given, **named)
 
-    def __iter__(self) -> Any:
-        return self.ask("iterate", self)
 
-    def __next__(self) -> Any:
-        return self.ask("next", self)
-
-    def __bool__(self) -> bool:
-        return self.ask("truth", self)
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return self.ask("holds", self, value)
+for _name, _operation in {
+    "__call__": "call",
+    "__len__": "length",
+    "__getitem__": "item",
+    "__iter__": "iterate",
+    "__next__": "next",
+    "__bool__": "truth",
+    "__instancecheck__": "holds",
+}.items():
+    setattr(Remote, _name, asking(_operation))
 
 
 def exception_of(names: list[str], message: str) -> Exception:
@@ -207,7 +197,7 @@ def exception_of(names: list[str], message: str) -> Exception:
 
 
 def update(value: Any, changed: Any) -> None:
-    """Makes a list, dictionary or set what the program made of its copy."""
+    """Gives a list, dictionary or set the content that the program gave to its copy."""
     if isinstance(value, list) and isinstance(changed, list):
         value[:] = changed
     elif isinstance(value, dict | set) and type(value) is type(changed):
@@ -222,9 +212,9 @@ class Program:
         self.calls, self.replies, self.longest = os.fdopen(calls, "wb"), os.fdopen(replies, "rb"), longest
 
     def tell(self, message: Any) -> tuple[Any, list[Any]]:
-        """Sends a message; returns the value of the reply, and what became of the arguments. A program that has ended,
-        or that says too much, has passed nothing from here on, whatever the tests catch: this ends the process."""
+        """Sends a message; returns the value of the reply, and what became of the arguments."""
         words = pack(message, self.number_of)
+        # A program that has ended, or that says too much, passes nothing from here on, whatever the tests catch.
         try:
             self.calls.write(words.encode() + b"\n")
             self.calls.flush()
@@ -243,8 +233,8 @@ class Program:
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
         value, changed = self.tell([operation, [*given], named])
-        for item, after in zip(given[1:], changed, strict=False):
-            update(item, after)
+        for argument, after in zip(given[1:], changed, strict=False):
+            update(argument, after)
         return value
 
     @staticmethod
@@ -282,6 +272,7 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
     verdicts.flush()
     program.tell(given["program"])
     module = program.remote(0)
+    # The setup runs first, so that it cannot replace what the program defines.
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(given["setup"], "setup.py", "exec"), names)
     names |= {name: module if name == MODULE else getattr(module, name) for name in given["names"]}

@@ -1,7 +1,7 @@
 """The figures of all stages, in one style: everything that plots uses `panels`, `legend` and `save_figure`.
 
 The figures of documents are SVGs of the width `WIDTH`: legible on a page of 700 px, with a light or a dark theme. Black
-is the colour of text: an SVG replaces it by its reader's.
+stands for the colour of text, which is the reader's in an SVG.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def panels(
     share_y: bool = False,
     heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `size` (width, height) in inches and its rows x columns axes, row by row; the rows are as high as
-    each other, or as `heights` are to each other."""
+    """A figure of `size` (width, height) in inches and its rows x columns axes, row by row; `heights` are relative, and
+    equal by default."""
     layout: Any = {"sharex": share_x, "sharey": share_y, "height_ratios": heights, "squeeze": False}
     with matplotlib.rc_context(STYLE):
         figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", **layout)
@@ -78,12 +78,12 @@ def widen(axis: Axes) -> None:
 def legend(figure: Figure, columns: int = 4) -> None:
     """One legend for all axes, below them, where it covers nothing; equal labels share an entry. It has at most
     `columns` columns, and fewer if the figure is too narrow for them."""
-    named = {
-        label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
+    named: dict[str, Any] = {}
+    for handles, labels in (axis.get_legend_handles_labels() for axis in figure.axes):
+        named |= zip(labels, handles, strict=True)
     for count in range(min(len(named), columns), 0, -1):
-        place: Any = {"loc": "outside lower center", "ncols": count, "frameon": False, "fontsize": SMALL}
-        made = figure.legend([*named.values()], [*named], **place)
+        options: Any = {"loc": "outside lower center", "ncols": count, "frameon": False, "fontsize": SMALL}
+        made = figure.legend([*named.values()], [*named], **options)
         if count == 1 or made.get_window_extent().width <= figure.bbox.width:
             break
         made.remove()
@@ -108,7 +108,7 @@ CARD = """<style>svg{color:#1b1f24}.card{fill:#fff}
 
 
 def svg_of(figure: Figure, name: str) -> str:
-    """The figure as an SVG element without a ground, with what is black in the colour of the text around it.
+    """The figure as an SVG element without a ground; what is black takes the colour of the text around it.
 
     Args:
         figure: stays open.

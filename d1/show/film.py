@@ -1,7 +1,7 @@
-"""How one completion was sampled, for people to look at: which token each place of the canvas got, and in which step.
+"""How one completion was sampled, for people to look at: which token each position got, and in which step.
 
-A `Film` is plain data. `filmed` makes one from the steps of a rollout while it runs; `page.py`, `terminal.py` and
-`flow.py` show it.
+A `Film` is plain data. `filmed` makes one from the steps of a rollout while it runs; `page.py` and `terminal.py` show
+it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from d1.sampling import Step
 
 COLOURS = ("#f2a65a", "#f0c869", "#c9d47a", "#8fcf9a", "#5fc3b0")  # from unsure to sure, each a ground for dark text
-MASK = "░"  # a hidden place, in a terminal
+MASK = "░"  # a hidden position, in a terminal
 HIDDEN, FILLED = -2, -1  # in place of a step: still a mask; filled without a prediction, because the text had ended
 
 
 @dataclass
 class Film:
-    """A completion and how it was sampled. The lists have one entry per place of the canvas, except the last two.
+    """A completion and how it was sampled. Lists of tokens have one value per position of the canvas.
 
     Attributes:
         title: a word or two that distinguish this film from others.
         prompt: the text before the canvas.
         note: settings, a reward or anything else to show below the title.
-        tokens: the text of each place, as the model gave it; "" if it is hidden.
+        tokens: the text of each position, as the model gave it; "" if it is hidden.
         steps: the forward pass, counted from 0, that revealed it, or `HIDDEN` or `FILLED`.
         logps: its log-probability in that pass; 0 if no pass revealed it.
         entropies: the entropy of its distribution in that pass, in nats; 0 if no pass revealed it.
@@ -38,8 +38,8 @@ class Film:
         seconds: duration up to the end of each pass, without the time for display.
         solved: whether the completion solves its problem; None if it has no problem.
         board: the answer as a task's `board` shows it (`d1/tasks/sudoku.py`); empty if the task has none.
-        drafts: of each place, [step, text, log-probability] of every token there that a later one replaced; empty where
-            nothing was.
+        drafts: of each position, [step, text, log-probability] of every token there that a later one replaced. Empty
+            without edits.
     """
 
     title: str
@@ -55,8 +55,8 @@ class Film:
     board: dict[str, Any] = field(default_factory=dict)
     drafts: list[list[list[Any]]] = field(default_factory=list)
 
-    def drafts_at(self, place: int) -> list[list[Any]]:
-        return self.drafts[place] if self.drafts else []
+    def drafts_at(self, position: int) -> list[list[Any]]:
+        return self.drafts[position] if self.drafts else []
 
     @property
     def passes(self) -> int:
@@ -65,11 +65,11 @@ class Film:
 
     @property
     def text(self) -> str:
-        """The completion so far, without hidden places."""
+        """The completion so far, without hidden positions."""
         return "".join(self.tokens)
 
     def shown_by(self) -> list[int]:
-        """The number of passes after which each place is shown; places that no pass revealed come with the last."""
+        """The number of passes after which each position is shown; those that no pass revealed come with the last."""
         return [step + 1 if step >= 0 else self.passes for step in self.steps]
 
 
@@ -83,7 +83,7 @@ def filmed(
     title: str = "",
     prompt: str = "",
     note: str = "",
-    judge: Judge = lambda film, ids: None,
+    judge: Judge | None = None,
 ) -> Iterator[Film]:
     """Yields the film of a rollout of one row after each step: always the same film, extended by that step.
 
@@ -91,42 +91,44 @@ def filmed(
         steps: from `d1.sampling.rollout_steps`.
         text_of: the text of a token, e.g. `piece` of a tokenizer.
         start: the canvas's first column, which is the length of the prompt.
-        judge: called at the end with the film and the ids of the canvas, e.g. from `judge_of`.
+        judge: called at the end with the film and the canvas_ids, e.g. from `judge_of`.
     """
     film, clock = Film(title, prompt, note, [], [], [], []), time.perf_counter()
     canvas: Any = None
     for step in steps:
         canvas = step.canvas
         if not film.fed:
-            empty = canvas.shape[1] - start
-            film.tokens, film.steps = [""] * empty, [HIDDEN] * empty
-            film.logps, film.entropies = [0.0] * empty, [0.0] * empty
-            film.drafts = [[] for _ in range(empty if step.most_writes > 1 else 0)]
+            length = canvas.shape[1] - start
+            film.tokens, film.steps = [""] * length, [HIDDEN] * length
+            film.logps, film.entropies = [0.0] * length, [0.0] * length
+            film.drafts = [[] for _ in range(length if step.most_writes > 1 else 0)]
+        # A step lists the columns that its pass computed; `revealed` are those whose token it wrote.
         parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
         for column, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
             if revealed:
-                place = column - start
-                if film.steps[place] >= 0:
-                    film.drafts[place].append([film.steps[place], film.tokens[place], film.logps[place]])
-                film.tokens[place], film.steps[place] = text_of(token), len(film.fed)
-                film.logps[place], film.entropies[place] = logp, entropy
+                at = column - start
+                if film.steps[at] >= 0:  # an edit
+                    film.drafts[at].append([film.steps[at], film.tokens[at], film.logps[at]])
+                film.tokens[at], film.steps[at] = text_of(token), len(film.fed)
+                film.logps[at], film.entropies[at] = logp, entropy
         film.fed.append(int(step.forward_tokens[0]))
         film.seconds.append(time.perf_counter() - clock + (film.seconds[-1] if film.seconds else 0.0))
         yield film
-        clock = time.perf_counter()
-    for place in (place for place, step in enumerate(film.steps) if step == HIDDEN):
-        film.tokens[place], film.steps[place] = text_of(int(canvas[0, start + place])), FILLED
-    judge(film, canvas[0, start:].tolist())
+        clock = time.perf_counter()  # what the caller does between two steps is no part of a pass
+    canvas_ids = canvas[0, start:].tolist()
+    for at in (at for at, step in enumerate(film.steps) if step == HIDDEN):
+        film.tokens[at], film.steps[at] = text_of(canvas_ids[at]), FILLED
+    if judge is not None:
+        judge(film, canvas_ids)
     yield film
 
 
 def judge_of(task: Any, row: Mapping[str, Any], tokenizer: Any, ends: Sequence[int]) -> Judge:
-    """Sets `solved` and `board` of a film from the completion's text, which one of the ids `ends` ends. `row` is a row
-    of the task."""
+    """Sets `solved` and `board` of a film of the task's `row`, from the text up to the first of the ids `ends`."""
 
-    def judge(film: Film, ids: Sequence[int]) -> None:
-        end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    def judge(film: Film, canvas_ids: Sequence[int]) -> None:
+        end = next((at for at, token in enumerate(canvas_ids) if token in ends), len(canvas_ids))
+        text = tokenizer.decode(canvas_ids[:end], skip_special_tokens=True)
         film.solved = next(iter(task.score(text, row).values())) == 1
         film.board = task.board(text, row) if hasattr(task, "board") else {}
 
@@ -150,8 +152,7 @@ def piece(tokenizer: Any, token: int) -> str:
 
 def harmless(text: str, kept: str = "\n\t") -> str:
     """A model's text, made safe for a terminal. Characters that move the cursor or change the direction of writing, and
-    lone surrogates, are shown by their number, for example "⟨1B⟩" for the escape that begins an ANSI code, unless they
-    are `kept`."""
+    lone surrogates, are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes, unless they are `kept`."""
     shown = []
     for one in text:
         kind = unicodedata.category(one)

@@ -15,13 +15,13 @@ const UP_DOWN = { ArrowDown: 1, ArrowUp: -1 };
 const number = (value) => value.toLocaleString("en");
 const bin = (share) => `var(--q${Math.min(4, Math.floor(share * 5))})`;
 
-/* What stands at a place after so many steps: [step, text, log-probability]; none while it is hidden. */
+/* The token at a position after that number of steps: [step, text, log-probability]; none while it is hidden. */
 function current(film, i, step) {
   const writes = [...(film.drafts[i] ?? []), [film.at[i], film.tokens[i][1], film.logps[i]]];
   return writes.filter(([at]) => at <= step).at(-1);
 }
 
-/* The colour of a place, by confidence, entropy or order. */
+/* The colour of a position, by confidence, entropy or order. */
 function tint(film, i, logp = film.logps[i]) {
   if (view === "confidence") return bin(Math.exp(Math.min(0, logp)));
   if (view === "entropy") return bin(Math.max(0, 1 - film.entropies[i] / 2));
@@ -30,7 +30,7 @@ function tint(film, i, logp = film.logps[i]) {
 }
 
 function describe(film, i, step) {
-  const where = `place ${i + 1} of ${film.tokens.length}`, now = current(film, i, step);
+  const where = `position ${i + 1} of ${film.tokens.length}`, now = current(film, i, step);
   if (!now) return [`${where}: still hidden`];
   const [at, label, logp] = now, drafts = (film.drafts[i] ?? []).filter((draft) => draft[0] < at);
   if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a prediction: the text had ended`];
@@ -45,7 +45,7 @@ function describe(film, i, step) {
 function card(film, seek) {
   const chips = film.tokens.map(([, label], i) => {
     const chip = make("span", "t off", [make("b", "", label)]);
-    chip.dataset.place = i;
+    chip.dataset.position = i;
     chip.setAttribute("role", "button");
     return chip;
   });
@@ -64,7 +64,7 @@ function card(film, seek) {
     return made;
   };
   const size = { viewBox: `0 0 ${chips.length} ${film.passes}`, preserveAspectRatio: "none", class: "map" };
-  const map = svg("svg", { ...size, role: "img", "aria-label": "Order of reveal: places from left to right, steps downwards" });
+  const map = svg("svg", { ...size, role: "img", "aria-label": "Order of reveal: positions from left to right, steps downwards" });
   const thick = Math.max(1, film.passes / 32);
   const marks = film.at.map((at, i) => svg("rect", { x: i, y: Math.min(at - 1, film.passes - thick), width: 1, height: thick }));
   const now = svg("line", { x1: 0, x2: chips.length });
@@ -90,13 +90,13 @@ function card(film, seek) {
     chips[i]?.focus();
   };
   if (chips.length) chips.forEach((chip, k) => { chip.tabIndex = k ? -1 : 0; });
-  const placeOf = (event) => Number(event.target.closest(".t")?.dataset.place ?? -1);
+  const positionOf = (event) => Number(event.target.closest(".t")?.dataset.position ?? -1);
   for (const name of ["mouseover", "focusin", "click"]) {
-    canvas.addEventListener(name, (event) => { if (placeOf(event) >= 0) tell(placeOf(event)); });
+    canvas.addEventListener(name, (event) => { if (positionOf(event) >= 0) tell(positionOf(event)); });
   }
   canvas.addEventListener("keydown", (event) => {
     const by = UP_DOWN[event.key];
-    if (!by || placeOf(event) < 0) return;
+    if (!by || positionOf(event) < 0) return;
     event.preventDefault();
     move(by);
   });
@@ -157,7 +157,7 @@ function marksOf(films) {
 }
 
 /* A scene: its films side by side under one bar. */
-function player(scene, place) {
+function player(scene, index) {
   const last = Math.max(1, ...scene.films.map((film) => film.passes));
   let step = last, timer = 0;
   const play = make("button", "play", "Play"), range = make("input"), said = make("output");
@@ -176,8 +176,8 @@ function player(scene, place) {
     play.textContent = "Pause";
     timer = setInterval(() => { seek(step + 1); if (step >= last) pause(); }, Math.max(60, Math.min(450, 10000 / last)));
   };
-  const toggle = () => { active = place; if (timer) pause(); else start(); };
-  const jump = (to) => { active = place; pause(); seek(to); };
+  const toggle = () => { active = index; if (timer) pause(); else start(); };
+  const jump = (to) => { active = index; pause(); seek(to); };
   const cards = scene.films.map((film) => card(film, jump));
   play.addEventListener("click", toggle);
   range.addEventListener("input", () => jump(Number(range.value)));
@@ -189,7 +189,7 @@ function player(scene, place) {
   bar.setAttribute("role", "group");
   bar.setAttribute("aria-label", "Playback");
   const node = make("section", "scene", [...(scene.title ? [make("h2", "", scene.title)] : []), bar, films, marks, ...prompts]);
-  node.addEventListener("focusin", () => { active = place; });
+  node.addEventListener("focusin", () => { active = index; });
   return { node, seek: jump, show: () => seek(step), toggle, start, at: () => step, move: (by) => cards[0].move(by), last };
 }
 
@@ -229,7 +229,7 @@ setTheme(wishesDark.matches ? "dark" : "light");
 wishesDark.addEventListener("change", () => setTheme(wishesDark.matches ? "dark" : "light"));
 byId("theme").addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
 document.querySelectorAll("[name=view]").forEach((input) => input.addEventListener("change", () => setView(input.value)));
-JSON.parse(byId("data").textContent).forEach((scene, place) => players.push(player(scene, place)));
+JSON.parse(byId("data").textContent).forEach((scene, index) => players.push(player(scene, index)));
 byId("scenes").append(...players.map((one) => one.node));
 if (players.length === 1) document.querySelectorAll("#scenes details").forEach((one) => { one.open = one.textContent.length < 1500; });
 setView(view);

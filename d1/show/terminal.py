@@ -45,16 +45,16 @@ def picture(film: Film, total: int, console: Console) -> RenderableType:
     corrected ones bold. If it has more lines than the terminal, the lines around the first mask are shown until it is
     complete."""
     canvas = Text(overflow="fold")
-    for place, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
+    for position, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
         gap, label, breaks = chip(token)
-        canvas.append(" " * gap if place else "")
+        canvas.append(" " * gap if position else "")
         if step == HIDDEN:
-            canvas.append(f" {MASK}" if place else MASK, style="dim")
+            canvas.append(f" {MASK}" if position else MASK, style="dim")
         elif step == FILLED:
             canvas.append(label, style="dim")
         else:
-            marks = " underline" * (step == film.passes - 1) + " bold italic" * bool(film.drafts_at(place))
-            canvas.append(label, style=f"#1b1f24 on {colour(film.logps[place])}{marks}")
+            marks = " underline" * (step == film.passes - 1) + " bold italic" * bool(film.drafts_at(position))
+            canvas.append(label, style=f"#1b1f24 on {colour(film.logps[position])}{marks}")
         canvas.append("\n" * breaks)
     if HIDDEN in film.steps:
         canvas = around_the_first_mask(canvas, console)
@@ -82,10 +82,8 @@ def counts(film: Film, total: int) -> str:
 
 def step_line(film: Film, total: int) -> str:
     """A line on the last step: the progress, and the revealed tokens with their probabilities."""
-    places = [place for place, step in enumerate(film.steps) if step == film.passes - 1]
-
-    def told(place: int) -> str:
-        before = [f"{chip(text)[1]} → " for _, text, _ in film.drafts_at(place)[-1:]]
-        return "".join([*before, f"{chip(film.tokens[place])[1]} {math.exp(film.logps[place]):.0%}"])
-
-    return f"{counts(film, total)}  {', '.join(map(told, places))}"
+    told = []
+    for position in (position for position, step in enumerate(film.steps) if step == film.passes - 1):
+        draft = "".join(f"{chip(text)[1]} → " for _, text, _ in film.drafts_at(position)[-1:])
+        told.append(f"{draft}{chip(film.tokens[position])[1]} {math.exp(film.logps[position]):.0%}")
+    return f"{counts(film, total)}  {', '.join(told)}"

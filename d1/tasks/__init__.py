@@ -12,7 +12,7 @@ A task module has
   how answers are judged;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
 - optionally `board(text, row)` -> the answer as a grid for `d1 watch` (see `sudoku.py`);
-- optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each row says what changes:
+- optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each entry says what changes:
   `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
   turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.
 
@@ -76,8 +76,7 @@ def load_task(name_or_path: str) -> ModuleType:
     path = Path(name_or_path).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no task file {path}{closest(str(path))}")
-    module = module_in(path, f"d1_user_task_{path.stem}")
-    functions = ("load_rows", "extract", "score")
+    module, functions = module_in(path, f"d1_user_task_{path.stem}"), ("load_rows", "extract", "score")
     faults = [f"{name} (a function)" for name in functions if not callable(getattr(module, name, None))]
     rewards = getattr(module, "REWARDS", None)
     if not isinstance(rewards, list | tuple) or not rewards or not all(map(callable, rewards)):
@@ -106,12 +105,10 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
 
 
 def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
-    """The task with the functions of a `.py` file as further rewards, in their order in the file. Imported functions,
-    and those whose name begins with an underscore, are no rewards. None: the task itself.
+    """The task with the functions of a `.py` file as further rewards, in their order in the file.
 
-    Raises:
-        ValueError: the file has another ending, or no function.
-        FileNotFoundError: there is no such file.
+    Imported functions, and those whose name begins with an underscore, are no rewards. None: the task itself. Raises
+    ValueError if the file has another ending or no function, FileNotFoundError if there is no such file.
     """
     if file is None:
         return task
@@ -148,36 +145,43 @@ def ask(question: str, instructions: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
 
 
+def problem(question: str, instructions: str, answer: str, ground_truth: Any, **more: Any) -> dict[str, Any]:
+    """The row of a problem whose prompt is `ask(question, instructions, answer)`."""
+    return {"prompt": ask(question, instructions, answer), "question": question, "ground_truth": ground_truth, **more}
+
+
 def shots_of(task: ModuleType, asked_for: int | None = None) -> int:
     """How many solved problems a prompt shows: `asked_for`, or by default the number of the task's protocol."""
     return int(getattr(task, "SHOTS", 0)) if asked_for is None else asked_for
 
 
 def with_shots(
-    task: ModuleType, train: Dataset, data_file: str | None, asked: Dataset | None
+    task: ModuleType, train: Dataset, data_file: str | None, validation: Dataset | None
 ) -> tuple[Dataset, Dataset | None]:
-    """Training rows and the validation rows `asked`, each with the examples of the task's protocol before its prompt.
+    """Training and validation rows, each with the examples of the task's protocol before its prompt.
 
     The problems of the examples are removed from the training rows.
     """
-    shots = few_shot_messages(task, shots_of(task), SHOT_SEED, data_file, [] if asked is None else asked["question"])
+    held_out = [] if validation is None else validation["question"]
+    shots = few_shot_messages(task, shots_of(task), SHOT_SEED, data_file, held_out)
     if not shots:
-        return train, asked
+        return train, validation
     shown = [message["content"] for message in shots if message["role"] == "user"]
     train = train.filter(lambda row: row["prompt"][-1]["content"] not in shown)
-    train, asked = (
-        rows and _with_prompts(rows, [shots + prompt for prompt in rows["prompt"]]) for rows in (train, asked)
-    )
-    return train, asked
+
+    def after_shots(rows: Dataset) -> Dataset:
+        return _with_prompts(rows, [shots + prompt for prompt in rows["prompt"]])
+
+    return after_shots(train), None if validation is None else after_shots(validation)
 
 
 def few_shot_messages(
-    task: ModuleType, count: int, seed: int, data_file: str | None = None, asked: Sequence[str] = ()
+    task: ModuleType, count: int, seed: int, data_file: str | None = None, held_out: Sequence[str] = ()
 ) -> list[Message]:
     """`count` solved problems as user/assistant turns, to put before a problem's own `prompt`.
 
     They are drawn with `seed` from the task's training split (or from `data_file`, which then holds training
-    problems). The questions `asked` are never drawn.
+    problems). The questions `held_out` are never drawn.
     """
     if count == 0:
         return []
@@ -186,8 +190,8 @@ def few_shot_messages(
             f"task {task.__name__} has no demonstrate(row), so it cannot be prompted few-shot; use --few_shot 0"
         )
     rows = task.load_rows("train", data_file)
-    held_out = set(asked)
-    usable = [index for index, question in enumerate(rows["question"]) if question not in held_out]
+    excluded = set(held_out)
+    usable = [index for index, question in enumerate(rows["question"]) if question not in excluded]
     if not 0 < count <= len(usable):
         raise ValueError(f"--few_shot must be between 0 and the {len(usable)} training rows, got {count}")
     messages: list[Message] = []
@@ -219,18 +223,19 @@ def answer_block(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""The content of the last outermost balanced `\boxed{...}` of `text`, with inner boxes unwrapped, or None."""
     text = text[-MAX_TEXT:]
-    open_braces: list[tuple[re.Match[str], bool]] = []
+    opened: list[re.Match[str]] = []
     content, whole = None, ""
     for brace in _BRACE.finditer(text):
         token = brace.group()
-        if token == "}" and open_braces:
-            opening, is_box = open_braces.pop()
-            if is_box:  # an outer box closes after the inner ones, and replaces them unless it holds nothing else
+        if token == "}" and opened:
+            opening = opened.pop()
+            if len(opening.group()) > 2:  # a box
+                # An outer box closes after the inner ones, and replaces them unless it holds nothing else.
                 inside = text[opening.end() : brace.start()].strip()
                 content = content if content is not None and inside == whole else inside
                 whole = text[opening.start() : brace.end()]
         elif token == "{" or len(token) > 2:
-            open_braces.append((brace, len(token) > 2))
+            opened.append(brace)
     return content
 
 
@@ -246,5 +251,4 @@ def final_answer(text: str) -> str | None:
 
 def judged(completions: Sequence[Completion], value: Callable[..., float], *columns: Sequence[Any]) -> list[float]:
     """`value(text, *cells)` of each completion; `cells` are the values of its row in `columns`."""
-    rows = zip(completions, *columns, strict=True)
-    return [value(text_of(completion), *cells) for completion, *cells in rows]
+    return [value(text_of(completion), *cells) for completion, *cells in zip(completions, *columns, strict=True)]

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from d1.sandbox import DEFAULT, WORKERS, Cases, Limits, passed, shares_passed, working_python
 from d1.sandbox.box import INSIDE
 from d1.sandbox.inside import MODULE
-from d1.tasks import MAX_TEXT, Completion, answer_block, ask, format_completion, text_of
+from d1.tasks import MAX_TEXT, Completion, answer_block, format_completion, problem, text_of
 from d1.tasks.data import JSON, check_split, read_problems, task_rows, text_in
 
 logger = logging.getLogger(__name__)
@@ -63,18 +63,17 @@ def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT
     check_split(split)
     working_python()
     source, rows = read_problems(split, data_file, TRAIN, TEST, HUMANEVAL, MBPP, FIRST_MBPP, KODCODE)
-    made, faults = [], {}
+    made, faults = {}, {}
     for number, row in enumerate(rows, start=1):
         try:
-            made.append((number, _task_row(row)))
+            made[number] = _task_row(row)
         except ValueError as error:
             faults[number] = str(error)
         except RecursionError:
             faults[number] = "its tests are nested too deeply"
-    for (number, _), fault in zip(made, tried(source, [row for _, row in made], limits), strict=True):
-        if fault:
-            faults[number] = fault
-    kept = [row for number, row in made if number not in faults]
+    verdicts = zip(made, tried(source, [*made.values()], limits), strict=True)
+    faults |= {number: fault for number, fault in verdicts if fault}
+    kept = [row for number, row in made.items() if number not in faults]
     first = "row {}, {}".format(*min(faults.items())) if faults else ""
     if not kept:
         raise ValueError(f"{source}: no row can be used: {first}")
@@ -84,15 +83,11 @@ def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    made = (_humaneval if "entry_point" in row else _mbpp if "test_list" in row else _kodcode)(row)
-    question, prefix, tests, solution = made
-    truth = {"prefix": prefix, "source": tests.source, "names": list(tests.names), "count": tests.count}
-    return {
-        "prompt": ask(question, INSTRUCTIONS, ANSWER),
-        "question": question,
-        "ground_truth": truth | {"setup": tests.setup},
-        "solution": solution if isinstance(solution, str) else "",
-    }
+    manner = _humaneval if "entry_point" in row else _mbpp if "test_list" in row else _kodcode
+    question, prefix, tests, solution = manner(row)
+    truth = {"prefix": prefix, **vars(tests), "names": list(tests.names)}
+    solution = solution if isinstance(solution, str) else ""
+    return problem(question, INSTRUCTIONS, ANSWER, truth, solution=solution)
 
 
 # ---- rows whose tests say nothing, or cannot be passed
@@ -107,12 +102,8 @@ def __getattr__(name):
 
 
 def tried(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> list[str]:
-    """`fault_of` each row. Verdicts are kept in a file next to the caches of `datasets`; while one process runs the
-    tests of new rows, others wait for its verdicts, so that all have the same rows.
-
-    Args:
-        source: the name of where the rows come from, for the log.
-    """
+    """`fault_of` each row; `source` is for the log. Verdicts are kept in a file next to the caches of `datasets`; while
+    one process runs the tests of new rows, others wait for its verdicts, so that all have the same rows."""
     folder = Path(datasets.config.HF_DATASETS_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
     python = working_python()
@@ -138,9 +129,10 @@ def tried(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> list[s
 
 
 def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
-    """Why a row has no use, or "". Its tests must fail on functions that do nothing, none of its cases may pass with
-    whatever functions, and its solution, if it has one, must pass all cases."""
+    """Why a row is left out, or "". Its tests must fail for functions that do nothing, no case may pass with every
+    program, and its solution, if it has one, must pass all cases."""
     tests, prefix = tests_of(row["ground_truth"])
+    # A case that passes in vain would pay for every program: first functions that return None, then ones that raise.
     idle = passed(IDLE, tests, limits)
     if len(idle) == tests.count:
         return "its tests pass with functions that do nothing"
@@ -182,6 +174,7 @@ def _mbpp(row: dict[str, Any]) -> Made:
     setup = "\n".join([str(row.get("test_setup_code") or ""), *map(str, imports)])
     Imports().visit(parsed(setup, "test_setup_code or test_imports"))
     source, _, cases = with_cases("\n".join(listed))
+    # The tests import nothing: what they read is the program's, or a module of the standard library.
     free = free_names(f"{setup}\n{source}")
     modules = sorted(free & sys.stdlib_module_names)
     setup = "\n".join([*(f"import {name}" for name in modules), setup])
@@ -193,11 +186,8 @@ def _kodcode(row: dict[str, Any]) -> Made:
     question = text_in(row, "question").strip()
     source, names, cases = with_cases(text_in(row, "test"))
     infos = row.get("test_info")
-    declared = [
-        info.get("function_declaration")
-        for info in (infos if isinstance(infos, list) else ())
-        if isinstance(info, dict)
-    ]
+    infos = [info for info in infos if isinstance(info, dict)] if isinstance(infos, list) else []
+    declared = [info.get("function_declaration") for info in infos]
     wanted = [name for name in declared if name] or wanted_by(source, names)
     question = f"{question}\n\nName in the program: {', '.join(map(str, wanted))}"
     return question, "", Cases(source, names, cases), row.get("solution")
@@ -257,11 +247,11 @@ def refuse_foreign(modules: Sequence[str]) -> None:
 
 
 def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int]:
-    """Cases as `d1.sandbox.Cases` wants them: the source with its cases marked, the names that it imports from
-    `solution`, and the number of cases.
+    """For `d1.sandbox.Cases`: the source with its cases marked, the names that it imports from `solution`, and the
+    number of cases.
 
     Args:
-        within: a function whose statements are cases, and not those around it.
+        within: a function whose statements are the cases, instead of those around it.
 
     Raises:
         ValueError: there is no case, or one that cannot run in the sandbox.
@@ -276,6 +266,7 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     def marked(statement: ast.stmt) -> ast.stmt:
         return case(statement) if asserts(statement) else statement
 
+    # Statements are marked where they stand; test functions are called, as cases, after all statements.
     for node in imports.visit(parsed(source)).body:
         if isinstance(node, ast.AsyncFunctionDef) and (node.name == within or node.name.startswith("test")):
             raise ValueError(f"{node.name} is async, and nothing here awaits it")
@@ -298,8 +289,8 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
 
 
 def asserts(node: ast.AST) -> bool:
-    """Whether a statement has an assert of something that it runs itself: none of a function or class that it only
-    defines, nor of a script's `if __name__ == "__main__"`."""
+    """Whether a statement runs an assert itself: not in a function or class that it only defines, nor in a script's
+    `if __name__ == "__main__"`."""
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     if isinstance(node, inner) or (isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"):
         return False
@@ -309,7 +300,7 @@ def asserts(node: ast.AST) -> bool:
 
 
 def free_names(source: str) -> set[str]:
-    """Names that a source reads and nothing in it defines; not those of Python."""
+    """Names that a source reads without defining them, except Python's own."""
     nodes = list(ast.walk(parsed(source)))
     read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

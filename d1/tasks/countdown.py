@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, final_answer, judged
+from d1.tasks import Completion, final_answer, judged, problem
 from d1.tasks.data import JSON, file_of, hold_out, read_file, read_hub, task_rows
 
 INSTRUCTIONS = (
@@ -54,8 +54,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     hub = read_hub(HUB, None, "train", HUB_COLUMNS).filter(lambda row: len(row["nums"]) == 3)
     test = {(*sorted(numbers), target) for numbers, target in rows["ground_truth"]}
     rows = task_rows(HUB, hold_out(hub, split), _task_row, JSON)
-    asked = rows["ground_truth"]
-    return rows.select([i for i, (numbers, target) in enumerate(asked) if (*sorted(numbers), target) not in test])
+    truths = enumerate(rows["ground_truth"])
+    return rows.select([index for index, (numbers, target) in truths if (*sorted(numbers), target) not in test])
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{names[0]} must be numbers of 0 or more, which an expression can use, got {given!r}")
     question = f"Numbers: {numbers}\nTarget: {target}"
-    return {"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": [numbers, target]}
+    return problem(question, INSTRUCTIONS, ANSWER, [numbers, target])
 
 
 def whole(value: Any) -> int:
@@ -107,6 +107,7 @@ def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
                 return Fraction(constant)
         raise ValueError(f"{type(node).__name__} is not part of the game")
 
+    # Python's parser would read 1_7, ** and digits of other scripts, too: these characters alone reach it.
     if len(expression) > MAX_EXPRESSION or not _ALLOWED.fullmatch(expression):
         return None
     if sorted(map(int, re.findall("[0-9]+", expression))) != sorted(numbers):

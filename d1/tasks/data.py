@@ -14,6 +14,7 @@ from datasets import Dataset, Features, Json, List, Value, load_dataset
 from d1.hub import closest, no_hub, use_cache
 from d1.tasks import SPLITS
 
+HubName = tuple[str, str | None]  # of a dataset on the hub, with its config
 TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a ground truth
 
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
@@ -39,7 +40,7 @@ def file_of(split: str, data_file: str | None, shipped: str) -> str:
 
 
 def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -> Dataset:
-    """The rows of a local .json, .jsonl, .csv or .parquet file; values of a csv file stay text, leading zeros included.
+    """The rows of a local .json, .jsonl, .csv or .parquet file; cells of a csv file stay unchanged text, as in "007".
 
     Args:
         schemas: the sets of columns that a file may have; it must have all columns of one set.
@@ -61,7 +62,7 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
             rows = _READERS[file.suffix](str(file), **options)
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
-    except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
+    except Exception as error:  # the readers raise many classes; all of them mean that this file cannot be used
         cause = error.__cause__ or error  # the readers of `datasets` 4 have several ways to say "no rows"
         if isinstance(cause, StopIteration) or "corresponds to no data" in str(cause):
             raise ValueError(f"{path} has no rows") from error
@@ -71,16 +72,14 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
 
 
 def read_csv(path: str, **options: Any) -> Dataset:
-    """The rows of a csv file with a header, every cell as unchanged text: "007", "None" and "" stay as they are."""
     csv.field_size_limit(1 << 30)
     with open(path, newline="", encoding="utf-8-sig") as lines:
         rows = csv.reader(lines)
         header = next(rows, [])
         for number, cells in enumerate(filter(None, rows), start=1):
             if len(cells) != len(header):
-                raise ValueError(
-                    f"row {number} has {len(cells)} cells, the header {len(header)}: quote texts with commas"
-                )
+                counts = f"row {number} has {len(cells)} cells, the header {len(header)}"
+                raise ValueError(f"{counts}: quote texts with commas")
     features = Features({name: Value("string") for name in header})
     return Dataset.from_csv(path, features=features, keep_default_na=False, **options)
 
@@ -92,24 +91,17 @@ def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str])
     try:
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # offline, missing, gated, broken cache: the advice is the same
+        reason = problem or f"{type(error).__name__}: {error}"
         raise ConnectionError(
-            f"cannot load {name} from the hub ({problem or reason(error)}). To use a local .json, .jsonl, .csv or "
+            f"cannot load {name} from the hub ({reason}). To use a local .json, .jsonl, .csv or "
             ".parquet file with the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
         ) from error
     check_columns(rows, name, *schemas)
     return rows
 
 
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def read_problems(
-    split: str,
-    data_file: str | None,
-    train: tuple[str, str | None],
-    test: tuple[str, str | None],
-    *schemas: Iterable[str],
+    split: str, data_file: str | None, train: HubName, test: HubName, *schemas: Iterable[str]
 ) -> tuple[str, Dataset]:
     """The source of a task's rows, for messages, and the rows: all of `data_file`, or a split of a dataset on the hub.
 
@@ -117,7 +109,6 @@ def read_problems(
 
     Args:
         data_file: a file; or OWNER/NAME, a dataset on the hub, whose split of that name is used.
-        train, test: name and config of the datasets on the hub.
     """
     check_split(split)
     if data_file:
@@ -125,6 +116,7 @@ def read_problems(
         if HUB_NAME.fullmatch(data_file) and path.suffix not in (".csv", *_READERS) and not path.is_file():
             return data_file, read_hub(data_file, None, split, *schemas)
         return data_file, read_file(data_file, *schemas)
+    # Validation rows are held out of the training split, as in d1.
     name, config = test if split == "test" else train
     return name, hold_out(read_hub(name, config, "test" if split == "test" else "train", *schemas), split)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import MAX_TEXT, Completion, ask, final_answer, format_completion, judged, text_of
+from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, judged, problem
 from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
 
 INSTRUCTIONS = "Solve the problem below step by step."
@@ -42,17 +42,13 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     value = gold_number(gold)
     if not mark or value is None:
         raise ValueError(f"answer must end with '#### number', got {gold[-80:]!r}")
-    return {
-        "prompt": ask(question, INSTRUCTIONS, ANSWER),
-        "question": question,
-        "ground_truth": value,
-        "solution": re.sub(r"<<.*?>>", "", solution).strip(),  # remove the calculator's annotations
-    }
+    solution = re.sub(r"<<.*?>>", "", solution).strip()  # without the calculator's annotations
+    return problem(question, INSTRUCTIONS, ANSWER, value, solution=solution)
 
 
 def gold_number(text: str) -> float | None:
-    """The number that a text is: `number_in` of a number with nothing else but a dollar or percent sign. None for "5 or
-    6", "x - 3", "18 eggs", and for a comma that does not separate thousands, as in "3,14"."""
+    """The number that a text is, if it has nothing else but a dollar or percent sign. None for "5 or 6", "x - 3",
+    "18 eggs", and for a comma that does not separate thousands, as in "3,14"."""
     number = _NUMBER.fullmatch(_plain(text).strip().removesuffix(".").removesuffix("%").removesuffix("\\"))
     return _value(number) if number and not _NO_THOUSANDS.search(text) else None
 
@@ -72,8 +68,7 @@ def number_in(text: str) -> float | None:
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
-    first = numbers[0]
-    return _value(numbers[-1] if re.search(r"[A-Za-z]", text[: first.start()]) else first)
+    return _value(numbers[-1 if re.search(r"[A-Za-z]", text[: numbers[0].start()]) else 0])
 
 
 def _plain(text: str) -> str:
@@ -113,18 +108,17 @@ def tag_count_reward(completions: Sequence[Completion], **columns: Any) -> list[
 
 def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the completion starts with a reasoning block followed by an answer block."""
-    return [0.5 if _SOFT_FORMAT.match(text_of(completion)) else 0.0 for completion in completions]
+    return judged(completions, lambda text: 0.5 if _SOFT_FORMAT.match(text) else 0.0)
 
 
 def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the completion is exactly these two blocks, with each tag on its own line."""
-    return [0.5 if _STRICT_FORMAT.fullmatch(text_of(completion)) else 0.0 for completion in completions]
+    return judged(completions, lambda text: 0.5 if _STRICT_FORMAT.fullmatch(text) else 0.0)
 
 
 def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the answer is an integer and nothing else."""
-    answers = ((final_answer(text_of(completion)) or "").strip("$ ") for completion in completions)
-    return [0.5 if _INTEGER.fullmatch(answer) else 0.0 for answer in answers]
+    return judged(completions, lambda text: 0.5 if _INTEGER.fullmatch((final_answer(text) or "").strip("$ ")) else 0.0)
 
 
 def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, answer_block, ask, final_answer, format_completion, judged, last_boxed, text_of
+from d1.tasks import Completion, answer_block, final_answer, format_completion, judged, last_boxed, problem
 from d1.tasks.data import TEXT, read_problems, task_rows, text_in
 from d1.tasks.maths import equivalent
 
@@ -28,7 +28,7 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    problem, solution, answer = text_in(row, "problem"), row.get("solution") or "", row.get("answer")
+    question, solution, answer = text_in(row, "problem"), row.get("solution") or "", row.get("answer")
     if not isinstance(solution, str):
         raise ValueError(f"solution must be a text, got {solution!r:.80}")
     if answer in (None, ""):
@@ -39,12 +39,7 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     gold = str(answer).strip()
     if not gold:
         raise ValueError(r"neither an answer nor a \boxed{} in the solution")
-    return {
-        "prompt": ask(problem, INSTRUCTIONS, ANSWER),
-        "question": problem,
-        "ground_truth": gold,
-        "solution": solution,
-    }
+    return problem(question, INSTRUCTIONS, ANSWER, gold, solution=solution)
 
 
 def extract(text: str) -> str | None:
@@ -93,7 +88,7 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 def boxed_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     r"""0.5 for a `\boxed{}` anywhere in the text."""
-    return [0.5 if last_boxed(text_of(completion)) is not None else 0.0 for completion in completions]
+    return judged(completions, lambda text: 0.5 if last_boxed(text) is not None else 0.0)
 
 
 def _plain_solution(row: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
 
 math-verify's own time limit is a signal: it counts whole seconds, works only in the main thread, and cannot interrupt
-one big-integer operation. So math-verify runs in a helper process (this file as a script), which stops by itself in
-time; if it does not, it is killed.
+one big-integer operation. So math-verify runs in a helper process (this file as a script), which is killed if it does
+not stop in time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 10
 HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
 _MEMORY = 4 << 30
 
-_UNIT = re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
-_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}")
-_NOISE = re.compile(
-    r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ()\[\]]|\^\{?\\circ\}?|[°~]|\\?[%$]|(?<![0-9])\s+|\s+(?![0-9])"
-)
-_SHORT_FRAC = re.compile(r"\\[dt]?frac(?:\{([0-9])\}|([0-9]))(?:\{([0-9])\}|([0-9]))")
+_NOISE = r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ()\[\]]|\^\{?\\circ\}?|[°~]|\\?[%$]"
+_PLAIN = [
+    (re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$"), ""),  # units
+    (re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
+    (re.compile(rf"{_NOISE}|(?<![0-9])\s+|\s+(?![0-9])"), ""),
+    (re.compile(r"\\[dt]?frac(?:\{([0-9])\}|([0-9]))(?:\{([0-9])\}|([0-9]))"), r"\\frac{\1\2}{\3\4}"),
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"^[A-Za-z]="), ""),  # "x = 5"
+]
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
 _DECIMAL = r"(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))"
 _EXACT = re.compile(rf"{_DECIMAL}(?:/{_DECIMAL})?|(-?)\\[dt]?frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}}")
@@ -51,6 +54,7 @@ def equivalent(answer: str, gold: str) -> bool:
         return True
     if not a or not b:
         return False
+    # Two exact numbers need no math-verify, except that with a percent sign 50% may also be 0.5.
     x, y = _exact(a), _exact(b)
     if x is not None and y is not None and (x == y or "%" not in answer + gold):
         return x == y
@@ -60,12 +64,8 @@ def equivalent(answer: str, gold: str) -> bool:
 def normalize(latex: str) -> str:
     """`latex` without parts that do not change its meaning; equal results mean equal answers."""
     text = latex.strip().replace("−", "-").rstrip(".").strip()
-    text = _UNIT.sub("", text)
-    text = _TEXT.sub(r"\1", text)
-    text = _NOISE.sub("", text)
-    text = _SHORT_FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"^[A-Za-z]=", "", text)
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
     if re.fullmatch(r"-?[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?:\.[0-9]+)?", text):  # never inside a list or a pair
         text = _THOUSANDS.sub("", text)
     return text
@@ -85,14 +85,8 @@ def _exact(text: str) -> Fraction | None:
 
 _lock = threading.Lock()
 helper_process: subprocess.Popen[bytes] | None = None
-
-
-def _forget() -> None:
-    global helper_process
-    helper_process = None
-
-
-os.register_at_fork(after_in_child=_forget)  # a forked process must not share the pipe: it starts its own helper
+# A forked process must not share the pipe: it starts its own helper.
+os.register_at_fork(after_in_child=lambda: globals().update(helper_process=None))
 
 
 def _verify(answer: str, gold: str) -> bool:
@@ -148,7 +142,6 @@ def _serve() -> None:
     sys.stdout.buffer.write(b"!")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
-        same = False
         try:
             signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
             gold, answer = (

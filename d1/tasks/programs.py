@@ -1,7 +1,7 @@
-"""Programs by example, a coding task of pocket size: from two examples of f find the expression in x that f is.
+"""Programs by example, a coding task of pocket size: find the expression for f(x) from two examples.
 
-f takes a text of five letters to another one of five, each a letter of x: `x[3] + x[0] + x[0] + x[2] + x[1]`. An answer
-is whatever Python makes of it: it runs in the sandbox as the body of f, on both examples and on "vwxyz", which is not
+f maps a text of five letters to another one, each letter of which is one of x: `x[3] + x[0] + x[0] + x[2] + x[1]`. An
+answer may be any expression: it runs in the sandbox as the body of f, on both examples and on "vwxyz", which is not
 shown. Rows are `{"input": "abcde,edcba", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 
 from d1.sandbox import Cases, working_python
-from d1.tasks import answer_block, ask, format_completion
+from d1.tasks import answer_block, format_completion, problem
 from d1.tasks.code import CONCURRENT, JUDGED, judged_by
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 
@@ -27,7 +27,7 @@ COLUMNS = ("input", "program")
 INPUTS, HIDDEN = ("abcde", "edcba"), "vwxyz"  # of the shipped examples; what an answer is judged on beyond them
 PLACES = len(HIDDEN)  # letters of x, and of f(x)
 
-Function = tuple[int, ...]  # the place in x of each letter of f(x)
+Function = tuple[int, ...]  # the index in x of each letter of f(x)
 
 
 def functions() -> list[Function]:
@@ -36,11 +36,11 @@ def functions() -> list[Function]:
 
 
 def program_of(function: Function) -> str:
-    return " + ".join(f"x[{place}]" for place in function)
+    return " + ".join(f"x[{index}]" for index in function)
 
 
 def value_at(function: Function, x: str) -> str:
-    return "".join(x[place] for place in function)
+    return "".join(x[index] for index in function)
 
 
 def asked(inputs: Sequence[str], function: Function) -> str:
@@ -71,13 +71,8 @@ def read_row(row: dict[str, Any]) -> tuple[list[str], Function]:
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     inputs, function = read_row(row)
-    question = asked(inputs, function)
-    return {
-        "prompt": ask(question, INSTRUCTIONS, ANSWER),
-        "question": question,
-        "ground_truth": [[x, value_at(function, x)] for x in (*inputs, HIDDEN)],
-        "solution": row["program"],
-    }
+    truth = [[x, value_at(function, x)] for x in (*inputs, HIDDEN)]
+    return problem(asked(inputs, function), INSTRUCTIONS, ANSWER, truth, solution=row["program"])
 
 
 def extract(text: str) -> str | None:

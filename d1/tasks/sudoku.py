@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, final_answer, format_completion, judged
+from d1.tasks import Completion, final_answer, format_completion, judged, problem
 from d1.tasks.data import TEXT, file_of, read_file, task_rows
 
 INSTRUCTIONS = (
@@ -41,12 +41,11 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}")
     if not _solves(solution, puzzle):
         raise ValueError(f"Solution {solution!r} does not solve {puzzle!r}")
-    question = f"Solve the following Sudoku puzzle: {puzzle}\n"
-    return {"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": solution}
+    return problem(f"Solve the following Sudoku puzzle: {puzzle}\n", INSTRUCTIONS, ANSWER, solution)
 
 
 def extract(text: str) -> str | None:
-    """The digits 0-9 of the answer, in order, without anything between them, or None if there are none."""
+    """The digits of the answer, in order, without anything between them, or None if there are none."""
     return re.sub(r"[^0-9]", "", final_answer(text) or "") or None
 
 
@@ -63,12 +62,11 @@ def cells_reward(
     completions: Sequence[Completion], question: Sequence[str], ground_truth: Sequence[str], **columns: Any
 ) -> list[float]:
     """Share of the originally empty cells that are right (d1's Sudoku reward)."""
-    return judged(
-        completions,
-        lambda text, asked, truth: _grade(extract(text), puzzle_of(asked), truth)[1],
-        question,
-        ground_truth,
-    )
+
+    def share(text: str, about: str, truth: str) -> float:
+        return _grade(extract(text), puzzle_of(about), truth)[1]
+
+    return judged(completions, share, question, ground_truth)
 
 
 REWARDS = [cells_reward]
@@ -76,6 +74,7 @@ REWARDS = [cells_reward]
 
 def demonstrate(row: dict[str, Any]) -> str:
     """A worked solution, which always continues with the cell that has the fewest possible digits left."""
+    # A cell with one possible digit comes first, so that the text of most steps is a proof.
     grid, solution, steps = list(puzzle_of(row["question"])), row["ground_truth"], []
     while "0" in grid:
         empty = [i for i, digit in enumerate(grid) if digit == "0"]
@@ -98,18 +97,16 @@ def solution_grids() -> list[str]:
 
 
 def board(text: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The answer for people to look at: `rows` of cells (name, digit, kind), where the kind is given, right, wrong or
-    empty, and a `note` on words such as "a4", with which the pocket models fill cells."""
+    """The answer as `rows` of cells (name, digit, given, right, wrong or empty), and a `note` on words such as "a4",
+    with which the pocket models fill cells."""
     puzzle, answer = puzzle_of(row["question"]), extract(text) or ""
     digits = answer if len(answer) == 16 else puzzle.replace("0", " ")
     right = digits if _solves(digits, puzzle) else row["ground_truth"]
 
-    def kind(place: int) -> str:
-        if digits[place] == puzzle[place]:
-            return "given"
-        return "empty" if digits[place] == " " else "right" if digits[place] == right[place] else "wrong"
-
-    cells = [[name, digits[place], kind(place)] for place, name in enumerate("abcdefghijklmnop")]
+    cells = []
+    for name, digit, given, true in zip("abcdefghijklmnop", digits, puzzle, right, strict=True):
+        kind = "given" if digit == given else "empty" if digit == " " else "right" if digit == true else "wrong"
+        cells.append([name, digit, kind])
     words = re.search(r"\b[a-p][1-4]\b", text)
     note = "Cells are named a to p, row by row: a4 says that the first cell holds 4, and a. that it is empty."
     return {"rows": [cells[start : start + 4] for start in range(0, 16, 4)], "note": note if words else ""}

@@ -17,8 +17,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from d1.__main__ import main, make_parser
-from d1.commands.fit import with_config, with_recipe
-from d1.commands.recipes import hours_of
+from d1.commands.fit import hours_of, with_config, with_recipe
 from d1.models.fit import CARDS, total_and_active
 from d1.models.kinds import native_config
 from d1.rl.train import make_parser as rl_parser

@@ -81,18 +81,14 @@ def test_each_turn_is_sampled_from_all_that_was_said(tiny_model_dir, monkeypatch
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
 
 
-def test_what_cannot_be_answered_is_one_line_and_leaves_stdout_alone(tiny_model_dir, monkeypatch, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        piped(monkeypatch, "a" * 300 + "\n", "chat", str(tiny_model_dir), "--gen_length", "300")
-    captured = capsys.readouterr()
-    assert (ended.value.code, captured.out) == (1, "")
-    said = "too long: 303 tokens of text and 300 to fill in exceed the model's 512 positions: /reset"
-    assert re.fullmatch(f".*{said}.*\n", captured.err)
+@pytest.fixture
+def folder(tiny_model_dir, tmp_path) -> Path:
+    """A copy of a small model, to change."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
 
 
-def test_an_empty_answer_is_said_to_be_empty(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+def test_an_empty_answer_is_said_to_be_empty(folder, monkeypatch, capsys) -> None:
     """Of a model for which the first token of its answer ends the text."""
-    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     tokenizer = load_tokenizer(folder)
     (said,) = conversation(folder, ["ab"], gen_length=4, block_length=4, steps=4)
     tokenizer.eos_token = tokenizer.tokenize(said)[0]
@@ -103,30 +99,38 @@ def test_an_empty_answer_is_said_to_be_empty(tiny_model_dir, tmp_path, monkeypat
     assert captured.err.splitlines()[-1].startswith("the answer is empty: ")
 
 
-def test_a_broken_template_and_bytes_that_are_no_text_end_a_turn_and_not_the_chat(
-    tiny_model_dir, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("typed", "flags", "said", "answers"),
+    [
+        (b"x\n\xff\xfe b\nab\n", ["--gen_length", "4"], "model cannot read the prompt 'x': TypeError: ", 2),
+        (
+            b"a" * 300 + b"\n",
+            ["--gen_length", "300"],
+            "too long: 303 tokens of text and 300 to fill in exceed the model's 512 positions: /reset",
+            0,
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line_and_ends_a_turn_and_not_the_chat(
+    folder, monkeypatch, capsys, typed, flags, said, answers
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder)
+    """A broken template, bytes that are no text, a question without room."""
     template = folder / "chat_template.jinja"
     template.write_text("{% if 'x' in messages[-1]['content'] %}{{ 1 + 'x' }}{% endif %}" + template.read_text())
-    with pytest.raises(SystemExit):
-        piped(monkeypatch, b"x\n\xff\xfe b\nab\n", "chat", str(folder), "--gen_length", "4")
+    with pytest.raises(SystemExit, match="1"):
+        piped(monkeypatch, typed, "chat", str(folder), *flags)
     captured = capsys.readouterr()
-    assert re.fullmatch(r".*model cannot read the prompt 'x': TypeError: .*\n", captured.err)
-    assert len(captured.out.splitlines()) == 2
+    assert re.fullmatch(f".*{said}.*\n", captured.err)
+    assert len(captured.out.splitlines()) == answers
 
 
-def test_model_text_is_seen_and_not_obeyed(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+def test_model_text_is_seen_and_not_obeyed(folder, monkeypatch, capsys) -> None:
     """A vocabulary of escape sequences, rich's markup and a character that reverses the writing direction."""
     hostile = ["\x1b[31m", "\x1b]0;title\x07", "[bold red]", "\r", "\u202e", "\x9b2J", "é👩‍🚀"]
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder)
-    words = (folder / "tokenizer.json").read_text()
-    for place in range(8, 56):  # every word that is not a special token
-        token = load_tokenizer(tiny_model_dir).convert_ids_to_tokens(place)
-        quoted, bad = (json.dumps(text) for text in (token, f"{hostile[place % 7]}{place}"))
-        words = words.replace(f"{quoted}: {place}", f"{bad}: {place}")
+    words, plain = (folder / "tokenizer.json").read_text(), load_tokenizer(folder)
+    for token in range(8, 56):  # every word that is not a special token
+        quoted, bad = map(json.dumps, (plain.convert_ids_to_tokens(token), f"{hostile[token % 7]}{token}"))
+        words = words.replace(f"{quoted}: {token}", f"{bad}: {token}")
     (folder / "tokenizer.json").write_text(words)
     tokenizer = load_tokenizer(folder)
     ids = [*range(8, 15), tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id]

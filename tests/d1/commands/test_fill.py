@@ -10,7 +10,6 @@ from d1.commands.fill import encoded, pieces_of
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import fill
-from tests import forks
 from tests.commands import ROOT
 
 POCKET = str(ROOT / "pocket" / "base")
@@ -32,11 +31,10 @@ def printed(capsys, *words):
 )
 def test_what_is_printed_is_the_library_s_filling(capsys, words, options):
     tokenizer, model = load_tokenizer(POCKET), load_model(POCKET)
-    before, between, behind = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("<reasoning> a1 ", "b3", " </reasoning>")
-    )
+    texts = ("<reasoning> a1 ", "b3", " </reasoning>")
+    before, between, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     mask = tokenizer.mask_token_id
-    ids = torch.tensor([[*before, mask, mask, mask, *between, mask, *behind]])
+    ids = torch.tensor([[*before, mask, mask, mask, *between, mask, *after]])
     if "reveal" in options:
         options |= {"sampler": "parallel", "reveal_level": 2, "cfg_scale": 0.5}
     generator = [keyed_generator(4 if "seed" in words else 0)]
@@ -48,14 +46,13 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
     words = ["<pad>", "[MASK]", "[CLS]", "[SEP]", "a", "b", "ab"]
     rules = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
     rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    rules.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    rules.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, mask_token="[MASK]", pad_token="<pad>")
-    ids, hidden, front, behind = encoded(tokenizer, pieces_of("a[MASK:2]b ab[MASK]"))
+    ids, hidden, before, after = encoded(tokenizer, pieces_of("a[MASK:2]b ab[MASK]"))
     assert ids == [2, 4, 1, 1, 5, 6, 1, 3]
     assert hidden == [False, False, True, True, False, False, True, False]
-    assert (front, behind) == (1, 1)
+    assert (before, after) == (1, 1)
     assert encoded(tokenizer, pieces_of("[MASK:2]"))[0] == [2, 1, 1, 3]
 
 
@@ -63,7 +60,8 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
     ("words", "message"),
     [
         (["a1"], "the text has no placeholder: write"),
-        (["a1 [MASK:0]"], r"\[MASK:0\] has no number of tokens"),
+        (["a1 [MASK:0]"], r"\[MASK:0\] has no number of tokens: write \[MASK:3\] for three"),
+        (["a1 [MASK:x]"], r"\[MASK:x\] has no number of tokens"),
         (["a1 [MASK:]"], r"\[MASK:\] has no number"),
         (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] has no number"),
         (["Paris [MASK]"], "it has no token for 'Paris'"),
@@ -78,10 +76,3 @@ def test_what_cannot_be_filled_is_refused_before_the_model_is_loaded(monkeypatch
     monkeypatch.setattr("d1.models.load.load_on_device", lambda *_, **__: pytest.fail("loaded the model"))
     with pytest.raises(ValueError, match=message):
         main(make_parser().parse_args(["fill", POCKET, *words]))
-
-
-def test_a_mistake_takes_one_line(tmp_path):
-    log = tmp_path / "log"
-    started = forks.start(forks.module, "d1", "fill", POCKET, "a1 [MASK:x]", log=log, folder=ROOT)
-    said = forks.finish(started, log, status=1)
-    assert said == "d1: [MASK:x] has no number of tokens: write [MASK:3] for three, [MASK] for one\n"

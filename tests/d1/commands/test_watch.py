@@ -37,8 +37,7 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
     printed = capsys.readouterr().out
     tokenizer = load_tokenizer(POCKET)
     row = load_task("sudoku").load_rows("validation")[3]
-    messages = row["prompt"]
-    ids = torch.tensor([encode_prompt(tokenizer, render_prompt(tokenizer, messages))])
+    ids = torch.tensor([encode_prompt(tokenizer, render_prompt(tokenizer, row["prompt"]))])
     chosen = {"gen_length": 32, "block_length": 8, "steps": 16, "temperature": 0.7, "mask_token_id": 3}
     seeded = {"generator": [keyed_generator(5, 3, 0)]}
     expected = generate(load_model(POCKET), ids, torch.ones_like(ids), **chosen, **seeded)[0, ids.shape[1] :]
@@ -59,10 +58,9 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
 
 
 def test_edits_are_seen(tiny_model_dir, tmp_path, capsys):
-    sampling = ("--gen_length", "8", "--diffusion_steps", "8", "--sampler", "parallel", "--reveal_level", "0.1")
-    edits = ("--edit_threshold", "0", "--max_post_steps", "3")
-    page = tmp_path / "watch.html"
-    watched("--model_path", str(tiny_model_dir), "--prompt", "abc", *sampling, *edits, "--html", str(page))
+    sampling = "--gen_length 8 --diffusion_steps 8 --sampler parallel --reveal_level 0.1 --edit_threshold 0"
+    page, flags = tmp_path / "watch.html", [*sampling.split(), "--max_post_steps", "3"]
+    watched("--model_path", str(tiny_model_dir), "--prompt", "abc", *flags, "--html", str(page))
     (film,) = films(page)
     count = sum(map(len, film["drafts"]))
     assert f"{count} edits" in capsys.readouterr().out
@@ -99,7 +97,7 @@ def test_a_block_causal_model_is_watched_in_blocks_of_its_own(tiny_model_dir, tm
     (film,) = films(page)
     assert f"blocks of {size} " in film["note"]
     prompt = len(encode_prompt(tokenizer, render_prompt(tokenizer, [{"role": "user", "content": "ab"}])))
-    ends = [place for place in range(1, length) if (prompt + place) % size == 0]
+    ends = [position for position in range(1, length) if (prompt + position) % size == 0]
     assert len(ends) > 1
     assert all(max(film["steps"][:end]) < min(film["steps"][end:]) for end in ends)
     *_, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))

@@ -86,9 +86,6 @@ class Page:
             assert time.monotonic() < until, expression
             time.sleep(0.02)
 
-    def pause(self, seconds: float = 0.05) -> None:
-        time.sleep(seconds)
-
     def press(self, key: str) -> None:
         """Presses and releases a real key."""
         event = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": KEYS[key]}

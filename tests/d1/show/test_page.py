@@ -1,6 +1,7 @@
 """The page in a real browser: it plays, moves and shows numbers, with mouse and keys; a model's text is never run."""
 
 import math
+import time
 
 import pytest
 
@@ -64,15 +65,9 @@ def page():
 def test_steps_are_scrubbed_by_address_keys_and_the_map(page, path):
     page.open(path, "#step=3")
     assert page.ask(SHOWN) == [6, 15]
-    page.press("ArrowRight")
-    assert page.ask(SHOWN) == [8, 20]
-    page.press("ArrowLeft")
-    page.press("ArrowLeft")
-    assert page.ask(SHOWN) == [4, 10]
-    page.press("Home")
-    assert page.ask(SHOWN) == [0, 0]
-    page.press("End")
-    assert page.ask(SHOWN) == [40, 40]
+    for key, shown in (("ArrowRight", [8, 20]), ("ArrowLeft", [6, 15]), ("Home", [0, 0]), ("End", [40, 40])):
+        page.press(key)
+        assert page.ask(SHOWN) == shown, key
     assert page.ask("document.querySelector('.bar output').textContent") == "step 20 of 20"
     page.point(".map", click=True)
     assert page.ask(STEP) in (10, 11)
@@ -86,7 +81,7 @@ def test_it_plays_and_stops(page, path):
     page.wait_for(f"{STEP} > 1")
     page.point(".play", click=True)
     stopped = page.ask(STEP)
-    page.pause(0.6)  # more than a step's time
+    time.sleep(0.6)  # more than a step's time
     assert (page.ask(PLAY), page.ask(STEP)) == ("Play", stopped)
     page.ask("document.activeElement.blur()")
     page.press("End")
@@ -96,26 +91,24 @@ def test_it_plays_and_stops(page, path):
 
 def test_a_token_tells_its_confidence_and_entropy_to_mouse_and_keys(page, path):
     page.open(path, "#step=20")
-    page.point("[data-place='4']")
-    assert page.ask(DETAIL) == "word0 place 5 of 40, revealed in step 3 with 12.1% confidence, entropy 0.250 nats"
-    page.ask("document.querySelector('[data-place=\"0\"]').focus()")
+    page.point("[data-position='4']")
+    assert page.ask(DETAIL) == "word0 position 5 of 40, revealed in step 3 with 12.1% confidence, entropy 0.250 nats"
+    page.ask("document.querySelector('[data-position=\"0\"]').focus()")
     assert page.ask(DETAIL).startswith(EVIL)
     page.press("ArrowDown")
-    assert page.ask("document.activeElement.dataset.place") == "1"
-    assert "place 2 of 40" in page.ask(DETAIL)
-    page.ask("document.querySelectorAll('[data-place=\"39\"]')[1].click()")
+    assert page.ask("document.activeElement.dataset.position") == "1"
+    assert "position 2 of 40" in page.ask(DETAIL)
+    page.ask("document.querySelectorAll('[data-position=\"39\"]')[1].click()")
     assert "filled without a prediction" in page.ask("document.querySelectorAll('.detail')[1].textContent")
 
 
 def test_up_and_down_move_between_tokens_and_not_the_slider(page, path):
     page.open(path, "#step=5")
-    page.ask("document.querySelector('.bar input').focus()")
-    page.press("ArrowDown")
-    assert (page.ask("document.activeElement.dataset.place"), page.ask(STEP)) == ("0", 5)
-    page.press("ArrowDown")
-    page.ask("document.querySelector('.bar input').focus()")
-    page.press("ArrowUp")
-    assert (page.ask("document.activeElement.dataset.place"), page.ask(STEP)) == ("0", 5)
+    for key in ("ArrowDown", "ArrowUp"):
+        page.ask("document.querySelector('.bar input').focus()")
+        page.press(key)
+        assert (page.ask("document.activeElement.dataset.position"), page.ask(STEP)) == ("0", 5)
+        page.press("ArrowDown")
 
 
 def test_a_problem_shows_whether_it_is_solved_and_its_grid_at_the_end(page, tmp_path):
@@ -123,9 +116,8 @@ def test_a_problem_shows_whether_it_is_solved_and_its_grid_at_the_end(page, tmp_
     film, file = films()[0], tmp_path / "sudoku.html"
     film.solved, film.board = False, {"rows": [[["a", "4", "given"], ["b", "1", "wrong"]]], "note": "a4 is 4"}
     file.write_text(film_page("One run", [("", [film])]), encoding="utf-8")
-    shown = (
-        "[...document.querySelectorAll('.verdict, .board b')].map(e => e.checkVisibility({visibilityProperty: true}))"
-    )
+    marks = "[...document.querySelectorAll('.verdict, .board b')]"
+    shown = f"{marks}.map(e => e.checkVisibility({{visibilityProperty: true}}))"
     for step, expected in ((19, [False, True, False]), (20, [True, True, True])):
         page.open(file, f"#step={step}", 1600)
         assert page.ask(shown) == expected
@@ -140,26 +132,25 @@ def test_the_page_explains_the_marks_that_occur_and_no_others(page, tmp_path):
     plain, filled = films()
     edited = Film("edited", "", "", [" a"], [1], [0.0], [0.0], drafts=[[[0, " b", -1.0]]])
     edited.board = {"rows": [[["a", "4", "given"]]], "note": ""}
-    ring, file = "Ring: revealed in this step", tmp_path / "marks.html"
-    for shown, expected in (
-        ([plain], f"{ring}."),
-        ([plain, filled], f"{ring}; frame without colour: filled after the end of the text."),
-        (
-            [edited],
-            f"{ring}; wavy underline: corrected; "
-            "board: given digits are bold, right ones underlined, wrong ones struck through.",
-        ),
-    ):
+    board = "board: given digits are bold, right ones underlined, wrong ones struck through"
+    expected = {
+        "": [plain],
+        "; frame without colour: filled after the end of the text": [plain, filled],
+        f"; wavy underline: corrected; {board}": [edited],
+    }
+    for said, shown in expected.items():
+        file = tmp_path / "marks.html"
         file.write_text(film_page("Marks", [("", shown)]), encoding="utf-8")
         page.open(file, "#step=1", 1200)
-        assert page.ask("document.querySelector('.films + .note').textContent") == expected
+        marks = page.ask("document.querySelector('.films + .note').textContent")
+        assert marks == f"Ring: revealed in this step{said}."
 
 
 def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     page.requests.clear()
     page.open(path, "#step=20")
     assert page.ask("document.title") == "Two runs"
-    assert page.ask("document.querySelector('[data-place=\"0\"]').textContent") == EVIL
+    assert page.ask("document.querySelector('[data-position=\"0\"]').textContent") == EVIL
     assert page.ask("document.querySelectorAll('img, .canvas script').length") == 0
     assert set(page.requests) <= {"about:blank", *(f"{path.as_uri()}{end}" for end in ("", "#step=20"))}
     # Its policy stops injected content.
@@ -174,10 +165,8 @@ def test_it_is_readable_on_screens_of_both_kinds(page, path, dark, width):
     page.open(path, "#step=20", width, dark)
     assert page.ask("document.documentElement.dataset.theme") == ("dark" if dark else "light")
     assert page.ask("document.documentElement.scrollWidth") <= width
-    side_by_side = (
-        "(([a, b]) => a.y === b.y)([...document.querySelectorAll('.film')].map(f => f.getBoundingClientRect()))"
-    )
-    assert page.ask(side_by_side) == (width == 1280)
+    places = "[...document.querySelectorAll('.film')].map(f => f.getBoundingClientRect().y)"
+    assert page.ask(f"(([a, b]) => a === b)({places})") == (width == 1280)  # side by side
     for view in ("confidence", "entropy", "order"):
         page.ask(f"setView('{view}')")
         assert page.ask(CONTRAST) >= 4.5, view
@@ -187,10 +176,8 @@ def test_it_is_readable_on_screens_of_both_kinds(page, path, dark, width):
 
 def test_the_order_is_a_scale_from_first_to_last(page, path):
     page.open(path, "#step=20&view=order")
-    grounds = page.ask(
-        '[0, 20, 38].map(i => getComputedStyle(document.querySelector(`[data-place="${i}"]`)).backgroundColor)'
-    )
-    assert len(set(grounds)) == 3
+    of = 'getComputedStyle(document.querySelector(`[data-position="${i}"]`)).backgroundColor'
+    assert len(set(page.ask(f"[0, 20, 38].map(i => {of})"))) == 3
     assert page.ask("document.querySelector('#legend').textContent") == "firstlast"
 
 

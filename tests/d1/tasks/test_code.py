@@ -61,14 +61,19 @@ def share(program: str, row: dict[str, Any]) -> float:
 
 
 def cases_of(folder: Path, test: str) -> int:
-    (row,) = load(folder, {**GOOD, "test": f"from solution import square\n{test}"})
+    (row,) = load(folder, GOOD | {"test": IMPORT + test})
     assert share(SQUARE, row) == 1
     assert share("def square(x):\n    return 0", row) < 1
     assert share("def square(x):\n    pass", row) == 0
     return row["ground_truth"]["count"]
 
 
-# ---- cases that any program passes
+# ---- which rows are left out, and which cases there are
+
+IMPORT = "from solution import square\n"
+HUMANEVAL = {"prompt": "?", "test": "def check(f):\n    assert f(1) == 1", "entry_point": "f"}
+MBPP: dict[str, Any] = {"text": "?", "test_list": ["assert f(1) == 1"]}
+CATCHES = "def test_it():\n    try:\n        assert square(3) == 9\n    except Exception: pass"
 
 
 @pytest.mark.parametrize(
@@ -82,17 +87,39 @@ def cases_of(folder: Path, test: str) -> int:
         ("assert True", "there is no assert that runs"),
         ("def test_it():\n    assert square(3) == 9\n    yield", "its tests pass with functions that do nothing"),
         ("if square is None:\n    assert square(3) == 9", "its tests pass with functions that do nothing"),
-        (
-            "def test_it():\n    try:\n        assert square(3) == 9\n    except Exception: pass",
-            "its tests pass with fu",
-        ),
+        (CATCHES, "its tests pass with functions that do nothing"),
         ("assert square(3) is None", "its tests pass with functions that do nothing"),
         ("assert square(3) == 9\nassert 1 < 2", "case 2 of its tests passes with every program"),
     ],
 )
 def test_a_row_that_any_program_passes_is_left_out(test: str, reason: str, tmp_path: Path) -> None:
-    row = {"question": "?", "test": f"from solution import square\n{test}", "solution": SQUARE}
-    assert left_out(tmp_path, **row).startswith(reason)
+    assert left_out(tmp_path, **GOOD | {"test": IMPORT + test}).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (GOOD | {"solution": SQUARE + " + 1"}, "its own solution passes 0 of the 1 cases of its tests"),
+        (GOOD | {"solution": "import numpy\n" + SQUARE}, "its own solution passes 0 of the 1 cases"),
+        (
+            GOOD | {"test": "def test_it():\n    import numpy\n    assert 1 == 2"},
+            "the tests import numpy, which the san",
+        ),
+        (GOOD | {"test": "from . import solution\nassert 1 == 2"}, "the tests import their own package, which"),
+        (GOOD | {"question": "  "}, "question must be a text, got '  '"),
+        (GOOD | {"test": None}, "test must be a text, got None"),
+        (MBPP | {"text": None, "prompt": None}, "prompt must be a text, got None"),
+        (MBPP | {"test_list": [None]}, "test_list must be a list of tests, got [None]"),
+        (MBPP | {"test_imports": "import math"}, "test_imports must be a list"),
+        (MBPP | {"test_setup_code": "import numpy"}, "the tests import numpy"),
+        (HUMANEVAL | {"prompt": "import numpy\n"}, "the tests import numpy"),
+        (HUMANEVAL | {"entry_point": None}, "entry_point must be a text"),
+        (HUMANEVAL | {"entry_point": "1"}, "entry_point must be the name of a function"),
+        (GOOD | {"test": "assert 0 == 1" + " + 1" * 700}, "its tests are nested too deeply"),
+    ],
+)
+def test_a_row_that_no_program_passes_is_left_out(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert reason in left_out(tmp_path, **row)
 
 
 def test_what_never_runs_is_no_case_and_what_runs_is_one(tmp_path: Path) -> None:
@@ -112,9 +139,6 @@ def test_none_may_be_the_right_value_of_some_cases(tmp_path: Path) -> None:
     (row,) = load(tmp_path, {"question": "?", "test": test, "solution": solution})
     assert share(solution, row) == 1
     assert share("def first(items):\n    pass", row) == 0.5
-
-
-# ---- cases that no program passes
 
 
 @pytest.mark.parametrize(
@@ -144,55 +168,10 @@ def test_a_function_with_the_name_of_the_module_is_the_function(tmp_path: Path) 
     program = "def solution(x):\n    return x * x"
     human_eval = {"prompt": "def solution(x):\n    'The square.'\n", "test": "def check(f):\n    assert f(3) == 9"}
     human_eval |= {"entry_point": "solution", "canonical_solution": "    return x * x"}
-    rows = load(tmp_path, human_eval)
-    rows += load(
-        tmp_path, {**GOOD, "test": "from solution import solution\nassert solution(3) == 9", "solution": program}
-    )
+    kodcode = GOOD | {"test": "from solution import solution\nassert solution(3) == 9", "solution": program}
+    rows = load(tmp_path, human_eval) + load(tmp_path, kodcode)
     rows += load(tmp_path, {"text": "?", "test_list": ["assert solution(3) == 9"], "code": program})
     assert [share(program, row) for row in rows] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (GOOD | {"solution": "def square(x):\n    return 9"}, ""),
-        (GOOD | {"solution": SQUARE + " + 1"}, "its own solution passes 0 of the 1 cases of its tests"),
-        (GOOD | {"solution": "import numpy\n" + SQUARE}, "its own solution passes 0 of the 1 cases"),
-        (
-            GOOD | {"test": "def test_it():\n    import numpy\n    assert 1 == 2"},
-            "the tests import numpy, which the san",
-        ),
-        (GOOD | {"test": "from . import solution\nassert 1 == 2"}, "the tests import their own package, which"),
-        (GOOD | {"question": None}, "question must be a text, got None"),
-        (GOOD | {"question": "  "}, "question must be a text, got '  '"),
-        (GOOD | {"test": None}, "test must be a text, got None"),
-        ({"text": None, "test_list": ["assert f(1) == 1"], "prompt": None}, "prompt must be a text, got None"),
-        ({"text": "?", "test_list": [None]}, "test_list must be a list of tests, got [None]"),
-        (
-            {"text": "?", "test_list": ["assert f(1) == 1"], "test_imports": "import math"},
-            "test_imports must be a list",
-        ),
-        ({"text": "?", "test_list": ["assert f(1) == 1"], "test_setup_code": "import numpy"}, "the tests import numpy"),
-        (
-            {"prompt": "import numpy\n", "test": "def check(f):\n    assert f(1) == 1", "entry_point": "f"},
-            "the tests imp",
-        ),
-        (
-            {"prompt": "?", "test": "def check(f):\n    assert f(1) == 1", "entry_point": None},
-            "entry_point must be a te",
-        ),
-        (
-            {"prompt": "?", "test": "def check(f):\n    assert f(1) == 1", "entry_point": "1"},
-            "entry_point must be the n",
-        ),
-        (GOOD | {"test": "assert 0 == 1" + " + 1" * 700}, "its tests are nested too deeply"),
-    ],
-)
-def test_a_row_that_no_program_passes_is_left_out(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    if reason:
-        assert reason in left_out(tmp_path, **row)
-    else:
-        assert len(load(tmp_path, row)) == 1
 
 
 # ---- the verdicts

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from d1.tasks import countdown
 
-ROW = {"question": "Numbers: [17, 96, 91]\nTarget: 22", "ground_truth": [[17, 96, 91], 22]}
-
 
 def accuracy(answer: str, numbers=(17, 96, 91), target=22) -> float:
     text = f"<reasoning>r</reasoning><answer>{answer}</answer>"
@@ -18,24 +16,15 @@ def accuracy(answer: str, numbers=(17, 96, 91), target=22) -> float:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        "17 + 96 - 91",
-        "(96 - 91) + 17 = 22",
-        r"\boxed{17 + 96 - 91}",
-        r"\boxed{17 + 96 - 91 = 22}",
-        r"$\left(96 - 91\right) + 17$",
-        r"\[ 96 − 91 + 17 \]",
-        "-91 + 96 + 17",
-    ],
-)
-def test_right_answers(answer):
-    assert accuracy(answer) == 1.0
-
-
-@pytest.mark.parametrize(
     ("answer", "numbers", "target"),
     [
+        ("17 + 96 - 91", (17, 96, 91), 22),
+        ("(96 - 91) + 17 = 22", (17, 96, 91), 22),
+        (r"\boxed{17 + 96 - 91}", (17, 96, 91), 22),
+        (r"\boxed{17 + 96 - 91 = 22}", (17, 96, 91), 22),
+        (r"$\left(96 - 91\right) + 17$", (17, 96, 91), 22),
+        (r"\[ 96 − 91 + 17 \]", (17, 96, 91), 22),
+        ("-91 + 96 + 17", (17, 96, 91), 22),
         (r"\boxed{4 \times 5 \div 2}", (4, 5, 2), 10),
         (r"4 \cdot 5 - 2", (4, 5, 2), 18),
         (r"\frac{4}{2} \times 5", (4, 5, 2), 10),
@@ -43,7 +32,7 @@ def test_right_answers(answer):
         ("(1/3 + 2) * 3", (1, 3, 2, 3), 7),
     ],
 )
-def test_latex_signs_and_exact_fractions(answer, numbers, target):
+def test_right_answers_latex_signs_and_exact_fractions(answer, numbers, target):
     assert accuracy(answer, numbers, target) == 1.0
 
 
@@ -76,27 +65,14 @@ def test_wrong_answers(answer):
 
 def test_rewards_are_one_a_tenth_and_nothing():
     completions = ["<answer>17 + 96 - 91</answer>", "<answer>17 + 96</answer>", "<answer></answer>", "no answer"]
-    truths = [ROW["ground_truth"]] * 4
-    assert countdown.expression_reward(completions, ground_truth=truths) == [1.0, 0.1, 0.0, 0.0]
+    assert countdown.expression_reward(completions, ground_truth=[[[17, 96, 91], 22]] * 4) == [1.0, 0.1, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "99**80**50",
-        "9**9**9**9",
-        "(" * 100 + "1" + ")" * 100,
-        "(" * 50_000 + "1" + ")" * 50_000,
-        "1+" * 50_000 + "1",
-        "-" * 199 + "1",
-        "9" * 200,
-        "9" * 100_000,
-        "1/0",
-        "1/(2-2)",
-        "__import__('os').getcwd()",
-        "x" * 100_000,
-    ],
-)
+HOSTILE = ["99**80**50", "9**9**9**9", "9" * 200, "9" * 100_000, "1/0", "1/(2-2)", "__import__('os').getcwd()"]
+HOSTILE += ["(" * 100 + "1" + ")" * 100, "(" * 50_000 + "1" + ")" * 50_000, "1+" * 50_000 + "1", "-" * 199 + "1"]
+
+
+@pytest.mark.parametrize("expression", [*HOSTILE, "x" * 100_000])
 def test_hostile_expressions_return_at_once_and_unexecuted(expression):
     start = time.process_time()  # other processes do not slow it down
     assert countdown.evaluate(expression, [1, 2, 2]) is None
@@ -108,11 +84,7 @@ def test_hostile_expressions_return_at_once_and_unexecuted(expression):
 TREES = st.recursive(
     st.integers(0, 99).map(lambda n: (str(n), Fraction(n), [n])),
     lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(
-        lambda t: (
-            f"({t[0][0]} {t[1]} {t[2][0]})",
-            _apply(t[1], t[0][1], t[2][1]),
-            t[0][2] + t[2][2],
-        )
+        lambda t: (f"({t[0][0]} {t[1]} {t[2][0]})", _apply(t[1], t[0][1], t[2][1]), t[0][2] + t[2][2])
     ),
     max_leaves=6,
 )
@@ -131,9 +103,3 @@ def test_evaluation_is_exact_and_demands_each_number_once(tree, random):
     assert countdown.evaluate(text, shuffled) == value
     assert countdown.evaluate(text, [*shuffled, 7]) is None
     assert countdown.evaluate(text, shuffled[1:]) is None
-
-
-@pytest.mark.parametrize("truth", [None, [], "22", [[1, 2], None], {"target": 1}])
-def test_a_malformed_ground_truth_is_refused(truth):
-    with pytest.raises(ValueError, match="the ground truth must be"):
-        countdown.score("<answer>1</answer>", {"question": "", "ground_truth": truth})

@@ -10,18 +10,11 @@ from hypothesis import strategies as st
 from d1.tasks import TASKS, answer_block, final_answer, last_boxed, load_task, maths
 from tests.sandbox import SANDBOXED, skip_without_sandbox
 
-ROWS = {
-    "gsm8k": {"question": "?", "ground_truth": 18.0},
-    "math": {"question": "?", "ground_truth": r"\frac{\pi}{7}"},
-    "countdown": {"question": "?", "ground_truth": [[17, 96, 91], 22]},
-    "sudoku": {"question": "Solve the following Sudoku puzzle: 0102230010030400\n", "ground_truth": "4132231412433421"},
-}
-TRUTH = {"prefix": "", "source": "with __case__(0):\n    assert f(1) == 2", "names": ["f"], "count": 1, "setup": ""}
-ROWS |= {
-    "code": {"question": "?", "ground_truth": TRUTH},
-    "programs": {"question": "?", "ground_truth": [["abcde", "ab"]]},
-}
-ROWS |= {"pocket_countdown": ROWS["countdown"], "arithmetic": ROWS["gsm8k"]}
+TESTS = {"prefix": "", "source": "with __case__(0):\n    assert f(1) == 2", "names": ["f"], "count": 1, "setup": ""}
+TRUTHS = {"gsm8k": 18.0, "math": r"\frac{\pi}{7}", "countdown": [[17, 96, 91], 22], "sudoku": "4132231412433421"}
+TRUTHS |= {"code": TESTS, "programs": [["abcde", "ab"]], "pocket_countdown": [[17, 96, 91], 22], "arithmetic": 18.0}
+QUESTION = "Solve the following Sudoku puzzle: 0102230010030400\n"  # which other tasks do not read
+ROWS = {name: {"question": QUESTION, "ground_truth": truth} for name, truth in TRUTHS.items()}
 PIECES = [
     *("<answer>", "</answer>", "<reasoning>", "</reasoning>", r"\boxed{", r"\boxed", "{", "}", r"\{", r"\}"),
     *("(", ")", "[", "]", "$", r"\$", r"\(", r"\)", r"\frac{1}{2}", r"\frac", r"\text{", r"\sqrt{", r"\pi", r"\left"),
@@ -49,36 +42,33 @@ def check(text: str, names: list[str]) -> None:
             assert 0.0 <= paid <= 2.0
 
 
-@given(TEXTS)
-@settings(max_examples=200, deadline=1000)
-def test_any_text(text):
-    check(text, ["gsm8k", "countdown", "sudoku"])
-    load_task("math").extract(text)
+PLAIN = [name for name in TASKS if name not in SANDBOXED]
 
 
-@given(TEXTS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_text_in_maths(text):
-    check(text, ["math"])
+@pytest.mark.parametrize(
+    ("names", "texts", "examples", "milliseconds"),
+    [
+        (["gsm8k", "countdown", "sudoku"], TEXTS, 200, 1000),
+        (["math"], TEXTS, 30, None),
+        ([*SANDBOXED], TEXTS.map("<answer>{}".format), 10, None),
+        pytest.param(PLAIN, TEXTS | st.text(max_size=2000), 10_000, 2000, marks=pytest.mark.slow),
+    ],
+)
+def test_any_text(names, texts, examples, milliseconds):
+    skip_without_sandbox(names[0])
 
+    @given(texts)
+    @settings(max_examples=examples, deadline=milliseconds, suppress_health_check=list(HealthCheck))
+    def any_text(text):
+        check(text, names)
+        load_task("math").extract(text)
 
-@given(TEXTS)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_text_as_a_program(text):
-    skip_without_sandbox()
-    check(f"<answer>{text}", list(SANDBOXED))
-
-
-@pytest.mark.slow
-@given(TEXTS | st.text(max_size=2000))
-@settings(max_examples=10_000, deadline=2000, suppress_health_check=list(HealthCheck))
-def test_ten_thousand_texts(text):
-    check(text, [name for name in TASKS if name not in SANDBOXED])
+    any_text()
 
 
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize(
-    "piece", ["9", "{", r"\boxed{", "<answer>", "(", "1 ", "$ ", r"\(", "</reasoning><answer>", "\t"]
+    "piece", ["9", "{", "(", "1 ", "$ ", "\t", r"\(", r"\boxed{", "<answer>", "</reasoning><answer>"]
 )
 def test_ten_megabytes_take_less_than_a_second(name, piece):
     text = "<answer>" + piece * (10_000_000 // len(piece))

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from d1.runs.data import load_rows
-from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, text_of
+from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task
 from d1.tasks.data import HELD_OUT, read_file
 from tests.faults import write_at_the_same_time
 from tests.sandbox import skip_without_sandbox
@@ -28,35 +28,33 @@ COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "tar
 SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
 LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
 LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # small versions of tasks, read and scored like these
-HUMANEVAL = [
-    {
-        "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n',
-        "canonical_solution": "    return math.pi * r**2\n",
-        "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(0) == 0\n"
-        "    assert abs(candidate(2) - 4 * math.pi) < 1e-9\n",
-        "entry_point": "area",
-    }
-]
-MBPP = [
-    {
-        "text": "Write a function to sort a list of pairs by their second values.",
-        "code": "def by_second(pairs):\n    pairs.sort(key=lambda pair: pair[1])\n    return pairs",
-        "test_setup_code": "",
-        "test_list": ["assert by_second([('a', 2), ('b', 1)]) == [('b', 1), ('a', 2)]", "assert by_second([]) == []"],
-    }
-]
-KODCODE = [
-    {
-        "question": "Write a class Stack with push and pop. An empty stack raises IndexError.",
-        "solution": "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, item):\n"
-        "        self.items.append(item)\n    def pop(self):\n        return self.items.pop()\n",
-        "test": "from solution import Stack\n\ndef test_last_in_first_out():\n    stack = Stack()\n    stack.push(1)\n"
-        "    stack.push([2])\n    assert stack.pop() == [2]\n    assert stack.pop() == 1\n\ndef test_empty():\n"
-        "    try:\n        Stack().pop()\n    except IndexError:\n        return\n    assert False\n",
-    }
-]
+HUMANEVAL = {"prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n'}
+HUMANEVAL |= {"canonical_solution": "    return math.pi * r**2\n", "entry_point": "area"}
+HUMANEVAL["test"] = (
+    "METADATA = {}\n\n\ndef check(f):\n    assert f(0) == 0\n    assert abs(f(2) - 4 * math.pi) < 1e-9\n"
+)
+MBPP: dict[str, Any] = {"text": "Write a function to sort a list of pairs by their second values."}
+MBPP["code"] = "def by_second(pairs):\n    pairs.sort(key=lambda pair: pair[1])\n    return pairs"
+MBPP["test_list"] = ["assert by_second([(1, 2), (3, 1)]) == [(3, 1), (1, 2)]", "assert by_second([]) == []"]
+KODCODE = {"question": "Write a class Stack with push and pop. An empty stack raises IndexError."}
+KODCODE["solution"] = """class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+"""
+KODCODE["test"] = """from solution import Stack
+def test_last_in_first_out():
+    stack = Stack()
+    stack.push(1)
+    stack.push([2])
+    assert stack.pop() == [2] and stack.pop() == 1
+def test_empty():
+    try: Stack().pop()
+    except IndexError: return
+    assert False
+"""
 PROGRAMS = [{"input": "abdce,dbcae", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}]
-LOCAL |= {"code": [HUMANEVAL, MBPP, KODCODE], "programs": [PROGRAMS]}
+LOCAL |= {"code": [[HUMANEVAL], [MBPP], [KODCODE]], "programs": [PROGRAMS]}
 EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
 
@@ -67,12 +65,10 @@ def solution(task: ModuleType, row: dict[str, Any]) -> str:
     return f"<answer>{EXPRESSIONS[row['ground_truth'][1]]}</answer>"
 
 
-def write(rows: list[dict], folder: Path, kind: str) -> str:
+def write(rows: list[dict], folder: Path, kind: str = "jsonl") -> str:
     path = folder / f"rows.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind in ("json", "jsonl"):
+        path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "csv":
         Dataset.from_list(rows).to_csv(str(path), index=False)
     else:
@@ -103,23 +99,25 @@ def test_local_rows_load_in_each_schema_and_a_right_completion_scores_full(name,
         assert set(task.score("I do not know", row).values()) == {0.0}
 
 
-def test_ground_truths_are_those_of_d1s_generation_files(tmp_path):
-    def first(name):
-        return load_task(name).load_rows("test", write(LOCAL[name][0], tmp_path, "jsonl"))[0]
-
-    assert first("countdown")["ground_truth"] == [[30, 100, 93], 23]
-    assert first("countdown")["question"] == "Numbers: [30, 100, 93]\nTarget: 23"
-    assert first("sudoku")["ground_truth"] == "4132231412433421"
-    assert first("sudoku")["question"] == "Solve the following Sudoku puzzle: 0102230010030400\n"
-    assert first("gsm8k")["ground_truth"] == 1.0
-    assert first("math")["ground_truth"] == "1"
+@pytest.mark.parametrize(
+    ("name", "question", "ground_truth"),
+    [
+        ("countdown", "Numbers: [30, 100, 93]\nTarget: 23", [[30, 100, 93], 23]),
+        ("sudoku", "Solve the following Sudoku puzzle: 0102230010030400\n", "4132231412433421"),
+        ("gsm8k", "What is 0 + 1?", 1.0),
+        ("math", "Find $0+1$.", "1"),
+    ],
+)
+def test_ground_truths_are_those_of_d1s_generation_files(name, question, ground_truth, tmp_path):
+    row = load_task(name).load_rows("test", write(LOCAL[name][0], tmp_path))[0]
+    assert (row["question"], row["ground_truth"]) == (question, ground_truth)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_rewards_take_trls_arguments_as_text_or_messages_and_print_nothing(name, tmp_path, capsys):
     skip_without_sandbox(name)
     task = load_task(name)
-    rows = task.load_rows("train", write(LOCAL[name][0], tmp_path, "jsonl"))
+    rows = task.load_rows("train", write(LOCAL[name][0], tmp_path))
     texts = [solution(task, row) for row in rows]
     capsys.readouterr()  # the progress bar of reading the file
     columns = {"prompts": rows["prompt"], "completion_ids": [[0]] * len(rows), "trainer_state": None, **rows.to_dict()}
@@ -128,34 +126,39 @@ def test_rewards_take_trls_arguments_as_text_or_messages_and_print_nothing(name,
         chat = reward(completions=[[{"role": "assistant", "content": text}] for text in texts], **columns)
         assert plain == chat
         assert all(type(value) is float for value in plain)
+        assert reward(completions=[[]] * len(rows), **columns) == reward(completions=[""] * len(rows), **columns)
     assert capsys.readouterr() == ("", "")
 
 
 # --- wrong files ---
 
 
-def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
-    path = write([{"question": "?", "text": "1"}], tmp_path, "jsonl")
-    with pytest.raises(ValueError, match=r"rows\.jsonl lacks the columns answer; it has question, text"):
-        load_task("gsm8k").load_rows("test", path)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "rows.jsonl",
+            '{"question": "?", "text": "1"}',
+            r"rows\.jsonl lacks the columns answer; it has question, text",
+        ),
+        ("rows.txt", "x", r"\.json, \.jsonl, \.csv or \.parquet"),
+        ("broken.json", '[{"question": "a", ', r"cannot read .*broken\.json"),
+        ("empty.csv", "question,answer\n", r"empty\.csv has no rows"),
+        ("cells.csv", "question,answer\na, b,3\n", "row 1 has 3 cells, the header 2: quote texts with commas"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_it_lacks(file, content, message, tmp_path):
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_task("gsm8k").load_rows("test", str(tmp_path / file))
     with pytest.raises(FileNotFoundError, match="no data file nowhere"):
         load_task("gsm8k").load_rows("test", "nowhere.jsonl")
-    (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"\.json, \.jsonl, \.csv or \.parquet"):
-        load_task("gsm8k").load_rows("test", str(tmp_path / "rows.txt"))
-    (tmp_path / "broken.json").write_text('[{"question": "a", ')
-    with pytest.raises(ValueError, match=r"cannot read .*broken\.json"):
-        load_task("gsm8k").load_rows("test", str(tmp_path / "broken.json"))
-    (tmp_path / "empty.csv").write_text("Puzzle,Solution\n")
-    with pytest.raises(ValueError, match=r"empty\.csv"):
-        load_task("sudoku").load_rows("test", str(tmp_path / "empty.csv"))
 
 
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
         ("gsm8k", {"question": "?", "answer": "12"}, "row 1: answer must end with '#### number'"),
-        ("gsm8k", {"question": None, "answer": "#### 12"}, "row 1: question must be a text, got None"),
         ("gsm8k", {"question": " ", "answer": "#### 12"}, "row 1: question must be a text, got ' '"),
         ("gsm8k", {"question": "?", "answer": None}, "row 1: answer must be a text, got None"),
         ("arithmetic", {"question": None, "answer": "#### 12"}, "row 1: question must be a text, got None"),
@@ -168,7 +171,6 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
         ("countdown", {"nums": [1.0, 2.5], "target": 3}, "row 1: nums and target must be integers"),  # was 1, 2
         ("countdown", {"nums": [1, 2], "target": 2.5}, "row 1: nums and target must be integers"),
         ("countdown", {"nums": [1, 2], "target": True}, "row 1: nums and target must be integers"),
-        ("countdown", {"nums": [1, 2], "target": math.inf}, "row 1: nums and target must be integers"),
         ("countdown", {"nums": None, "target": 3}, "row 1: nums and target must be integers"),
         ("countdown", {"input": "", "output": "6"}, "row 1: input and output must be integers"),
         ("countdown", {"nums": [3, -4], "target": 7}, "row 1: nums must be numbers of 0 or more"),  # no answer has -4
@@ -182,13 +184,7 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
         ("programs", {"input": "abcde,bcdea", "program": "x[0]"}, r"row 1: program must be as in x\[3\] \+ x\[0\]"),
         ("code", {"prompt": "?", "test_list": []}, "no row can be used: row 1, test_list must be a list of tests, got"),
         ("code", {"question": "?", "test": "def ("}, "row 1, test is no Python: "),
-        ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert that runs and no test function"),
         ("code", {"question": "?", "test": "def test(a): pass"}, "row 1, test takes parameters or has a decorator"),
-        (
-            "code",
-            {"question": "?", "test": "import numpy"},
-            "row 1, the tests import numpy, which the sandbox does not",
-        ),
         ("code", {"question": "?", "test": "class TestIt: pass"}, "row 1, TestIt: tests in classes do not run here"),
         ("sudoku", {"Puzzle": "0102230010030402", "Solution": "4132231412433421"}, "row 1: Solution .* does not solve"),
     ],
@@ -196,7 +192,19 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
 def test_a_wrong_row_is_named(name, row, message, tmp_path):
     skip_without_sandbox(name)
     with pytest.raises(ValueError, match=message):
-        load_task(name).load_rows("test", write([row], tmp_path, "jsonl"))
+        load_task(name).load_rows("test", write([row], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        *(("countdown", truth) for truth in (None, [], "22", [[1, 2], None], {"target": 1})),
+        *((name, None) for name in ("gsm8k", "math", "code", "programs")),
+    ],
+)
+def test_a_malformed_ground_truth_is_refused_rather_than_counted(name, truth):
+    with pytest.raises(ValueError, match="the ground truth must be "):
+        load_task(name).score("<answer>1</answer>", {"question": "", "ground_truth": truth})
 
 
 def test_an_unknown_split_is_refused():
@@ -236,7 +244,7 @@ def test_data_file_may_be_a_name_on_the_hub(tmp_path, monkeypatch):
     skip_without_sandbox("code")
     monkeypatch.chdir(tmp_path)
     for split in ("train", "validation", "test"):
-        make_hub(tmp_path, "Muennighoff/mbpp", split, [{**MBPP[0], "text": f"of {split}"}])
+        make_hub(tmp_path, "Muennighoff/mbpp", split, [{**MBPP, "text": f"of {split}"}])
         (row,) = load_task("code").load_rows(split, "Muennighoff/mbpp")
         assert row["question"].startswith(f"of {split}\n")
     with pytest.raises(FileNotFoundError, match=r"no data file Muennighoff/rows\.jsonl"):
@@ -282,9 +290,10 @@ def test_unknown_tasks_list_the_known_ones():
         load_task("missing.py")
 
 
-def test_a_users_task_loads_from_its_path():
-    assert len(USER_TASK.read_text().splitlines()) < 40
-    task = load_task(str(USER_TASK))
+@pytest.mark.parametrize("name", [str(USER_TASK), "reverse"])
+def test_a_users_task_loads_from_its_path_or_by_a_line_of_the_table(name, monkeypatch):
+    monkeypatch.setitem(TASKS, "reverse", "tests.d1.tasks.reverse_task")
+    task = load_task(name)
     rows = task.load_rows("train")
     answers = [f"<answer>{row['ground_truth']}</answer>" for row in rows]
     assert task.REWARDS[0](answers, **rows.to_dict()) == [1.0] * len(rows)
@@ -321,12 +330,6 @@ def test_few_shot_turns_are_seeded_solved_training_problems():
 
 
 # --- extraction ---
-
-
-def test_text_of_takes_strings_and_messages():
-    assert text_of("a") == "a"
-    assert text_of([{"role": "assistant", "content": "b"}]) == "b"
-    assert text_of([]) == ""
 
 
 @pytest.mark.parametrize(

@@ -56,28 +56,14 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "gold"), SAME)
-def test_same(answer, gold):
-    assert maths.equivalent(answer, gold)
-    assert maths.equivalent(gold, answer)
+@pytest.mark.parametrize(("answer", "gold"), [*SAME, *DIFFERENT])
+def test_equivalence(answer, gold):
+    assert maths.equivalent(answer, gold) == ((answer, gold) in SAME)
+    assert maths.equivalent(gold, answer) == ((answer, gold) in SAME)
 
 
-@pytest.mark.parametrize(("answer", "gold"), DIFFERENT)
-def test_different(answer, gold):
-    assert not maths.equivalent(answer, gold)
-
-
-HOSTILE = [
-    "99^{80^{50}}",
-    "10^{10^{10}}",
-    "(99999!)!",
-    r"\sum_{n=1}^{1000000} n^{1000}",
-    "(" * 250,
-    "{" * 499,
-    r"\sqrt{" * 70 + "2" + "}" * 70,
-    r"\boxed{\boxed{}}",
-    r"\int_0^1 \sin(x^{x^{x}}) dx",
-]
+HOSTILE = ["99^{80^{50}}", "10^{10^{10}}", "(99999!)!", r"\sum_{n=1}^{1000000} n^{1000}", "(" * 250, "{" * 499]
+HOSTILE += [r"\sqrt{" * 70 + "2" + "}" * 70, r"\boxed{\boxed{}}", r"\int_0^1 \sin(x^{x^{x}}) dx"]
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
@@ -100,14 +86,10 @@ def test_equivalence_works_in_a_thread_where_signals_do_not():
 
 def test_a_helper_that_dies_or_hangs_is_replaced(caplog):
     assert maths.equivalent("(p+1)^2", "p^2+2p+1")
-    helper = maths.helper_process
-    assert helper is not None
-    os.kill(helper.pid, signal.SIGKILL)
-    helper.wait()
+    os.kill(maths.helper_process.pid, signal.SIGKILL)
+    maths.helper_process.wait()
     assert maths.equivalent("(p+2)^2", "p^2+4p+4")
-    helper = maths.helper_process
-    assert helper is not None
-    os.kill(helper.pid, signal.SIGSTOP)
+    os.kill(maths.helper_process.pid, signal.SIGSTOP)
     start = time.perf_counter()
     assert not maths.equivalent("(p+3)^2", "p^2+6p+9")
     assert time.perf_counter() - start < 30
@@ -146,8 +128,3 @@ def test_extraction(text, answer):
 def test_rewards_by_hand(text, correct, form):
     assert math500.correct_reward([text], ground_truth=[r"\frac{1}{2}"]) == [correct]
     assert math500.boxed_in_answer_reward([text]) == [form]
-
-
-def test_a_missing_gold_is_refused():
-    with pytest.raises(ValueError, match="must be LaTeX text, got None"):
-        math500.score(r"\boxed{1}", {"question": "", "ground_truth": None})

@@ -4,7 +4,7 @@ import csv
 import importlib.util
 import json
 from fractions import Fraction
-from itertools import combinations, permutations, product
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,13 @@ FOLDER = Path(__file__).resolve().parents[3] / "dataset"
 SPLITS = ("train", "validation", "test")
 
 
-def sudoku(split: str) -> list[dict[str, str]]:
-    with open(FOLDER / f"sudoku_{split}.csv", newline="") as file:
-        return list(csv.DictReader(file))
+def read(name: str, split: str) -> list[dict[str, str]]:
+    with open(next(FOLDER.glob(f"{name}_{split}.*")), newline="") as file:
+        return list(csv.DictReader(file)) if name == "sudoku" else [json.loads(line) for line in file]
 
 
 def countdown(split: str, name: str = "countdown") -> list[tuple[tuple[int, ...], int]]:
-    lines = (FOLDER / f"{name}_{split}.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [(tuple(int(n) for n in row["input"].split(",")), int(row["output"])) for row in rows]
+    return [(tuple(map(int, row["input"].split(","))), int(row["output"])) for row in read(name, split)]
 
 
 def solutions(cells: list[int]) -> list[list[int]]:
@@ -43,31 +41,47 @@ def test_the_script_writes_the_same_bytes(tmp_path):
     spec.loader.exec_module(script)
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path)]))
     made = sorted(tmp_path.iterdir())
-    names = ["sudoku_{}.csv", "countdown_{}.jsonl", "pocket_countdown_{}.jsonl", "arithmetic_{}.jsonl"]
-    names += ["programs_{}.jsonl"]
-    assert [path.name for path in made] == sorted(name.format(split) for name in names for split in SPLITS)
+    lines = (
+        f"{name}_{split}.jsonl"
+        for name in ("countdown", "pocket_countdown", "arithmetic", "programs")
+        for split in SPLITS
+    )
+    assert [path.name for path in made] == sorted([*(f"sudoku_{split}.csv" for split in SPLITS), *lines])
     for path in made:
         assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path), "--seed", "1"]))
     assert (tmp_path / "sudoku_test.csv").read_bytes() != (FOLDER / "sudoku_test.csv").read_bytes()
 
 
-@pytest.mark.parametrize(("split", "rows", "grids"), [("train", 4000, 200), ("validation", 512, 44), ("test", 512, 44)])
-def test_sudoku_puzzles_have_six_holes_and_one_solution(split, rows, grids):
-    puzzles = sudoku(split)
-    assert len({row["Puzzle"] for row in puzzles}) == len(puzzles) == rows
-    assert len({row["Solution"] for row in puzzles}) == grids
-    for row in puzzles:
+def key(name: str, row: dict[str, str]) -> object:
+    """What no two splits may share."""
+    if name == "arithmetic":  # the numbers of a problem
+        lines = [line.split() for line in row["answer"].splitlines()[:3]]
+        return lines[0][0], *sorted(line[2] for line in lines)
+    return row["Solution"] if name == "sudoku" else tuple(sorted(row["input"].split(",")))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "keys"),
+    [
+        ("sudoku", [4000, 512, 512], [200, 44, 44]),  # all 288 grids
+        ("countdown", [2000, 256, 256], [2000, 256, 256]),
+        ("arithmetic", [4000, 512, 512], [4000, 512, 512]),
+    ],
+)
+def test_splits_are_unique_and_disjoint(name, rows, keys):
+    found = [read(name, split) for split in SPLITS]
+    assert [len({*map(str, some)}) for some in found] == [len(some) for some in found] == rows
+    sets = [{key(name, row) for row in some} for some in found]
+    assert [len(some) for some in sets] == keys
+    assert len(set.union(*sets)) == sum(keys)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_sudoku_puzzles_have_six_holes_and_one_solution(split):
+    for row in read("sudoku", split):
         assert row["Puzzle"].count("0") == 6
         assert solutions([int(c) for c in row["Puzzle"]]) == [[int(c) for c in row["Solution"]]]
-
-
-def test_sudoku_solution_grids_are_disjoint_between_splits():
-    assert len(solutions([0] * 16)) == 288
-    grids = [{row["Solution"] for row in sudoku(split)} for split in SPLITS]
-    assert sum(map(len, grids)) == 288
-    for a, b in combinations(grids, 2):
-        assert not a & b
 
 
 def reachable(numbers: tuple[int, ...], target: int) -> bool:
@@ -83,21 +97,12 @@ def reachable(numbers: tuple[int, ...], target: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("split", "count"), [("train", 2000), ("validation", 256), ("test", 256)])
-def test_countdown_problems_can_be_solved(split, count):
-    problems = countdown(split)
-    assert len(problems) == count
-    for numbers, target in problems:
+@pytest.mark.parametrize("split", SPLITS)
+def test_countdown_problems_can_be_solved(split):
+    for numbers, target in countdown(split):
         assert len(numbers) == 3
         assert all(1 <= n <= 99 for n in (*numbers, target))
         assert reachable(numbers, target)
-
-
-def test_countdown_number_sets_are_disjoint_between_splits():
-    sets = [{tuple(sorted(numbers)) for numbers, _ in countdown(split)} for split in SPLITS]
-    assert [len(s) for s in sets] == [2000, 256, 256]
-    for a, b in combinations(sets, 2):
-        assert not a & b
 
 
 def two_steps(numbers: tuple[int, ...]) -> set[int]:
@@ -120,13 +125,9 @@ def test_pocket_countdown_has_every_target_of_every_set_of_numbers_in_one_split_
         assert all(20 >= a >= b >= c >= 1 for a, b, c in sets[split])
 
 
-def arithmetic(split: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (FOLDER / f"arithmetic_{split}.jsonl").read_text().splitlines()]
-
-
 def test_arithmetic_answers_are_what_the_words_say():
     signs = {"finds": "+", "buys": "+", "gets": "+", "loses": "-", "sells": "-", "drops": "-"}
-    for row in (row for split in SPLITS for row in arithmetic(split)):
+    for row in (row for split in SPLITS for row in read("arithmetic", split)):
         told, *sentences, asked = row["question"].removesuffix("?").split(". ")
         _, _, start, things = told.split()
         assert asked == f"How many {things}"
@@ -141,21 +142,11 @@ def test_arithmetic_answers_are_what_the_words_say():
         assert row["answer"] == "\n".join([*lines, f"#### {amount}"])
 
 
-def test_arithmetic_numbers_are_disjoint_between_splits():
-    def numbers(row):
-        lines = [line.split() for line in row["answer"].splitlines()[:3]]
-        return lines[0][0], *sorted(line[2] for line in lines)
-
-    rows = {split: arithmetic(split) for split in SPLITS}
-    assert [len(found) for found in rows.values()] == [4000, 512, 512]
-    assert len({numbers(row) for found in rows.values() for row in found}) == 5024
-
-
 def test_programs_are_all_functions_each_in_one_split():
     found = []
     for split, count in (("train", 2101), ("validation", 512), ("test", 512)):
-        rows = [json.loads(line) for line in (FOLDER / f"programs_{split}.jsonl").read_text().splitlines()]
+        rows = read("programs", split)
         assert len(rows) == count
         assert {row["input"] for row in rows} == {"abcde,edcba"}
         found += [row["program"] for row in rows]
-    assert sorted(found) == [" + ".join(f"x[{place}]" for place in p) for p in product(range(5), repeat=5)]
+    assert sorted(found) == [" + ".join(f"x[{index}]" for index in p) for p in product(range(5), repeat=5)]

@@ -52,8 +52,19 @@ def test_d1s_protocol_is_the_task_as_it_is_and_a_task_without_another_says_so():
     for task in (load_task("countdown"), user):
         with pytest.raises(ValueError, match=r"no prompt protocol 'llada': use one of d1$"):
             under_protocol(task, "llada")
+    own = {name for task in map(load_task, TASKS) for name in getattr(task, "PROTOCOLS", ())}
+    assert {*PROTOCOLS} == {"d1", *own}  # what --help lists
     with pytest.raises(ValueError, match=r"no prompt protocol 'dream': use one of " + ", ".join(PROTOCOLS)):
         under_protocol(load_task("gsm8k"), "dream")
+
+
+def test_a_task_file_may_have_protocols_of_its_own(tmp_path):
+    file = tmp_path / "mine.py"
+    own = "PROTOCOLS = {'bare': {'QUESTION': 'So: {question}', 'SHOTS': 1, 'extract': lambda text: text.strip()}}"
+    file.write_text((Path(__file__).parent / "reverse_task.py").read_text() + own)
+    task = under_protocol(load_task(str(file)), "bare")
+    assert task.load_rows("test")[0]["prompt"][0]["content"].startswith("So: Spell backwards: ")
+    assert (task.extract(" ksam "), shots_of(task)) == ("ksam", 1)
 
 
 @pytest.mark.parametrize(

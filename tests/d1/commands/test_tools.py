@@ -1,0 +1,76 @@
+"""`python -m d1 methods` prints the table's content; a canvas without room is refused; a tool of one's own is a row."""
+
+import re
+import shutil
+import sys
+
+import pytest
+
+from d1.__main__ import COMMANDS, Command, main, make_parser
+from d1.rl.methods import METHODS
+from tests.commands import ROOT
+
+POCKET = ROOT / "pocket" / "base"  # 256 positions
+ASKED = ["watch", "--prompt", "0000000000000000", "--model_path", "MODEL"]
+
+
+def run(*words: str) -> None:
+    main(make_parser().parse_args([*words]))
+
+
+def printed(capsys, *words: str) -> list[list[str]]:
+    """The cells of the table that `d1 methods` prints."""
+    run("methods", *words)
+    return [re.split("  +", line) for line in capsys.readouterr().out.splitlines() if "  " in line]
+
+
+def test_every_method_has_a_row_with_its_values(capsys):
+    header, *rows = printed(capsys)
+    assert header == ["method", "estimator", "objective", "loss_type", "KL", "beta", "advantage", "mu", "paper"]
+    assert [row[0] for row in rows] == [*METHODS]
+    by_name = {row[0]: row[1:-1] for row in rows}
+    assert by_name["espo"] == ["espo", "trl", "grpo", "k2_sequence", "0.001", "leave_one_out", "8"]
+    assert by_name["bgpo"] == ["counts", "bgpo", "sum", "-", "0.0", "(r - mean) / std", "1"]
+    assert by_name["d1"] == ["one_step", "trl", "bnpo", "k3", "0.04", "r - mean", "12"]
+
+
+@pytest.mark.parametrize("name", ["espo", str(ROOT / "tests" / "my_method.py")])
+def test_a_method_by_its_name_or_file_has_all_its_values(capsys, name):
+    header, *rows = printed(capsys, name)
+    assert header == ["setting", "value"]
+    if name in METHODS:
+        method = METHODS[name]
+        assert dict(rows) == {
+            f"--{setting}": str(value) for setting, value in {**method.values, **method.scale}.items()
+        }
+    else:
+        assert {("--estimator", "half"), ("--num_iterations", "2")} <= {*map(tuple, rows)}
+
+
+def test_an_unknown_name_is_an_error_with_those_there_are_and_the_nearest():
+    with pytest.raises(ValueError, match=r"must be one of d1, .* got 'esop' \(the nearest is espo\)$"):
+        run("methods", "esop")
+
+
+@pytest.mark.parametrize("words", [["serve", "MODEL"], ["chat", "MODEL"], ASKED, ["fill", "MODEL", "a1 [MASK:300]"]])
+def test_a_canvas_without_room_is_refused_before_the_weights_are_read(tmp_path, words):
+    folder = tmp_path / "model"
+    shutil.copytree(POCKET, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    words = [str(folder) if word == "MODEL" else word for word in words]
+    more = [] if words[0] == "fill" else ["--gen_length", "300"]
+    said = "too long: 1 tokens of text and 300 to fill in exceed the model's 256 positions" + ": lower --g" * bool(more)
+    with pytest.raises(ValueError, match=said):
+        run(*words, *more)
+
+
+def test_a_row_of_the_table_is_a_command_with_its_help(monkeypatch, capsys):
+    def add_arguments(parser):
+        parser.add_argument("words", nargs="+")
+
+    own = Command("count words", add_arguments, lambda args: sys.stdout.write(f"{len(args.words)}\n"))
+    monkeypatch.setitem(COMMANDS, "count", own)
+    run("count", "one", "two")
+    assert capsys.readouterr().out == "2\n"
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    assert re.search(r"count +count words", capsys.readouterr().out)
