@@ -275,7 +275,7 @@ class Protocol:
             if method != REFERENCE and here[method].accuracy < here[ranked[0]].accuracy - self.far:
                 why[method] = "behind"
             elif method != REFERENCE and rank >= self.most:
-                why[method] = f"not of the best {self.most}"
+                why[method] = "other"
         return why
 
 
