@@ -63,7 +63,7 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 
 @contextmanager
-def reading(copies: bool, in_order: bool) -> Iterator[None]:
+def reading_weights(copies: bool, in_order: bool) -> Iterator[None]:
     """If weights are copied (`copies`), make Transformers 5.23 read files piece by piece instead of mapping them.
 
     A mapped file stays in memory next to the weights that were converted from it. Delete this once `from_pretrained`

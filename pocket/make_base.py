@@ -26,7 +26,7 @@ from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.models import prepare
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 from d1.ranges import COUNT
 from d1.runs.entry import run_script
 from d1.sampling import generate

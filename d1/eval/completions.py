@@ -24,8 +24,8 @@ from tqdm import tqdm
 from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
-from d1.models.finite import NotFiniteError
 from d1.models.fit import check_memory
+from d1.models.head import NotFiniteError
 from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
 from d1.models.tokenizer import end_ids

@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from d1.masking import keyed_generator
-from d1.models.finite import NotFiniteError, why_not_finite
+from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings, rollout_steps
 from d1.scoring import Views, score

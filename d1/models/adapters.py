@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
+from d1.files import check_files, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models.formats.released import rename
-from d1.models.json_files import check_files, read_object, reading
 from d1.models.kinds import KINDS, kind_of, learnt_fields
 
 logger = logging.getLogger(__name__)

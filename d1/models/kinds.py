@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
-from d1.models.formats.llada_mixtures import (
+from d1.files import check_files, reading
+from d1.models.formats.llada import (
+    FROM_LLADA,
     FROM_LLADA2,
     glm4_moe_fields,
     llada2_weights,
+    llada_from_llama,
+    llada_weights,
+    llama_fields,
     qwen3_moe_fields,
     split_projections,
 )
 from d1.models.formats.released import as_released, one_by_one, same_names
-from d1.models.json_files import check_files, reading
 
 if TYPE_CHECKING:
     from torch import Tensor

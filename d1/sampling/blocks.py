@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from d1.models.attention import attention_of
-from d1.models.finite import NotFiniteError, why_not_finite
+from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.sampling.caches import Cache
 from d1.sampling.canvas import Batch, Canvas

@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 from peft import PeftModel
 
+from d1.files import check_files
 from d1.models.adapters import add_adapter
-from d1.models.json_files import check_files
 from d1.models.kinds import native_config
 from d1.models.load import load_model
 

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from d1.models.conversation import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
+from d1.models.tokenizer import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
 from d1.tasks import ask
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from d1.distill import METHODS
 from d1.distill.reference import Reference, trained_parts
 from d1.distill.train import main, make_parser
 from d1.models import load_model
-from d1.models.finite import NotFiniteError
+from d1.models.head import NotFiniteError
 from tests import forks
 from tests.faults import damage_is_noticed, edit_json, with_nan, write_at_the_same_time
 

@@ -22,7 +22,7 @@ from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, read_prompts, setup_name
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.models.finite import NotFiniteError
+from d1.models.head import NotFiniteError
 from d1.runs.fingerprint import of_model
 from d1.sampling import generate, rollout
 from d1.tasks import load_task, under_protocol

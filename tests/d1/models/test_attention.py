@@ -22,7 +22,7 @@ from d1.models.attention import (
 )
 from d1.models.head import body_and_head
 from d1.models.kinds import KINDS
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])

@@ -28,7 +28,7 @@ from d1.models.fit import (
 )
 from d1.models.head import body_and_head, target_logps
 from d1.models.kinds import native_config
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 from d1.rl.train import make_parser as rl_parser
 from d1.sampling import generate
 from d1.scoring import Views, score

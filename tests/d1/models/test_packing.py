@@ -18,8 +18,7 @@ from d1.models import load_model
 from d1.models.adapters import lora_targets
 from d1.models.attention import Tokens, attention_of
 from d1.models.head import body_and_head
-from d1.models.packing import place_packed, take_packed_rows
-from d1.models.two_streams import packed_two_stream_states, two_stream_states
+from d1.models.packing import packed_two_stream_states, place_packed, take_packed_rows, two_stream_states
 from tests.d1.released import BLOCKS
 
 LENGTHS = [11, 1, 18, 6]
@@ -116,9 +115,9 @@ def test_a_packed_row_has_the_masks_of_its_texts_along_the_diagonal(size):
     attention, total = attention_of(config), sum(map(sum, segments))
     found = attention.mask(config, Tokens.of_texts(segments, "cpu"), total)[0, 0]
     rows = [Tokens.of_rows(torch.ones(1, n, dtype=torch.long), noised) for n, noised in segments]
-    masks = [attention.mask(config, row, row.place.shape[1])[0, 0] for row in rows]
+    masks = [attention.mask(config, row, row.position.shape[1])[0, 0] for row in rows]
     assert torch.equal(found, torch.block_diag(*masks).bool())
-    assert Tokens.of_texts([(3, 2), (2, 0)], "cpu").place.tolist() == [[0, 1, 2, 1, 2, 0, 1]]
+    assert Tokens.of_texts([(3, 2), (2, 0)], "cpu").position.tolist() == [[0, 1, 2, 1, 2, 0, 1]]
 
 
 def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.head import body_and_head
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 from tests.d1.released import BLOCKS
 
 PADDING, LENGTH = 5, 23
