@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_dis
 from datasets.fingerprint import Hasher
 
 from d1.hub import closest, is_path, no_hub, use_cache
-from d1.models import conversation
+from d1.models import tokenizer as conversation
 from d1.tasks.data import read_file
 
 logger = logging.getLogger(__name__)
