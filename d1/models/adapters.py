@@ -26,16 +26,16 @@ LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has n
 
 
 def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
-    """PEFT's `target_modules` (endings of module names) for the `--lora_target_modules` of SFT and RL.
-
-    `asked` is "attention" (its projections), "all-linear" (also those of the feed-forward), endings of module names, or
-    several of these; ValueError if no module of the model has such a name.
-    """
+    """PEFT's `target_modules` (endings of module names) for `--lora_target_modules`: "attention" (its projections),
+    "all-linear" (also those of the feed-forward), endings of module names, or several of these. ValueError if no module
+    of the model has such a name."""
     names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
     targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
     if not any(f".{module}".endswith(f".{end}") for module, _ in model.named_modules() for end in targets):
-        presets = f"use {', '.join(own)} or endings of its module names"
-        raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
+        raise ValueError(
+            f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: use {', '.join(own)} or endings of "
+            "its module names"
+        )
     return targets
 
 
@@ -63,10 +63,7 @@ def check_there(path: str) -> None:
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
     """The base model of `path`, and the adapters to put on it, in order: each adapter names the model below it.
-
-    Raises:
-        ValueError, FileNotFoundError: One of them is missing or does not name the model it was trained on.
-    """
+    ValueError or FileNotFoundError if one is missing or does not name the model it was trained on."""
     check_there(path)
     adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
     for folder in adapters:

@@ -46,13 +46,8 @@ def fresh_folder(out: str) -> Path:
 
 
 def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device: str | None = None) -> None:
-    """Fold `adapters` into `base`, in order of training, and save the result with its tokenizer to `out`.
-
-    A base in a released format gives a model in that format.
-
-    Args:
-        dtype: Data type of the merged weights; "auto" is that of the base.
-    """
+    """Fold `adapters` into `base`, in order of training, and save the result with its tokenizer to `out`, in the format
+    of the base. `dtype` "auto" is that of the base."""
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
     model: Any = load_model(path, dtype, device)
@@ -68,7 +63,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
 
 
 def load_whole(source: str) -> Any:
-    """The model in `source`, in the dtype of its files; ValueError for an adapter, which is only part of one."""
+    """The model in `source`, in the dtype of its files; ValueError for an adapter."""
     base, adapters = adapter_chain(source, None)
     if adapters:
         raise ValueError(f"{source} is an adapter: run `python -m d1 merge {base} {source} OUT` first")
@@ -84,11 +79,8 @@ def save_tokenizer(source: str, folder: Path) -> None:
 
 
 def export(source: str, out: str, kind: str) -> None:
-    """Write a model with the config and weight names of a released format (a row of `KINDS`), for that format's code.
-
-    Raises:
-        ValueError: The format cannot represent this model.
-    """
+    """Write a model with the config and weight names of a released format (a row of `KINDS`), for that format's code;
+    ValueError if the format cannot represent this model."""
     folder = fresh_folder(out)
     write_released(load_whole(source), kind, source, folder)
 
@@ -172,8 +164,8 @@ def merged(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def write_weights(model: Any, folder: Path) -> None:
-    """Write the weights of a model, with its adapter folded in, and its config, in the format that it was released in,
-    or else that of its class: what an engine takes as an update."""
+    """Write the weights of a model, with its adapter folded in, and its config, in its released format or else that of
+    its class: what an engine takes as an update."""
     raw = getattr(model.config, "released", None)
     apart = same_names if raw is None else KINDS[released_kind(raw)].apart
     folder.mkdir(parents=True)

@@ -95,8 +95,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 class Grouped(torch.autograd.Function):
-    """Keeps and makes the same tensors as `grouped_mm` of tokens (n, width) and experts (experts, width, out), on fake
-    tensors of any dtype; that of torch 2.13 takes fake tensors of one dtype only."""
+    """Makes the same tensors as `grouped_mm` of tokens (n, width) and experts (experts, width, out), on fake tensors of
+    any dtype; that of torch 2.13 takes fake tensors of one dtype only."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -208,11 +208,9 @@ def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def flops_per_token(config: PreTrainedConfig, context: int) -> float:
-    """Floating-point operations of one token in a forward pass that attends to `context` tokens.
-
-    2 per weight that processes the token, the head included, and 4 x layers x width of the heads x `context` for
-    attention. Norms, rotary positions and adapters are left out.
-    """
+    """Floating-point operations of one token in a forward pass that attends to `context` tokens: 2 per weight that
+    processes the token, the head included, and 4 x layers x width of the heads x `context` for attention. Norms, rotary
+    positions and adapters are left out."""
     _, active = total_and_active(config)
     if not config.tie_word_embeddings:
         active -= config.vocab_size * config.hidden_size  # looked up, not multiplied

@@ -178,7 +178,7 @@ def learnt_fields(config: Any) -> dict[str, Any]:
 
 def experts(config: Any) -> int:
     """The number of routed experts in a layer of a mixture; 0 for other models."""
-    return getattr(config, "num_local_experts", 0)  # a name that the config of every mixture has
+    return getattr(config, "num_local_experts", 0)  # the config of every mixture has this name
 
 
 def check_kind(model_type: str, name: str) -> None:
@@ -241,12 +241,8 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
 
 def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
-    the checkpoint's kind, which says how its weights are named.
-
-    Raises:
-        ValueError: the kind is not supported, or `config.json` is damaged; the message says why.
-        OSError: there is no `config.json`.
-    """
+    the kind, which says how the weights are named. ValueError if the kind is not supported or `config.json`
+    is damaged; OSError if there is none."""
     from transformers import CONFIG_MAPPING
 
     raw = raw_config(path)

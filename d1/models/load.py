@@ -36,14 +36,7 @@ from d1.models.attention import (
     keep_states,
 )
 from d1.models.head import narrow, take_computations
-from d1.models.kinds import (
-    attend_both_ways,
-    check_kind,
-    experts,
-    is_encoder,
-    kind_of,
-    native_config,
-)
+from d1.models.kinds import attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
 from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading_weights
 

@@ -151,10 +151,9 @@ def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor
 
     Args:
         model: a prepared block-causal model.
-        clean: (rows, length) ids.
+        clean: (rows, length) ids; `visible`, of this shape, is 0 at padding, or None if there is none.
         noised: (rows, n) ids of the last n tokens, some of them hidden. The states of a block that begins before these
             tokens are useless.
-        visible: (rows, length), 0 at padding; None if there is none.
     """
     length, count = clean.shape[1], noised.shape[1]
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)

@@ -166,10 +166,7 @@ def check_chat_template(
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
     """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
-
-    Raises:
-        ValueError: The template refuses the messages; the message of the error gives its reason.
-    """
+    ValueError, with the template's reason, if it refuses the messages."""
     options = {"add_generation_prompt": True, **options}
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
@@ -179,12 +176,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text that `render_prompt` wrote.
-
-    Raises:
-        ValueError: The tokenizer has no token for some word, and none for unknown words.
-    """
-
+    """The ids of a text that `render_prompt` wrote; ValueError for a word without a token where none is for unknown
+    words."""
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no other class
@@ -211,8 +204,8 @@ def end_ids(tokenizer: Any) -> list[int]:
 
 
 def first_end(ids: Sequence[int], ends: Collection[int]) -> int:
-    """The place of the first token that is one of `ends`; `len(ids)` if there is none."""
-    return next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    """The position of the first token that is one of `ends`; `len(ids)` if there is none."""
+    return next((position for position, token in enumerate(ids) if token in ends), len(ids))
 
 
 def cut(text: str, stops: Iterable[str]) -> str:
@@ -243,11 +236,7 @@ def as_messages(row: dict[str, Any], name: str, role: str) -> list[Message]:
 
 
 def whole_turns(messages: Any) -> list[Message]:
-    """The messages up to the last of the assistant.
-
-    Raises:
-        ValueError: these are no messages, or none of the assistant follows another.
-    """
+    """The messages up to the last of the assistant; ValueError for anything else, or if none of it follows another."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of {role, content}")
     for message in messages:
@@ -262,10 +251,8 @@ def whole_turns(messages: Any) -> list[Message]:
 
 
 def prompt_and_answer(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text of a conversation before its last turn, and that turn: the answer.
-
-    The answer begins where the template's generation prompt ends, because there the model starts to write.
-    """
+    """The text of a conversation before its last turn, and that turn: the answer, which begins where the template's
+    generation prompt ends, because there the model starts to write."""
     prompt, answer = render_prompt(tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
     whole = render_prompt(tokenizer, messages, add_generation_prompt=False)
     end = len(answer)
