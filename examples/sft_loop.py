@@ -5,7 +5,7 @@
 It reads from top to bottom: a conversation becomes token ids and the place where its answer starts; each row draws a
 time t and hides each answer token with probability t'; the loss is the cross-entropy of the hidden tokens over t'.
 `d1.sft` adds processes, LoRA, accumulation, packing, evaluation and checkpoints; without these, its updates are the
-ones below (`tests/examples/test_sft_loop.py`).
+ones below (`tests/examples/test_loops.py`).
 """
 
 from __future__ import annotations

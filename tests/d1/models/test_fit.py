@@ -256,12 +256,6 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert totals[0] <= 80 < totals[1]
 
 
-def test_the_command_prints_the_table(kind_dirs, capsys):
-    words = ["fit", "--model_path", str(kind_dirs["llada"]), "--stage", "rl", "--gpus", "8", "--length", "64"]
-    main(make_parser().parse_args(words))
-    assert "141 GB" in capsys.readouterr().out
-
-
 def test_rl_is_computed_for_its_recipe_and_says_so(tmp_path, capsys):
     LLADA.save_pretrained(tmp_path)
     short = ["fit", "--model_path", str(tmp_path), "--stage", "rl", "--gpus", "8", "--zero", "2"]
