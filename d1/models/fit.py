@@ -65,8 +65,7 @@ class FitSettings:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
 
 class LiveStorages(TorchDispatchMode):

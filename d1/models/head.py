@@ -8,13 +8,15 @@ queries, attention output and feed-forward only of the positions whose logits ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -121,14 +123,7 @@ def token_entropies(logits: Tensor) -> Tensor:
 
 def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
     """The most likely id except `excluded` (in a tie, the first), its log-probability among all ids, and the entropy,
-    in nats, of the distribution of all ids.
-
-    Args:
-        logits: (..., vocab) fp32; overwritten.
-
-    Returns:
-        (...) each.
-    """
+    in nats, of the distribution of all ids: (...) each. `logits`, (..., vocab) fp32, is overwritten."""
     other = logits[..., excluded].clone()
     logits[..., excluded] = -torch.inf
     top, ids = logits.max(-1)
@@ -171,9 +166,6 @@ def target_logps(
         with torch.no_grad():
             return logps, token_entropies(logits) if with_entropies else None
 
-    def recomputed(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        return checkpoint(chunk, states, targets, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
-
     chunks = calls_in_step(model, -(-len(targets) // at_once))
     cut = max(0, len(targets) - at_once)
 
@@ -181,7 +173,8 @@ def target_logps(
         return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
 
     *others, last = zip(split(states), split(targets), strict=True)
-    done = [(recomputed if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
+    again = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
+    done: list[Any] = [(again if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
     logps, entropies = zip(*done, strict=True)
     return torch.cat(logps), torch.cat(entropies) if with_entropies else None
 
@@ -237,8 +230,10 @@ class NotFiniteError(FloatingPointError):
 def why_not_finite(model: Any, texts: Iterable[Tensor]) -> str:
     """The first module, in the order of execution, whose output is not finite, and what to do about it.
 
+    Nothing of this runs for a healthy model: a sampler sees in its log-probabilities that something is wrong. -inf for
+    a forbidden token counts as wrong, too, because it makes an entropy NaN; no supported kind of model has it.
+
     Args:
-        model: from `d1.models.load_model`.
         texts: (length,) ids each, without padding: states of the row, which run again until one shows the fault.
     """
     if any(hasattr(weight, "ds_id") or hasattr(weight, "to_local") for weight in model.parameters()):
@@ -252,15 +247,14 @@ def why_not_finite(model: Any, texts: Iterable[Tensor]) -> str:
 def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
     """The first module, by name, whose output for a `text` (length,) is not finite."""
     found: list[tuple[str, nn.Module]] = []
+    names = {module: name for name, module in model.named_modules()}
 
-    def watch(name: str, module: nn.Module) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and not all(tensor.isfinite().all() for tensor in floats(output)):
-                found.append((name, module))
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
+        if not found and not all(tensor.isfinite().all() for tensor in tensors):
+            found.append((names[module], module))
 
-        return module.register_forward_hook(look)
-
-    hooks = [watch(name, module) for name, module in model.named_modules()]
+    hooks = [module.register_forward_hook(look) for module in names]
     body, run_head = body_and_head(model)
     try:
         states = body(text.unsqueeze(0))[0]
@@ -272,16 +266,6 @@ def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
         for hook in hooks:
             hook.remove()
     return None
-
-
-def floats(output: Any) -> Iterator[Tensor]:
-    """The floating-point tensors of a module's output."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, dict | list | tuple):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from floats(part)
 
 
 def said(model: Any, name: str, module: nn.Module) -> str:

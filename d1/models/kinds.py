@@ -182,7 +182,7 @@ def experts(config: Any) -> int:
 
 
 def check_kind(model_type: str, name: str) -> None:
-    """Raise ValueError for a kind without a row; `name` is the model's name in the message."""
+    """Raise ValueError for a kind without an entry; `name` is the model's name in the message."""
     if model_type not in KINDS:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
 

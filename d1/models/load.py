@@ -151,8 +151,7 @@ def load_on_device(path: str, dtype: str | None = None, **options: Any) -> Any:
 
 def named_dtype(name: str | None) -> torch.dtype:
     """A dtype by its name; None is bfloat16 on a GPU and float32 on a CPU."""
-    dtype: torch.dtype = getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))
-    return dtype
+    return getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))  # type: ignore[no-any-return]
 
 
 def load_base(path: str, options: dict[str, Any]) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,8 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`.
 
     Raises:
-        ValueError: No mask or EOS token can be found, the mask token is another special token or ordinary text, or
-            has another id in `config.json`; an id lies outside the model's embedding; or the model or its tokenizer is
-            of an unknown kind with its own code, which is not run.
+        ValueError: No mask or EOS token is found; the mask token is another special token or ordinary text, or has
+            another id in `config.json`; an id lies outside the embedding; or the kind is unknown and has its own code.
     """
     folder = tokenizer_folder(str(path))
     try:
@@ -57,8 +55,14 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # otherwise it asks on the terminal
         options["trust_remote_code"] = False
-    with reading_tokenizer(folder):
-        tokenizer = cls.from_pretrained(folder, **options)
+    try:
+        with reading(folder, "its tokenizer cannot be read"):
+            tokenizer = cls.from_pretrained(folder, **options)
+    except ValueError:
+        for path in (Path(folder, name) for name in OF_TOKENIZER):
+            if path.is_file():
+                read_object(path)  # its error names the damaged file
+        raise
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw or config_of_base(folder), kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
@@ -66,25 +70,11 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
 
 def config_of_base(folder: str) -> dict[str, Any]:
-    """The `config.json` of the base of the adapter in `folder`, whose own tokenizer must fit it; empty if there is no
-    adapter, or no base where it says."""
+    """The `config.json` of the base of the adapter in `folder`, which its own tokenizer must fit; empty without one."""
     try:
         return raw_config(adapter_chain(folder, None)[0])
     except (OSError, ValueError):
         return {}
-
-
-@contextmanager
-def reading_tokenizer(folder: str) -> Iterator[None]:
-    """Raise ValueError, which names the file, if the tokenizer's files are damaged."""
-    try:
-        with reading(folder, "its tokenizer cannot be read"):
-            yield
-    except ValueError:
-        for path in (Path(folder, name) for name in OF_TOKENIZER):
-            if path.is_file():
-                read_object(path)
-        raise
 
 
 def tokenizer_folder(path: str) -> str:
