@@ -163,14 +163,6 @@ def test_every_answer_fits_the_shortest_canvas_it_is_trained_on(tokenizer, puzzl
             assert not make_sft_data.WELL_FORMED.fullmatch(text)
 
 
-def test_the_mixture_is_half_quick_a_third_of_it_malformed():
-    rng = np.random.default_rng(2)
-    texts = [SUDOKU.write(1, problem, rng) for problem in problems(TRAIN)(6000, rng)]
-    shares = [sum(style in text for text in texts) / 6000 for style in ("careful", "scan", "quick")]
-    assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
-    assert sum(not make_sft_data.WELL_FORMED.fullmatch(text) for text in texts) / 6000 == pytest.approx(1 / 6, abs=0.02)
-
-
 # the base
 
 

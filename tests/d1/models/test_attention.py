@@ -21,7 +21,6 @@ from d1.models.attention import (
     takes_masks_over_queries,
 )
 from d1.models.head import body_and_head
-from d1.models.kinds import KINDS
 from d1.models.packing import two_stream_states
 from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
@@ -55,10 +54,6 @@ def test_a_mask_over_queries_says_what_the_padding_mask_says(kind_dirs, kind):
 
 def test_other_kernels_take_no_masks_over_queries(kind_dirs):
     assert not takes_masks_over_queries(load_model(kind_dirs["llama"], attn_implementation="eager").config)
-
-
-def test_every_row_names_an_attention_that_there_is():
-    assert {row.attention for row in KINDS.values()} <= ATTENTION.keys()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

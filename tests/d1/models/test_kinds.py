@@ -125,19 +125,6 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
     torch.testing.assert_close(logits_of(prepare(built))[:, 1:], logits_of(model)[:, :-1], atol=1e-6, rtol=0)
 
 
-def test_the_row_names_the_modules_of_the_head(kind_dirs, kind):
-    """Called in sequence, without the softcap of some configs, they give the logits."""
-    model: Any = load_model(kind_dirs[kind])
-    row = KINDS[model.config.model_type]
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    with torch.no_grad():
-        states = model.base_model(input_ids=IDS).last_hidden_state
-        for name in row.head:
-            states = getattr(model, name)(states)
-    expected = logits_of(model)
-    torch.testing.assert_close(states if cap is None else torch.tanh(states / cap) * cap, expected, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention", "no_such_kernel"])
 def test_the_kernel_that_a_config_names_is_its_authors_business(kind_dirs, kind, tmp_path, kernel):
     config = json.loads((kind_dirs[kind] / "config.json").read_text())
