@@ -1,4 +1,5 @@
-"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it."""
+"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it. Names
+that are public but have no stable home are imported here, too."""
 
 from __future__ import annotations
 
@@ -17,6 +18,11 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import Split as Split
+from transformers.core_model_loading import WeightConverter as WeightConverter
+from transformers.masking_utils import eager_mask as eager_mask
+from transformers.masking_utils import sdpa_mask as sdpa_mask
+from transformers.models.llama.modeling_llama import rotate_half as rotate_half
 from transformers.utils import cached_file
 
 PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts

@@ -118,12 +118,12 @@ ATTENTION: dict[str, Attention] = {
 
 
 def attention_of(config: Any) -> Attention:
-    """The row of `ATTENTION` of a model with this config."""
+    """The entry of `ATTENTION` of a model with this config."""
     name, known = attention_name(config), ", ".join(ATTENTION)
     if name not in ATTENTION:
         raise ValueError(
             f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are {known}; to use your "
-            "own, add a row to d1.models.attention.ATTENTION before you load the model"
+            "own, add an entry to d1.models.attention.ATTENTION before you load the model"
         )
     return ATTENTION[name]
 
@@ -202,7 +202,7 @@ def require_prepared(model: Any) -> None:
         )
 
 
-def fed_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def given_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """One value (rows, length) per token in the arguments of a forward pass: its id, or the first of its embedding."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return kwargs["inputs_embeds"][..., 0] if ids is None else ids
@@ -217,17 +217,17 @@ def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[
     attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
     if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # a packed row, or a mask from the sampler
         return args, kwargs
-    fed = fed_tokens(args, kwargs)
-    visible = torch.ones_like(fed[:, noised:], dtype=torch.long) if mask is None else mask
+    given = given_tokens(args, kwargs)
+    visible = torch.ones_like(given[:, noised:], dtype=torch.long) if mask is None else mask
     if kwargs.get("position_ids") is None:
         positions = count_positions(visible)
         positions = torch.cat([positions, positions[:, -noised:]], dim=1) if noised else positions
         kwargs["position_ids"] = positions + first_position(body.config)
     if attention.sees is None:
         return args, kwargs
-    before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, fed)
+    before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, given)
     kwargs["token_before"] = before
-    kwargs["attention_mask"] = attention.mask_for(body, Tokens.of_rows(visible, noised), fed.shape[1])
+    kwargs["attention_mask"] = attention.mask_for(body, Tokens.of_rows(visible, noised), given.shape[1])
     return args, kwargs
 
 

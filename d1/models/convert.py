@@ -79,8 +79,8 @@ def save_tokenizer(source: str, folder: Path) -> None:
 
 
 def export(source: str, out: str, kind: str) -> None:
-    """Write a model with the config and weight names of a released format (a row of `KINDS`), for that format's code;
-    ValueError if the format cannot represent this model."""
+    """Write a model with the config and weight names of a released format (an entry of `KINDS`), for the format's own
+    code; ValueError if the format cannot represent this model."""
     folder = fresh_folder(out)
     write_released(load_whole(source), kind, source, folder)
 
@@ -102,16 +102,16 @@ def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
 
 def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
     """The released `config.json`; its code comes from the hub, and token ids that it lacks from the tokenizer."""
-    row = KINDS[kind]
-    if row.release is None:
+    entry = KINDS[kind]
+    if entry.release is None:
         raise ValueError(f"{kind!r} is not a released format: its weights and config are Transformers' own")
-    config = row.release(model.config) | learnt_fields(model.config)
+    config = entry.release(model.config) | learnt_fields(model.config)
     if released_kind(config) != kind:
         raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
     config["dtype" if "dtype" in config else "torch_dtype"] = str(model.dtype).removeprefix("torch.")
-    if row.code and "auto_map" in config:
+    if entry.code and "auto_map" in config:
         codes = {name: code for name, code in config["auto_map"].items() if isinstance(code, str)}
-        config["auto_map"] = {n: code if "--" in code else f"{row.code}--{code}" for n, code in codes.items()}
+        config["auto_map"] = {n: code if "--" in code else f"{entry.code}--{code}" for n, code in codes.items()}
     if has_tokenizer(source):
         tokenizer = load_tokenizer(source)
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):

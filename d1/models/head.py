@@ -18,11 +18,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import is_encoder, kind_of
-from d1.transformers_bridge import attention_kernel
+from d1.transformers_bridge import attention_kernel, rotate_half
 
 CHUNK_ELEMENTS = 2**24  # logits in memory at once, positions x vocabulary: 67 MB in fp32
 

@@ -1,7 +1,7 @@
-"""The kinds of model: one row of `KINDS` per `model_type` of a `config.json`, and what follows from a row.
+"""The kinds of model: one entry of `KINDS` per `model_type` of a `config.json`, and what follows from an entry.
 
-A new kind is one more row, also from outside this package: `KINDS["mine"] = Kind(becomes="qwen3")`. It runs on a class
-of Transformers; first register a class that Transformers does not know with its `AutoConfig` and
+A new kind is one more entry, also from outside this package: `KINDS["mine"] = Kind(becomes="qwen3")`. It runs on a
+class of Transformers; first register a class that Transformers does not know with its `AutoConfig` and
 `AutoModelForCausalLM`. A released format whose config or weights need more than renaming has a file in `formats/`.
 """
 
@@ -137,7 +137,7 @@ LEARNT = ("edit_noise",)  # what training adds to a config, whatever the format
 
 
 def kind_of(config: Any) -> Kind:
-    """The row of a loaded model, by the class of Transformers that runs it."""
+    """The entry of a loaded model, by the class of Transformers that runs it."""
     return KINDS[config.model_type]
 
 
@@ -165,7 +165,7 @@ def windowed(config: Any) -> bool:
 
 
 def released_kind(raw: Mapping[str, Any]) -> str:
-    """The name of the row for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
+    """The name of the entry for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
     moe = raw.get("model_type") == "llada" and any("MoE" in name for name in raw.get("architectures") or ())
     return "lladamoe" if moe else raw.get("model_type", "")
 

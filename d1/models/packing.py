@@ -20,7 +20,6 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
 
 from d1.models.attention import (
     Segments,
@@ -28,15 +27,15 @@ from d1.models.attention import (
     as_taken,
     attention_of,
     before_in_two_streams,
-    fed_tokens,
     first_position,
+    given_tokens,
     real_before,
     require_prepared,
     within_window,
 )
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size, windowed
-from d1.transformers_bridge import PACKED, attention_kernel, takes_packed_rows
+from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_mask, takes_packed_rows
 
 FULL, WINDOW = "full_attention", "sliding_attention"  # the names of layer types in configs
 
@@ -88,7 +87,7 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
-    config, device = body.config, fed_tokens(args, kwargs).device
+    config, device = body.config, given_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
     kernel, counts = attention_kernel(config), [length + noised for length, noised in segments]
     tokens = Tokens.of_texts(segments, device)

@@ -237,7 +237,7 @@ FUSED = ("q_proj", "k_proj", "v_proj")  # the rows of query_key_value, from the 
 
 def split_projections() -> list[Any]:
     """Rows of query_key_value: (heads x head_dim) queries, then (kv heads x head_dim) keys, then as many values."""
-    from transformers.core_model_loading import Split, WeightConverter
+    from d1.transformers_bridge import Split, WeightConverter
 
     split = [f"self_attn.{name}.weight" for name in FUSED]
     return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)])]
