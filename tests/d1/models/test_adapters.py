@@ -134,16 +134,15 @@ def test_an_adapter_that_does_not_fit_is_an_error(kind_dirs, tmp_path):
         load_model(tmp_path / "a")
 
 
-def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writer):
+def test_what_does_not_fit_or_is_no_adapter_is_an_error(kind_dirs, tmp_path, llada_writer):
     train_adapter(load_model(kind_dirs["llada"]), tmp_path / "a")
     wide = llada_writer(tmp_path / "wide", d_model=64)
     with pytest.raises(ValueError, match=r"does not fit the model: Error.*\n.*size mismatch"):
         load_model(wide, adapter=tmp_path / "a")
-
-
-def test_what_is_no_adapter_is_said_before_the_model_is_read(kind_dirs, tmp_path):
     with pytest.raises(ValueError, match=r"llama has no adapter_config\.json"):
         load_model(tmp_path, adapter=kind_dirs["llama"])
+    with pytest.raises(ValueError, match="only 'nf4' is supported"):
+        load_model(kind_dirs["llama"], quantization="int3")
 
 
 def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
@@ -208,11 +207,6 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
         peft.save_pretrained(str(tmp_path / name))
     with pytest.raises(ValueError, match="4-bit weights cannot absorb an adapter"):
         load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
-
-
-def test_quantization_is_refused_by_name(kind_dirs):
-    with pytest.raises(ValueError, match="only 'nf4' is supported"):
-        load_model(kind_dirs["llama"], quantization="int3")
 
 
 SFT = {"job_name": "job", "max_length": 64, "test_split": 0, "batch_size": 2}

@@ -146,20 +146,16 @@ def write_unknown(folder: Path, with_config: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("load", [load_model, load_tokenizer])
-def test_code_of_an_unknown_kind_is_an_error_and_no_question(tmp_path, monkeypatch, load):
+@pytest.mark.parametrize(("load", "with_config", "message"), [
+    (load_model, True, "model_type 'unheard_of' is not supported: known are llada"),
+    (load_tokenizer, True, "model_type 'unheard_of' is not supported: known are llada"),
+    (load_tokenizer, False, "code"),
+])  # fmt: skip
+def test_code_of_an_unknown_kind_is_an_error_and_no_question(tmp_path, monkeypatch, load, with_config, message):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="model_type 'unheard_of' is not supported: known are llada"):
-        load(write_unknown(tmp_path, with_config=True))
-    assert not Path("ran").exists()
-
-
-def test_a_tokenizer_with_code_of_its_own_is_an_error_and_no_question(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="code"):
-        load_tokenizer(write_unknown(tmp_path, with_config=False))
+    with pytest.raises(ValueError, match=message):
+        load(write_unknown(tmp_path, with_config))
     assert not Path("ran").exists()
 
 
