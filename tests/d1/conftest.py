@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.d1 import released
@@ -108,20 +107,8 @@ def llada_weights(config: dict, dtype: torch.dtype = torch.float32) -> dict[str,
 
 def write_llada(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 2, **fields: object) -> Path:
     """A sharded checkpoint in LLaDA's original format."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = LLADA_CONFIG | fields
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = llada_weights(config, dtype)
-    where: dict[str, str] = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = dict(list(weights.items())[shard::shards])
-        save_file(part, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(part, file)
-    size = sum(w.nbytes for w in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
+    return released.write_files(folder, config, llada_weights(config, dtype), shards)
 
 
 def write_dream(folder: Path) -> Path:
