@@ -116,11 +116,12 @@ def forget_renaming(model: PreTrainedModel) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def file_of(folder: str, name: str) -> str | None:
-    """The path of a file in a folder or of a hub name (also without a network: in its cache); None if it has none.
-    `cached_file` of Transformers 5.23 raises for a missing file, unless an argument with an underscore says otherwise.
-    Delete this once it, or huggingface_hub, has a public argument or function for it."""
-    return cached_file(folder, name, _raise_exceptions_for_missing_entries=False)  # type: ignore[no-any-return]
+def file_of(folder: str, name: str, *, needs_answer: bool = True) -> str | None:
+    """The path of a file in a folder or of a hub name (also without a network: in its cache); None if it has none or,
+    unless that `needs_answer`, the hub does not answer. `cached_file` of Transformers 5.23 raises for a missing file,
+    unless arguments with an underscore say otherwise. Delete this once it, or huggingface_hub, has public ones."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": needs_answer}
+    return cached_file(folder, name, **quiet)  # type: ignore[no-any-return]
 
 
 def has_file(folder: str, name: str) -> bool:

@@ -12,12 +12,13 @@ from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils import find_adapter_config_file
 
 from d1.files import check_files, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, kind_of, learnt_fields
+from d1.transformers_bridge import file_of
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,7 @@ def save_learnt(model: Any, folder: str | Path) -> None:
 
 def load_learnt(model: Any, folder: str) -> None:
     """Put what `save_learnt` wrote into the model's config."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if path := cached_file(folder, LEARNT_FILE, **quiet):
+    if path := file_of(folder, LEARNT_FILE, needs_answer=False):
         for name, value in learnt_fields(read_object(Path(path))).items():
             setattr(model.config, name, value)
 
