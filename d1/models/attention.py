@@ -85,6 +85,7 @@ class Attention:
                 seen = seen & sees(config, own, other)
             if size is None:
                 return seen
+            # `sees` hides later blocks. Of its own block, a copy sees the copies instead of the clean tokens.
             same = own // size == other // size
             seen = seen & torch.where(copied[key], copied[query] & same, ~(copied[query] & same))
             return seen | copied[query] & (query == key)  # if padding saw nothing, attention would divide by zero
@@ -240,6 +241,7 @@ def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
     """`real_before` (rows, keys + noised), with noised copies of the last keys: the token before the first noised one
     of a block is clean."""
     before, block = real_before(visible, visible), count_positions(visible) // size
+    # The token before is read from the noised copy if it lies in the same block, else from the clean text.
     is_noised = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # in the copy
     return torch.cat([before, torch.where(is_noised, before + noised, before)[:, -noised:]], dim=1)
 

@@ -127,6 +127,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
     stored = {name: (dtype, file) for name, dtype, _, file in stored_weights(source)}
     state = model.state_dict()
     same = checkpoint_dtype(source) == model.dtype
+    # A weight that is as it was read is written in the precision of its file: 16 bits would cut a router in float32.
     for native in state:
         for name, weight in KINDS[kind].apart(native, state):
             if native == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:

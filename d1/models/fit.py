@@ -189,6 +189,7 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     for rows in (asked, ROWS, 2 * ROWS):
         two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
         peaks[rows] = two + (three - two) * (config.num_hidden_layers - 2)
+    # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
     if settings.stage not in ("rl", "distill") or not block_size(config):

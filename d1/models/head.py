@@ -60,12 +60,14 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     )
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
+    # The layer would compute keys for the chosen positions only: they are made here for all, as its attention does.
     turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may cover only a part of each head
     turned = turned * cos.unsqueeze(1) + rotate_half(turned) * sin.unsqueeze(1)
     keys = torch.cat([turned, plain], -1) if plain.shape[-1] else turned
     past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)
+    # The layer itself then runs on the chosen positions, and takes the keys of all from what it believes is a cache.
     at = positions.unsqueeze(-1)
     kwargs |= {
         "past_key_values": AllKeys(keys, values),

@@ -162,6 +162,7 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
         check_index(Path(index), complete=False)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     options["key_mapping"] = None if kind.names is None else dict(kind.names)
+    # Experts are stacked layer by layer: files are read in order, or threads would read the whole checkpoint ahead.
     stacked = experts(config) > 0
     copies = stacked or needs_copy(path, options["dtype"], options.get("device_map"))
     try:

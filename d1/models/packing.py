@@ -49,6 +49,7 @@ class Texts(NamedTuple):
 
     def at(self, positions: Tensor) -> Texts:
         """The same texts with only the queries at `positions` (1, n) of the row."""
+        # Positions of the row become positions within each text: those before its start are subtracted.
         ends = torch.tensor(self.keys, device=positions.device).cumsum(0)
         text = torch.bucketize(positions[0], ends, right=True)
         queries = text.bincount(minlength=len(self.keys)).tolist()

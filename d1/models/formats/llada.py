@@ -251,6 +251,6 @@ def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str
     if last == FUSED[0]:
         fused = torch.cat([state[f"{prefix}.{part}.weight"] for part in FUSED])
         yield rename(f"{prefix}.query_key_value.weight", TO_LLADA2), fused
-    elif last not in FUSED:
+    elif last not in FUSED:  # keys and values went with the queries
         for part, weight in one_by_one(name, state):
             yield rename(part, TO_LLADA2), weight
