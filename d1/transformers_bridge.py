@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, modeling_utils
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Split as Split
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.masking_utils import eager_mask as eager_mask

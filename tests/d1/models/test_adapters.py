@@ -96,10 +96,7 @@ def remote_adapter(folder: Path, base: Path, modules: dict[str, tuple[int, int]]
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = LoraConfig(r=rank, lora_alpha=16, target_modules=sorted(modules), base_model_name_or_path=str(base))
-    config.auto_mapping = {
-        "base_model_class": "LLaDAModelLM",
-        "parent_library": "transformers_modules.llada",
-    }
+    config.auto_mapping = {"base_model_class": "LLaDAModelLM", "parent_library": "transformers_modules.llada"}
     config.save_pretrained(str(folder))
     return deltas
 

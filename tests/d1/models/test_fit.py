@@ -130,10 +130,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind_", "name"),
-    [(kind, name) for kind in CONFIGS for name in SOME.get(kind, SETTINGS)],
-)
+@pytest.mark.parametrize(("kind_", "name"), [(kind, name) for kind in CONFIGS for name in SOME.get(kind, SETTINGS)])
 def test_the_estimate_is_near_the_measured_peak(kind_, name):
     settings = SETTINGS[name]
     constant, per_row = activation_bytes(CONFIGS[kind_], settings)
