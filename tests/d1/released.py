@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB, MASK = 64, 3
+IDS = torch.randint(4, 60, (2, 11), generator=torch.Generator().manual_seed(0))
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -181,6 +182,11 @@ def write_files(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
     return folder
 
 
+@torch.no_grad()
+def logits_of(model: Any, ids: Tensor = IDS, mask: Tensor | None = None, **kwargs: object) -> Tensor:
+    return model(input_ids=ids, attention_mask=mask, **kwargs).logits
+
+
 def read_files(folder: Path) -> dict[str, Tensor]:
     return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
@@ -238,7 +244,7 @@ def twin_logits(folder: Path, ids: Tensor, visible: Tensor | None = None) -> Ten
         visible: (T, T) bool, queries x keys; None: every position sees all.
     """
     config, weights = json.loads((folder / "config.json").read_text()), read_files(folder)
-    if config["model_type"] == "llada":
+    if "n_layers" in config:  # a LLaDA; its mixture has the same model_type
         config = {LLADA_FIELDS.get(name, name): value for name, value in config.items()}
         weights = {of_llada(name): weight for name, weight in weights.items()}
     llada2, eps = config["model_type"] == "llada2_moe", config["rms_norm_eps"]

@@ -19,18 +19,13 @@ from d1.rl import train as rl
 from d1.sft import train as sft
 from tests.commands import ROOT
 from tests.d1.conftest import write_kind
+from tests.d1.released import IDS, logits_of
 
-IDS = torch.randint(4, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 MLP_NAMES = {  # kind -> what "all-linear" adds to "attention", by hand from the model code
     "bert": {"intermediate.dense", "output.dense"},
     "roberta": {"intermediate.dense", "output.dense"},
     "modernbert": {"mlp.Wi", "mlp.Wo"},
 }
-
-
-@torch.no_grad()
-def logits_of(model: Any) -> Tensor:
-    return model(input_ids=IDS).logits
 
 
 def train_adapter(model: Any, folder: Path, name: str = "all-linear", seed: int = 0) -> Tensor:

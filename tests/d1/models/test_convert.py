@@ -12,7 +12,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -30,7 +29,9 @@ from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from tests.d1.released import (
     BLOCKS,
     CONFIGS,
+    IDS,
     config_of,
+    logits_of,
     read_files,
     seen_in_blocks,
     twin_logits,
@@ -39,16 +40,9 @@ from tests.d1.released import (
 )
 from tests.faults import full_disk
 
-IDS = torch.randint(4, 60, (2, 11), generator=torch.Generator().manual_seed(0))
-
 
 def run(*words: object) -> None:
     main(make_parser().parse_args([str(word) for word in words]))
-
-
-@torch.no_grad()
-def logits_of(model: Any, ids: Tensor = IDS) -> Tensor:
-    return model(input_ids=ids).logits
 
 
 def adapter_on(path: Path, folder: Path, seed: int, size: float = 0.2) -> None:

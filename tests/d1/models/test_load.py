@@ -26,7 +26,7 @@ from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head
-from tests.d1.released import BLOCKS
+from tests.d1.released import BLOCKS, logits_of
 
 VOCAB = 64
 
@@ -43,11 +43,6 @@ def pad(texts: list[Tensor], left: list[int], width: int, fill: int = 0) -> tupl
         ids[row, start : start + len(text)] = text
         mask[row, start : start + len(text)] = 1
     return ids, mask
-
-
-@torch.no_grad()
-def logits_of(model: Any, ids: Tensor, mask: Tensor | None = None, **kwargs: object) -> Tensor:
-    return model(input_ids=ids, attention_mask=mask, **kwargs).logits
 
 
 def test_padding_other_rows_and_batch_size_are_invisible(kind_dirs, kind, attention):
