@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +19,11 @@ from d1.show.tables import markdown_table
 def describe() -> dict[str, Any]:
     """The machine: processor model, cores, threads, GPU."""
     machine = {"processor": cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    machine |= {"PyTorch": torch.__version__}
-    return machine | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    return (
+        machine
+        | {"PyTorch": torch.__version__}
+        | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    )
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, float]:
@@ -84,8 +84,12 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
-def results_table(rows: dict[str, dict[str, float]]) -> str:
-    """A table with one row per name; ratios come with the lowest and the highest of all rounds."""
+def as_markdown(report: dict[str, Any]) -> str:
+    """A report as Markdown: a line for the machine, one for the settings if there are any, and the table of results,
+    in which ratios come with the lowest and the highest of all rounds."""
+    lines = [report[part] for part in ("machine", "settings") if part in report]
+    head = "".join(", ".join(f"{key} {value}" for key, value in line.items()) + "  \n" for line in lines)
+    rows: dict[str, dict[str, float]] = report["results"]
     columns = [name for name in next(iter(rows.values())) if name not in ("ratio_low", "ratio_high")]
 
     def cell(row: dict[str, float], column: str) -> str:
@@ -95,19 +99,4 @@ def results_table(rows: dict[str, dict[str, float]]) -> str:
         return f"{row['ratio']:.3f}" + (f" ({low:.3g} to {high:.3g})" if low < high else "")
 
     body = [[name, *(cell(row, column) for column in columns)] for name, row in rows.items()]
-    return markdown_table(["", *(name.replace("_", " ") for name in columns)], body)
-
-
-def as_markdown(report: dict[str, Any]) -> str:
-    """A report as Markdown: a line for the machine, one for the settings if there are any, and the table of results."""
-    lines = [report[part] for part in ("machine", "settings") if part in report]
-    head = "".join(", ".join(f"{key} {value}" for key, value in line.items()) + "  \n" for line in lines)
-    return f"{head}\n{results_table(report['results'])}"
-
-
-def write_report(report: dict[str, Any], folder: str, name: str) -> None:
-    """Writes `name.json` and `name.md` into the folder, which must exist, and prints the Markdown."""
-    path = Path(folder)
-    (path / f"{name}.json").write_text(json.dumps(report, indent=1))
-    (path / f"{name}.md").write_text(as_markdown(report))
-    sys.stdout.write(as_markdown(report))
+    return f"{head}\n{markdown_table(['', *(name.replace('_', ' ') for name in columns)], body)}"

@@ -25,13 +25,11 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
 }
 
 
-def random_model(size: str, vocabulary: int | None = None, block_size: int | None = None) -> Any:
+def random_model(size: str, block_size: int | None = None) -> Any:
     """A Llama of a size in `SIZES` with random weights: bidirectional, or block-causal if there is a block size; in
     bf16 on a GPU if there is one."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    shape: dict[str, Any] = dict(zip(names, SIZES[size], strict=True)) | (
-        {"vocab_size": vocabulary} if vocabulary else {}
-    )
+    shape: dict[str, Any] = dict(zip(names, SIZES[size], strict=True))
     shape |= {"max_position_embeddings": 4096, "is_causal": False, "block_size": block_size}
     config = LlamaConfig(**shape, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)

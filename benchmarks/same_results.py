@@ -4,10 +4,11 @@
     python -m benchmarks.same_results --other ../before --output_dir runs/same --only rl_d1 sft
     python -m benchmarks.same_results --folders runs/demo/seed0 ../before/runs/demo/seed0
 
-Each checkout runs the jobs with its own code, with d1's launch files, on the pocket model: SFT, and two rollouts of
-every RL method with their updates, for all weights and for LoRA, in one process and in two. A job takes 10 to 20 s on
-one core, all jobs 40 minutes. Jobs named `accumulated` accumulate gradients. Then every saved weight and every
-completion of an evaluation is compared. The exit status is 1 if anything differs.
+Each checkout runs the jobs with its own code, on the pocket models: SFT, two rollouts of every RL method with their
+updates, every preference method and every distillation method, each for all weights and for LoRA, in one process and in
+two; and evaluations with all samplers. A job takes 5 to 20 s on one core, all jobs 45 minutes. Jobs named `accumulated`
+accumulate gradients; jobs named `blocks` take a block-causal model. Then every saved weight and every completion of an
+evaluation is compared. The exit status is 1 if anything differs.
 
 Results are kept in DIR/this and DIR/other. Finished jobs are skipped: remove a job's folder to run it again.
 `--folders` compares two finished folders instead, such as those of `make demo` in both checkouts.
@@ -17,18 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
+from d1.distill.methods import METHODS as DISTILLATIONS
+from d1.preference.methods import METHODS as PREFERENCES
 from d1.rl.methods import METHODS
 from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
@@ -37,6 +41,7 @@ from pocket.phases import ENVIRONMENT as ONE_THREAD
 ROOT = Path(__file__).resolve().parents[1]
 SETTING = ONE_THREAD | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 SETTING |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+PAIRS = "pairs.jsonl"  # in the folder of both sides' results
 LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SFT = (
     "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
@@ -52,10 +57,37 @@ RL_WEIGHTS = {
     "full": "",
     "lora": "--use_peft true --lora_r 4 --lora_alpha 8 --lora_dropout 0.05 --lora_target_modules q_proj v_proj",
 }
+TRAINING = (
+    "--model_name pocket/base --debugging --seed 0 --batch_size 8 --grad_accum_steps 1 --max_steps 4 "
+    "--learning_rate 1e-3 --warmup_steps 0 --num_proc 1 --max_completion_length 32"
+)
+PREFER = f"-m d1 prefer {TRAINING} --train_data {{pairs}} --max_prompt_length 40 --num_views 2"
+DISTILL = (
+    f"-m d1 distill {TRAINING} --train_data sudoku --num_prompts 64 --max_prompt_length 18 --diffusion_steps 16 "
+    "--block_length 8 --sampling_batch_size 32"
+)
+DISTILL_OWN = {"d-opsd": "--num_iterations 2 --views_at_once 2"}
+EVAL = "-m d1 eval --model_path pocket/base --dataset sudoku --gen_length 32 --limit 24 --batch_size 8"
+BLOCKS = EVAL.replace("pocket/base", "pocket/block_base")
+SAMPLERS = {
+    "exact": f"{EVAL} --block_length 8",
+    "random": f"{EVAL} --block_length 16 --temperature 0.9 --remasking random --num_samples 2",
+    "entropy": f"{EVAL} --block_length 32 --temperature 0.5 --remasking entropy --eos_stop",
+    "guided": f"{EVAL} --block_length 32 --cfg_scale 0.5",
+    **{f"parallel_{rule}": f"{EVAL} --sampler parallel --reveal {rule}" for rule in ("threshold", "factor", "entropy")},
+    **{
+        f"{cache}_{sampler}": f"{EVAL} --block_length 8 --sampler {sampler} --kv_cache {cache} --temperature 0.5"
+        for cache, sampler in product(("prefix", "dual", "delayed", "lasting"), ("cached", "cached+parallel"))
+    },
+    "edits": f"{EVAL} --block_length 16 --sampler parallel --edit_threshold 0.9",
+    "blocks_exact": f"{BLOCKS} --temperature 0.9",
+    "blocks_parallel": f"{BLOCKS} --sampler parallel --edit_threshold 0.9",
+}
 
 
 class Job(NamedTuple):
-    """A command line of a stage, which is run in the stage's folder with `--output_dir` added."""
+    """A command line of a stage, which is run in `folder` with `--output_dir` added. `{pairs}` stands for the file of
+    preference pairs."""
 
     folder: str
     command: str
@@ -81,8 +113,42 @@ JOBS = {
         for method, weights, processes in product(METHODS, RL_WEIGHTS, (1, 2))
     },
     "rl_no_kl": Job("diffu-grpo", rl("d1", "full", "--beta 0")),
+    "rl_parallel": Job("diffu-grpo", rl("d1", "full", "--sampler parallel")),
+    "rl_cached": Job("diffu-grpo", rl("d1", "full", "--sampler cached+parallel --kv_cache delayed")),
+    "rl_blocks": Job("diffu-grpo", rl("cj-grpo", "full", "--model_path ../pocket/block_base")),
     "rl_accumulated": Job("diffu-grpo", rl("d1", "full", "--gradient_accumulation_steps 3 --num_generations 8")),
+    **{
+        f"prefer_{method}_{weights}_on_{processes}": Job(
+            ".", f"{PREFER} --method {method} {SFT_WEIGHTS[weights]}", processes
+        )
+        for method, weights, processes in product(PREFERENCES, SFT_WEIGHTS, (1, 2))
+    },
+    "prefer_antithetic": Job(".", f"{PREFER} {SFT_WEIGHTS['full']} --estimator espo --antithetic"),
+    "prefer_accumulated": Job(".", f"{PREFER} {SFT_WEIGHTS['full']} --grad_accum_steps 2 --views_at_once 2"),
+    "prefer_blocks": Job(".", f"{PREFER} {SFT_WEIGHTS['full']} --model_name pocket/block_base"),
+    **{
+        f"distill_{method}_{weights}_on_{processes}": Job(
+            ".", f"{DISTILL} --method {method} {DISTILL_OWN.get(method, '')} {SFT_WEIGHTS[weights]}", processes
+        )
+        for method, weights, processes in product(DISTILLATIONS, SFT_WEIGHTS, (1, 2))
+    },
+    "distill_accumulated": Job(".", f"{DISTILL} {SFT_WEIGHTS['full']} --grad_accum_steps 2"),
+    "distill_blocks": Job(".", f"{DISTILL} {SFT_WEIGHTS['full']} --method t3d --model_name pocket/block_base"),
+    **{f"eval_{name}": Job(".", command) for name, command in SAMPLERS.items()},
+    **{f"eval_{name}_on_2": Job(".", SAMPLERS[name], 2) for name in ("random", "dual_cached", "blocks_parallel")},
 }
+
+
+def write_pairs(file: Path) -> None:
+    """Pairs of the SFT data's Sudoku answers: a puzzle's own is chosen, that of the next puzzle rejected."""
+    with (ROOT / "dataset" / "sudoku_sft.jsonl").open() as rows:
+        puzzles = [json.loads(row) for row in islice(rows, 65)]
+    pairs = [
+        {"prompt": one["question"], "chosen": one["attempt"], "rejected": other["attempt"]}
+        for one, other in pairwise(puzzles)
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
 def run(name: str, checkout: Path, results: Path) -> Path:
@@ -97,7 +163,8 @@ def run(name: str, checkout: Path, results: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *job.command.split()]
+    words = job.command.format(pairs=results.parent / PAIRS).split()
+    command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *words]
     command += ["--output_dir", str(folder)]
     environment = os.environ | SETTING | {"PYTHONPATH": str(checkout)}
     with open(log, "w") as file:
@@ -139,16 +206,15 @@ def compare(name: str, this: Path, other: Path) -> tuple[list[str], bool]:
     """A row of the table, and whether the job's results agree.
 
     Raises:
-        ValueError: one side saved something that the other did not, or neither saved a tensor.
+        ValueError: one side saved something that the other did not, or neither saved anything.
     """
     (tensors, others), (texts, other_texts) = map(saved_tensors, (this, other)), map(completions, (this, other))
     unmatched = sorted((tensors.keys() ^ others.keys()) | (texts.keys() ^ other_texts.keys()))
-    if unmatched or not tensors:
+    if unmatched or not (tensors or texts):
         raise ValueError(f"{name}: {this} and {other} do not have the same results, e.g. {unmatched[:3] or 'none'}")
     pairs = [(tensors[key], others[key]) for key in tensors]
-    largest = max(
-        (a.double() - b.double()).abs().max().item() if a.shape == b.shape else float("inf") for a, b in pairs
-    )
+    distances = ((a.double() - b.double()).abs().max().item() if a.shape == b.shape else math.inf for a, b in pairs)
+    largest = max(distances, default=0.0)
     differ = sum(not same_bits(a, b) for a, b in pairs)
     wrong = sum(texts[key] != other_texts[key] for key in texts)
     row = [name, str(len(tensors)), str(differ), f"{largest:.3g}", str(len(texts)), str(wrong)]
@@ -176,13 +242,14 @@ def run_and_compare(args: argparse.Namespace) -> list[tuple[list[str], bool]]:
     names = [name for name in JOBS if name.startswith(tuple(args.only))]
     if not names:
         raise ValueError(f"--only {' '.join(args.only)}: no job has this prefix; the jobs are {', '.join(JOBS)}")
-    sides = {"this": ROOT, "other": args.other.resolve()}
+    results, sides = args.output_dir.resolve(), {"this": ROOT, "other": args.other.resolve()}
     for checkout in sides.values():
         if not (checkout / "d1" / "__init__.py").exists():
             raise ValueError(f"{checkout} is not a checkout of d1")
+    write_pairs(results / PAIRS)
 
     def both(name: str) -> tuple[list[str], bool]:
-        folders = [run(name, checkout, args.output_dir.resolve() / side) for side, checkout in sides.items()]
+        folders = [run(name, checkout, results / side) for side, checkout in sides.items()]
         row, agrees = compare(name, *folders)
         sys.stderr.write(f"{name}: {'equal' if agrees else 'DIFFERENT'}\n")
         return row, agrees

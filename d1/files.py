@@ -1,4 +1,4 @@
-"""Files of runs and models: complete or absent, one line if a disk is full, and a lock for one run in a folder."""
+"""Files of runs and models: complete or absent, one line if a disk is full or a file is damaged, a lock for one run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import logging
 import os
 import platform
@@ -15,10 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-# --- Files ------------------------------------------------------------------------------------------------------------
-#
-# Files of runs and models: one line if a disk is full, and the mode that the umask gives.
+from typing import Any
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # How messages of PyTorch 2.13 begin if it cannot write a file; it drops the system's reason.
@@ -27,12 +25,8 @@ TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writin
 
 @contextmanager
 def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterator[None]:
-    """Inside, a file that has no room raises an OSError of one line.
-
-    Args:
-        folder: where `what` (e.g. "checkpoint-8") is written; the message names both, and the room that is left.
-        advice: what to do, or a function that says it when the writing fails.
-    """
+    """Raise an OSError of one line if a file inside has no room: it names the `folder`, `what` is written (e.g.
+    "checkpoint-8"), the room that is left, and `advice`, which may be a function that is called only then."""
     try:
         yield
     except Exception as error:  # safetensors, PyTorch and shutil have their own classes
@@ -46,14 +40,12 @@ def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterato
 
 
 def no_room(error: Exception) -> str:
-    """The reason in an error of writing a file if it is a full disk, a quota or a limit of size; else an empty string.
-
-    PyTorch gives no reason, so that any failure of its writing counts.
-    """
+    """The reason in an error if it is a full disk, a quota or a limit of size; else an empty string."""
     text = str(error)
     for number in map(int, re.findall(r"(?:os error |Errno )(\d+)", text)):
         if number in FULL:
             return os.strerror(number)
+    # PyTorch gives no reason, so any failure of its writing counts.
     unwritten = text.startswith(TORCH) and "Reader" not in text
     return "a file could not be written to its end" if unwritten else ""
 
@@ -67,9 +59,7 @@ def give_usual_mode(files: Iterable[Path]) -> None:
             file.chmod(0o666 & ~umask)
 
 
-# --- Output dir -------------------------------------------------------------------------------------------------------
-#
-# The folder that a run writes to, and files that are either complete or absent.
+# --- The folder of a run, and files that are either complete or absent ------------------------------------------------
 
 
 def check_output_dir(folder: str | Path) -> None:
@@ -97,9 +87,7 @@ def write_atomically(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-# --- Lock -------------------------------------------------------------------------------------------------------------
-#
-# A lock on a folder that one run at a time may write to.
+# --- A lock on a folder that one run at a time may write to -----------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -163,3 +151,57 @@ class FileLock:
                 self.path.unlink(missing_ok=True)
             self.file.close()
             self.file = None
+
+
+SMALL = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
+OF_TOKENIZER = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+AGAIN = "it is damaged: copy or download it again"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError if the file holds anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding or of JSON
+        raise ValueError(f"{path} is no JSON ({error}): {AGAIN}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object, but a {type(value).__name__}: {AGAIN}")
+    return value
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError for a small JSON file that is damaged, and for an index of weights that is (`check_index`)."""
+    for path in (folder / name for name in SMALL):
+        if path.is_file():
+            read_object(path)
+    for path in sorted(folder.glob("*.index.json")):
+        check_index(path)
+
+
+def check_index(path: Path, complete: bool = True) -> None:
+    """Raise ValueError for an index of weights that names files outside its folder or, if it is `complete`, files that
+    are not there."""
+    index = read_object(path)
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{path} has no weight_map from names to files: {AGAIN}")
+    if not isinstance(index.get("metadata"), dict):
+        raise ValueError(f"{path} has no metadata, which Transformers reads: {AGAIN}")
+    for name in sorted({*files.values()}):
+        if Path(name).name != name:
+            raise ValueError(f"{path} names files in other folders, such as {name}: an index is for its own folder")
+        if complete and not (path.parent / name).is_file():
+            raise ValueError(f"{path} names {name}, which is not there: copy or download it")
+
+
+@contextmanager
+def reading(path: str | Path, what: str) -> Iterator[None]:
+    """Turn an error of any class that a library raises while it reads `path` into a ValueError that names the file;
+    ValueError, OSError and ImportError are clear already and stay."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # the libraries check little: a wrong type can fail anywhere
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: {what}: {' '.join(reason.split())}") from error

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def lazily(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of the package `room` (PEP 562); `homes` maps each name to the module that defines it."""
+    """The `__getattr__` of the package `room` (PEP 562); `homes` maps names to modules."""
 
     def find(name: str) -> Any:
         if name not in homes:

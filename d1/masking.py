@@ -16,11 +16,7 @@ NOISE_EPS = 1e-3  # the smallest masking probability: keeps the weight 1/t' of t
 
 
 def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
-    """A generator on `device` that depends only on `key`, e.g. (seed, rank, step).
-
-    Raises:
-        ValueError: a part of the key is negative.
-    """
+    """A generator on `device` that depends only on `key`, e.g. (seed, rank, step); ValueError for a negative part."""
     if any(part < 0 for part in key):
         raise ValueError(f"the parts of a generator's key must be >= 0, got {key}")
     # SeedSequence mixes the parts, so neighbouring keys such as (0, 1) and (1, 0) give unrelated streams.

@@ -52,11 +52,8 @@ class Range:
         return " or ".join([f"{kind}in {left}{self.low}, {self.high}{right}", *map(str, self.also)])
 
     def __call__(self, text: str) -> object:
-        """Convert a word of a command line. Whether the number is in the range is checked later, for all flags at once.
-
-        Raises:
-            argparse.ArgumentTypeError: the text is neither a number nor an allowed word.
-        """
+        """Convert a word of a command line; argparse's error if it is neither a number nor an allowed word. Whether the
+        number is in the range is checked later, for all flags at once."""
         if text in self.also:
             return text
         try:
@@ -83,11 +80,7 @@ def ranges_of(config: type) -> dict[str, Range]:
 
 
 def check_ranges(settings: Mapping[str, object], ranges: Mapping[str, Range]) -> None:
-    """Check the settings that have a range.
-
-    Raises:
-        ValueError: names all settings that are out of range, as a user types them, with their values and ranges.
-    """
+    """Raise a ValueError that names all settings out of their range, as a user types them, with values and ranges."""
     wrong = [
         f"--{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value} (must be {ranges[name]})"
         for name, value in settings.items()
@@ -98,10 +91,7 @@ def check_ranges(settings: Mapping[str, object], ranges: Mapping[str, Range]) ->
 
 
 def nearest(name: object, known: Iterable[object], cutoff: float = 0.65) -> str:
-    """For a message: " (the nearest is X)", the known name that is most like `name`. Empty if none is.
-
-    Args:
-        cutoff: from 0 to 1, how alike they must be (`difflib`).
-    """
+    """For a message: " (the nearest is X)", the known name that is most like `name`; empty if none is. `cutoff`, from 0
+    to 1, says how alike they must be (`difflib`)."""
     found = get_close_matches(str(name), [str(one) for one in known if one is not None], 1, cutoff)
     return f" (the nearest is {found[0]})" if found else ""

@@ -1,4 +1,5 @@
-"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it."""
+"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it. Names
+that are public but have no stable home are imported here, too."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, modeling_utils
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Split as Split
+from transformers.core_model_loading import WeightConverter as WeightConverter
+from transformers.masking_utils import eager_mask as eager_mask
+from transformers.masking_utils import sdpa_mask as sdpa_mask
+from transformers.models.llama.modeling_llama import rotate_half as rotate_half
 from transformers.utils import cached_file
 
 PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts
@@ -33,11 +36,8 @@ def needs_copy(path: str, dtype: Any, device: Any) -> bool:
 
 
 def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Path]]:
-    """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
+    """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder; ValueError
+    if a file is damaged."""
     for file_path in sorted(Path(path).glob("*.safetensors")):
         try:
             opened = safe_open(file_path, framework="pt")
@@ -50,11 +50,9 @@ def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Pa
 
 
 def checkpoint_dtype(path: str) -> torch.dtype | str:
-    """The dtype of most of a checkpoint's numbers; "auto" if it is not a local folder of safetensors.
-
-    Transformers' own "auto" is the dtype in `config.json`, which the files may contradict, or else that of the first
-    weight, which may be a router's bias in another precision.
-    """
+    """The dtype of most of a checkpoint's numbers; "auto" if it is not a local folder of safetensors. Transformers' own
+    "auto" is the dtype in `config.json`, which the files may contradict, or that of the first weight, which may be a
+    router's bias in another precision."""
     elements: Counter[torch.dtype] = Counter()
     for _, dtype, count, _ in stored_weights(path):
         if dtype is not None:
@@ -63,15 +61,11 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 
 @contextmanager
-def reading(copies: bool, in_order: bool) -> Iterator[None]:
-    """If weights are copied (`copies`), make Transformers 5.23 read files piece by piece instead of mapping them.
-
-    A mapped file stays in memory next to the weights that were converted from it. Delete this once `from_pretrained`
-    takes safetensors' `backend` as an argument.
-
-    Args:
-        in_order: read each weight only when it is needed; otherwise threads read ahead while experts are stacked, up to
-            the whole checkpoint. Delete this once the environment variable is an argument of `from_pretrained`.
+def reading_weights(copies: bool, in_order: bool) -> Iterator[None]:
+    """If weights are copied (`copies`), make Transformers 5.23 read files piece by piece: a mapped file would stay in
+    memory next to the weights that were converted from it. `in_order`: read each weight only when it is needed, or
+    threads read ahead while experts are stacked, up to the whole checkpoint. Delete this once `from_pretrained` takes
+    both, safetensors' `backend` and the environment variable, as arguments.
     """
     library: Any = modeling_utils
     mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
@@ -88,9 +82,7 @@ def reading(copies: bool, in_order: bool) -> Iterator[None]:
 @contextmanager
 def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
     """Make Transformers 5.23 apply the converters of `joins()`, before its own, when it reads a model of this type.
-
-    Delete this once `from_pretrained` takes converters as it takes a `key_mapping`.
-    """
+    Delete this once `from_pretrained` takes converters as it takes a `key_mapping`."""
     own = get_checkpoint_conversion_mapping(model_type)
     if joins is None or own is None:
         yield
@@ -116,25 +108,20 @@ def takes_packed_rows(config: Any) -> bool:
 
 def forget_renaming(model: PreTrainedModel) -> None:
     """Make `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
-
     Transformers 5.23 keeps a `key_mapping` that it used as `_weight_conversions`, and reverses it when it saves. Delete
-    this once `save_pretrained` has an argument for it.
-    """
+    this once `save_pretrained` has an argument for it."""
     vars(model).pop("_weight_conversions", None)
 
 
-def file_of(folder: str, name: str) -> str | None:
-    """The path of a file in a folder or of a hub name (also without a network: in its cache); None if it has none.
-
-    `cached_file` of Transformers 5.23 raises for a missing file, unless an argument with an underscore says otherwise.
-    Delete this once it, or huggingface_hub, has a public argument or function for it.
-    """
-    path: str | None = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
-    return path
+def file_of(folder: str, name: str, *, needs_answer: bool = True) -> str | None:
+    """The path of a file in a folder or of a hub name (also without a network: in its cache); None if it has none or,
+    unless that `needs_answer`, the hub does not answer. `cached_file` of Transformers 5.23 raises for a missing file,
+    unless arguments with an underscore say otherwise. Delete this once it, or huggingface_hub, has public ones."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": needs_answer}
+    return cached_file(folder, name, **quiet)  # type: ignore[no-any-return]
 
 
 def has_file(folder: str, name: str) -> bool:
-    """Whether the folder or hub name holds a file `name`."""
     return file_of(folder, name) is not None
 
 

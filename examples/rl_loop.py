@@ -4,7 +4,7 @@
 
 It reads from top to bottom: sample a group of completions for each prompt, reward them, estimate their
 log-probabilities, and take mu optimizer steps on them. `d1.rl` adds processes, LoRA, accumulation, checkpoints, logs,
-other methods and samplers; without these, its updates are the ones below (`tests/examples/test_rl_loop.py`).
+other methods and samplers; without these, its updates are the ones below (`tests/examples/test_loops.py`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m examples.sft_loop --model_path pocket/base --train_data dataset/sudoku_sft.jsonl
 
-It reads from top to bottom: a conversation becomes token ids and the place where its answer starts; each row draws a
+It reads from top to bottom: a conversation becomes token ids and the position where its answer starts; each row draws a
 time t and hides each answer token with probability t'; the loss is the cross-entropy of the hidden tokens over t'.
 `d1.sft` adds processes, LoRA, accumulation, packing, evaluation and checkpoints; without these, its updates are the
-ones below (`tests/examples/test_sft_loop.py`).
+ones below (`tests/examples/test_loops.py`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def collate(rows: Sequence[tuple[int, Tensor, Tensor]], epoch: int, tokenizer: A
     clean = torch.full(shape, tokenizer.pad_token_id)
     answer, hidden, visible = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
     t = torch.zeros(len(rows))
-    for place, (number, ids, is_answer) in enumerate(rows):
-        clean[place, : len(ids)], answer[place, : len(ids)], visible[place, : len(ids)] = ids, is_answer, True
-        t[place], hidden[place] = draw_noise(answer[place], keyed_generator(seed, TRAIN_NOISE, epoch, number))
+    for row, (number, ids, is_answer) in enumerate(rows):
+        clean[row, : len(ids)], answer[row, : len(ids)], visible[row, : len(ids)] = ids, is_answer, True
+        t[row], hidden[row] = draw_noise(answer[row], keyed_generator(seed, TRAIN_NOISE, epoch, number))
     noised = clean.masked_fill(hidden, tokenizer.mask_token_id)
     return {"clean": clean, "noised": noised, "answer": answer, "hidden": hidden, "visible": visible.long(), "t": t}
 

@@ -26,7 +26,7 @@ from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.models import prepare
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 from d1.ranges import COUNT
 from d1.runs.cli import run_script
 from d1.sampling import generate
@@ -88,10 +88,8 @@ def diffusion_loss(
     key: tuple[int, ...],
     least_noise: float = 0.0,
 ) -> Tensor:
-    """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens.
-
-    Of a block-causal model each block has its own t' (BD3-LM, arXiv 2503.09573).
-    """
+    """LLaDA's loss: cross-entropy / t' of the masked answer tokens, divided by the number of all answer tokens. For a
+    block-causal model, each block has its own t' (BD3-LM, arXiv 2503.09573)."""
     generator = keyed_generator(*key)
     rows, length = ids.shape
     block = torch.arange(length) // (block_size(model.config) or length)
@@ -106,7 +104,7 @@ def diffusion_loss(
 
 
 def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor, prompt_tokens: int) -> Tensor:
-    """Logits (rows, answer, vocabulary) of noised answers, of a block-causal model behind the clean text."""
+    """Logits (rows, answer, vocabulary) of noised answers; for a block-causal model, they follow the clean text."""
     size = block_size(model.config)
     if size is None:
         return model(input_ids=noised, logits_to_keep=torch.arange(prompt_tokens, noised.shape[1])).logits
@@ -119,15 +117,8 @@ def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, g
     task = load_task(task_name)
     rows = task.load_rows("validation")
     prompts = torch.tensor(tokenizer.apply_chat_template(list(rows["prompt"]), return_dict=False))
-    ids = generate(
-        model.eval(),
-        prompts,
-        torch.ones_like(prompts),
-        mask_token_id=tokenizer.mask_token_id,
-        gen_length=gen_length,
-        block_length=8,
-        steps=gen_length // 2,
-    )
+    options: dict[str, Any] = {"gen_length": gen_length, "block_length": 8, "steps": gen_length // 2}
+    ids = generate(model.eval(), prompts, torch.ones_like(prompts), mask_token_id=tokenizer.mask_token_id, **options)
     texts = tokenizer.batch_decode(ids[:, prompts.shape[1] :], skip_special_tokens=True)
     return sum(task.score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)) / len(texts)
 

@@ -40,7 +40,7 @@ class Phase:
 
 
 class PhaseError(RuntimeError):
-    """A command failed; the message has the end of its log."""
+    """A command failed (the message has the end of its log), or a folder belongs to another job."""
 
 
 def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Console) -> dict[str, float]:
@@ -56,7 +56,7 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     path = state_dir / "phases.json"
-    commands = {phase.name: [str(part) for part in phase.command] for phase in phases}
+    commands = {phase.name: [str(word) for word in phase.command] for phase in phases}
     state = json.loads(path.read_text()) if path.exists() else {"commands": {}, "seconds": {}, "done": []}
     if any(state["commands"].get(name, command) != command for name, command in commands.items()):
         raise PhaseError(f"{state_dir} was made with other commands: remove that folder to start again")

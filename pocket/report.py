@@ -64,6 +64,14 @@ class Job:
     def row(self, arm: str, length: int) -> Row:
         return self.scored[arm, length][0]
 
+    def cell(self, arm: str, length: int) -> str:
+        row = self.row(arm, length)
+        return f"{row.accuracy:.1f} [{row.ci_low:.1f}, {row.ci_high:.1f}]"
+
+    @property
+    def name(self) -> str:
+        return self.task if self.base == RECIPES[self.task].base else f"{self.task}, blocks"
+
     @property
     def pairs(self) -> list[tuple[tuple[str, str], int]]:
         """The comparisons, as (two arms, length)."""
@@ -98,17 +106,13 @@ def job_of(folder: Path) -> Job:
     raise FileNotFoundError(f"{folder} has no generations of a pocket base model: run make demo")
 
 
-def cell(row: Row) -> str:
-    return f"{row.accuracy:.1f} [{row.ci_low:.1f}, {row.ci_high:.1f}]"
-
-
 def write_report(folder: Path, seconds: dict[str, float], console: Console) -> Path:
     """Writes table.json, curves.png, watch.html, watch.svg and report.md into `folder` and shows the table; returns
     the report's path."""
     job = job_of(folder)
     table = {row.setup: asdict(row) for row, _ in job.scored.values()}
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
-    rows = [[ARMS[arm], *(cell(job.row(arm, length)) for length in job.lengths)] for arm in job.arms]
+    rows = [[ARMS[arm], *(job.cell(arm, length) for length in job.lengths)] for arm in job.arms]
     shown = markdown_table(["solved, % [95% interval]", *(f"length {length}" for length in job.lengths)], rows)
     console.print(shown, markup=False)
     trained = [arm for arm in job.arms if arm not in ("base", "sft")]
@@ -169,19 +173,10 @@ def watch(job: Job) -> None:
     command = [sys.executable, "-m", "d1", "watch", "--dataset", RECIPES[job.task].task]
     command += ["--split", "test", "--index", str(shown_problem(job)[0])]
     command += ["--gen_length", str(job.lengths[0]), "--block_length", "8"]
-    command += ["--model_path", f"pocket/{job.base}", "--against", f"model_path={job.folder.resolve() / FINAL}"]
-    for kind in ("html", "svg"):
-        command += [f"--{kind}", str(job.folder.resolve() / f"watch.{kind}")]
+    folder = job.folder.resolve()
+    command += ["--model_path", f"pocket/{job.base}", "--against", f"model_path={folder / FINAL}"]
+    command += ["--html", str(folder / "watch.html"), "--svg", str(folder / "watch.svg")]
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-
-
-def finished() -> list[Path]:
-    """The folders in runs/demo that have a report, by task and seed."""
-    return [path.parent for task in RECIPES for path in sorted(demo_folder(task).glob("seed*/report.md"))]
-
-
-def name_of(job: Job) -> str:
-    return job.task if job.base == RECIPES[job.task].base else f"{job.task}, blocks"
 
 
 def spread(jobs: Sequence[Job], arm: str, length: int) -> tuple[float, float]:
@@ -196,7 +191,7 @@ def tasks_table(tasks: Sequence[Sequence[Job]]) -> str:
     for jobs in tasks:
         for length in jobs[0].lengths:
             cells = ["{:.1f} ± {:.1f}".format(*spread(jobs, arm, length)) for arm in FOUR_ARMS]
-            rows.append([f"{name_of(jobs[0])}, length {length}", *cells, str(len(jobs))])
+            rows.append([f"{jobs[0].name}, length {length}", *cells, str(len(jobs))])
     return markdown_table(["solved, % of test problems", *(ARMS[arm] for arm in FOUR_ARMS), "seeds"], rows)
 
 
@@ -204,10 +199,10 @@ def seeds_table(jobs: Sequence[Job]) -> str:
     """Each arm's accuracy by seed."""
     rows = []
     for arm, length in product(jobs[0].arms, jobs[0].lengths):
-        cells = [*(cell(job.row(arm, length)) for job in jobs), *(f"{n:.1f}" for n in spread(jobs, arm, length))]
+        cells = [*(job.cell(arm, length) for job in jobs), *(f"{n:.1f}" for n in spread(jobs, arm, length))]
         rows.append([ARMS[arm], str(length), *cells])
     seeds = [job.folder.name for job in jobs]
-    return markdown_table([f"{name_of(jobs[0])}: solved, %", "length", *seeds, "mean", "sd"], rows)
+    return markdown_table([f"{jobs[0].name}: solved, %", "length", *seeds, "mean", "sd"], rows)
 
 
 def differences_table(jobs: Sequence[Job]) -> str:
@@ -226,7 +221,7 @@ def differences_table(jobs: Sequence[Job]) -> str:
         cells = [f"{result['difference']:+.1f}" for result in results]
         cells += [f"{mean.value:+.1f} [{mean.low:+.1f}, {mean.high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]
         rows.append([f"{b} - {a}", str(length), *cells, f"{apart}/{len(results)}"])
-    header = [f"{name_of(jobs[0])}: paired difference, points", "length", *(job.folder.name for job in jobs)]
+    header = [f"{jobs[0].name}: paired difference, points", "length", *(job.folder.name for job in jobs)]
     return markdown_table([*header, "mean [95% interval]", "largest p", "separated intervals"], rows)
 
 
@@ -238,7 +233,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     by_base: dict[str, list[Job]] = {}
-    for job in map(job_of, args.folders or finished()):
+    finished = [path.parent for task in RECIPES for path in sorted(demo_folder(task).glob("seed*/report.md"))]
+    for job in map(job_of, args.folders or finished):
         by_base.setdefault(job.base, []).append(job)
     if not by_base:
         raise FileNotFoundError("no finished job in runs/demo: run make demo, or make demo TASK=countdown")

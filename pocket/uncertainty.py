@@ -27,13 +27,6 @@ class Mean(NamedTuple):
     p: float
 
 
-class Square(NamedTuple):
-    """A mean square and its degrees of freedom."""
-
-    value: float
-    freedom: float
-
-
 def mean_of(scores: np.ndarray) -> Mean:
     """The mean of a table (seeds, problems) of scores or differences of scores."""
     value = float(scores.mean())
@@ -56,18 +49,18 @@ def variance_of_mean(scores: np.ndarray) -> tuple[float, float]:
         raise ValueError(f"an interval needs at least two problems, got {seeds} seeds x {problems} problems")
     total = scores.mean()
     by_problem, by_seed = scores.mean(0) - total, scores.mean(1) - total
-    of_problems = Square(seeds * float((by_problem**2).sum()) / (problems - 1), problems - 1)
+    # Each mean square comes with its degrees of freedom.
+    of_problems = seeds * float((by_problem**2).sum()) / (problems - 1), problems - 1
     if seeds == 1:
-        return of_problems.value / problems, of_problems.freedom
-    of_seeds = Square(problems * float((by_seed**2).sum()) / (seeds - 1), seeds - 1)
-    rest = scores - total - by_problem - by_seed[:, None]
-    freedom = (seeds - 1) * (problems - 1)
-    of_rest = Square(float((rest**2).sum()) / freedom, freedom)
-    counted = [square for square in (of_seeds, of_problems) if square.value > of_rest.value]
+        return of_problems[0] / problems, of_problems[1]
+    of_seeds = problems * float((by_seed**2).sum()) / (seeds - 1), seeds - 1
+    rest, freedom = scores - total - by_problem - by_seed[:, None], (seeds - 1) * (problems - 1)
+    of_rest = float((rest**2).sum()) / freedom, freedom
+    counted = [square for square in (of_seeds, of_problems) if square[0] > of_rest[0]]
     if len(counted) == 2:
-        counted.append(Square(-of_rest.value, freedom))
+        counted.append((-of_rest[0], freedom))
     counted = counted or [of_rest]
-    both = sum(square.value for square in counted)
-    if both <= 0:
+    total_square = sum(square for square, _ in counted)
+    if total_square <= 0:
         return 0.0, 1.0
-    return both / (seeds * problems), both**2 / sum(square.value**2 / square.freedom for square in counted)
+    return total_square / (seeds * problems), total_square**2 / sum(one**2 / free for one, free in counted)

@@ -24,7 +24,7 @@ from d1.__main__ import STAGES
 from d1.lazy import module_in
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHED = ("SFT", "diffu-grpo", "preference", "distill", "eval")  # folders of scripts to start; the code is in d1
+LAUNCHED = ("SFT", "diffu-grpo", "eval")  # folders of scripts to start; the code is in d1
 PACKAGES = ("d1", "pocket", "studies", "benchmarks", "dataset", "examples")
 ROOMS = (*PACKAGES, *LAUNCHED, "launch", "recipes", "docs", "tests")
 OUTPUTS = {"runs", "results"}

@@ -97,12 +97,15 @@ def start(
 
 
 def job(
-    path: Path, flags: Sequence[str], output_dir: Path, processes: int = 1, **environment: str | None
+    program: Path | str, flags: Sequence[str], output_dir: Path, processes: int = 1, **environment: str | None
 ) -> list[BaseProcess]:
-    """The script at `path` in its own folder, as the job "job" in `output_dir`; its log is `output_dir`/log."""
-    words = [path.name, *flags, "--output_dir", str(output_dir), "--job_name", "job"]
-    place: dict[str, Any] = {"log": output_dir / "log", "folder": path.parent, "processes": processes}
-    return start(script, *words, **place, **environment)
+    """A script in its own folder, or a module by its name, as the job "job" in `output_dir`; its log is
+    `output_dir`/log."""
+    words = [*flags, "--output_dir", str(output_dir), "--job_name", "job"]
+    options: dict[str, Any] = {"log": output_dir / "log", "processes": processes}
+    if isinstance(program, Path):
+        return start(script, program.name, *words, folder=program.parent, **options, **environment)
+    return start(module, program, *words, folder=output_dir, **options, **environment)
 
 
 def finish(started: Sequence[BaseProcess], log: Path, status: int = 0, timeout: float = 900) -> str:

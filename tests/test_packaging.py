@@ -45,7 +45,7 @@ SCRIPTS = sorted(path for room in LAUNCHED for path in (ROOT / room).rglob("*.py
 SHELL = sorted(  # those of tests prepare, and launch nothing
     path for room in {*ROOMS} - {"tests"} for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind)
 )
-YAML = sorted(path for room in (*LAUNCHED, "launch") for path in (ROOT / room).rglob("*.yaml"))
+YAML = sorted(path for room in (*LAUNCHED, "launch", "recipes") for path in (ROOT / room).rglob("*.yaml"))
 
 
 def module_of(path: Path) -> str:
@@ -171,10 +171,9 @@ def test_shell_scripts_and_configs_launch_what_exists_with_flags_it_knows(path):
         assert re.search(r"^(set -e|exec )", path.read_text(), re.MULTILINE)
         check_script(f"bash {path.name}" + " ../runs/grpo" * (path.name == "eval_checkpoints.sh"), path.parent)
     elif "distributed_type" not in path.read_text():  # Accelerate's are in tests/launch
-        scripts = {"preference": "prefer_train.py --train_data f", "distill": "distill_train.py --train_data f"}
-        script = scripts.get(path.parent.name, "diffu_grpo_train.py --dataset sudoku")
-        folder = ROOT / (path.parent.name if path.parent.name in scripts else "diffu-grpo")
-        check_script(f"python {script} --config {path} --model_path m", folder)
+        stages = {"preference": "prefer --train_data f", "distill": "distill --train_data f", "sft": "sft"}
+        stage = stages.get(path.stem.rpartition("-")[2], "rl --dataset sudoku")
+        check_script(f"python -m d1 {stage} --config {path} --model_path m")
 
 
 def test_launch_lines_in_headers_and_docstrings_work():

@@ -260,7 +260,7 @@ def config_of(model_path: str) -> Any:
 
 def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float], str]:
     """Hours by purpose, and the line about them at the head of a recipe."""
-    from d1.models.flops import flops_per_token
+    from d1.models.fit import flops_per_token
 
     speed = PEAKS[args.card] * 1e12 * args.utilisation * args.gpus * 3600
     each = flops_per_token(config_of(recipe.flags["model_path"]), recipe.context)

@@ -17,9 +17,8 @@ from tqdm import tqdm
 from d1.distill.states import Traces, blocks_of_canvas
 from d1.files import give_usual_mode, writing
 from d1.masking import keyed_generator
-from d1.models.conversation import as_messages
 from d1.models.kinds import block_size
-from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.models.tokenizer import as_messages, encode_prompt, render_prompt
 from d1.runs.checkpoints import reading
 from d1.runs.data import load_rows, usable_rows
 from d1.runs.record import of_rows, of_values

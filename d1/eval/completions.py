@@ -30,8 +30,8 @@ from tqdm import tqdm
 from d1.files import FileLock, Held, write_atomically
 from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
-from d1.models.finite import NotFiniteError
 from d1.models.fit import check_memory
+from d1.models.head import NotFiniteError
 from d1.models.kinds import check_room, native_config
 from d1.models.load import load_on_device, named_dtype
 from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt

@@ -43,7 +43,7 @@ from d1.eval.completions import (
 from d1.eval.run import parse_settings
 from d1.files import write_atomically
 from d1.masking import keyed_generator
-from d1.models.finite import NotFiniteError, why_not_finite
+from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED

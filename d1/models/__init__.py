@@ -11,9 +11,5 @@ if TYPE_CHECKING:
     from d1.models.load import prepare as prepare
     from d1.models.tokenizer import load_tokenizer as load_tokenizer
 
-HOMES = {
-    "load_model": "load",
-    "load_tokenizer": "tokenizer",
-    "prepare": "load",
-}
+HOMES = {"load_model": "load", "load_tokenizer": "tokenizer", "prepare": "load"}
 __getattr__ = lazily(__name__, HOMES)

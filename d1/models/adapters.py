@@ -12,12 +12,13 @@ from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils import find_adapter_config_file
 
+from d1.files import check_files, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models.formats.released import rename
-from d1.models.json_files import check_files, read_object, reading
 from d1.models.kinds import KINDS, kind_of, learnt_fields
+from d1.transformers_bridge import file_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,16 @@ LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has n
 
 
 def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
-    """PEFT's `target_modules` (endings of module names) for the `--lora_target_modules` of SFT and RL.
-
-    `asked` is "attention" (its projections), "all-linear" (also those of the feed-forward), endings of module names, or
-    several of these; ValueError if no module of the model has such a name.
-    """
+    """PEFT's `target_modules` (endings of module names) for `--lora_target_modules`: "attention" (its projections),
+    "all-linear" (also those of the feed-forward), endings of module names, or several of these. ValueError if no module
+    of the model has such a name."""
     names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
     targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
     if not any(f".{module}".endswith(f".{end}") for module, _ in model.named_modules() for end in targets):
-        presets = f"use {', '.join(own)} or endings of its module names"
-        raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
+        raise ValueError(
+            f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: use {', '.join(own)} or endings of "
+            "its module names"
+        )
     return targets
 
 
@@ -63,10 +64,7 @@ def check_there(path: str) -> None:
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
     """The base model of `path`, and the adapters to put on it, in order: each adapter names the model below it.
-
-    Raises:
-        ValueError, FileNotFoundError: One of them is missing or does not name the model it was trained on.
-    """
+    ValueError or FileNotFoundError if one is missing or does not name the model it was trained on."""
     check_there(path)
     adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
     for folder in adapters:
@@ -136,8 +134,7 @@ def save_learnt(model: Any, folder: str | Path) -> None:
 
 def load_learnt(model: Any, folder: str) -> None:
     """Put what `save_learnt` wrote into the model's config."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if path := cached_file(folder, LEARNT_FILE, **quiet):
+    if path := file_of(folder, LEARNT_FILE, needs_answer=False):
         for name, value in learnt_fields(read_object(Path(path))).items():
             setattr(model.config, name, value)
 

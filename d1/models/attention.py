@@ -1,7 +1,8 @@
-"""Which token sees which, and the place of each token: only this module makes masks and positions.
+"""Which token sees which, and the position of each token: only this module makes masks and position ids.
 
-A token's *place* is its number among the real tokens of its text, from 0. Places are the position ids. An `Attention`
-says, by places, which tokens see each other; the masks of padded batches, packed rows and two streams follow from it.
+A token's *position* is its number among the real tokens of its text, from 0. An `Attention` says, by positions, which
+tokens see each other; the masks of padded batches, packed rows and two streams follow from it. The hooks at the end
+give positions and masks to the body of a model (its `base_model`, without the head), and align its states.
 
 `visible` (rows, keys) is 1 at every token that may be seen, 0 at padding. A mask "over queries" is (rows, 1, queries,
 keys), bool.
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 
-from d1.models.kinds import attention_name, block_size, is_encoder, windowed
+from d1.models.kinds import attention_name, block_size, is_encoder, kind_of, windowed
 from d1.transformers_bridge import attention_kernel
 
 # For each text of a packed row, in order: its tokens, and how many of its last tokens follow again as noised copies.
@@ -30,25 +31,25 @@ class Tokens(NamedTuple):
     """The tokens of some rows, in the order of their keys."""
 
     text: Tensor  # (rows, keys) the number of each token's text within its row; -1 at padding
-    place: Tensor  # (rows, keys)
-    copied: Tensor  # (keys,) bool, whether this is a noised copy of an earlier token, at that token's place
+    position: Tensor  # (rows, keys)
+    copied: Tensor  # (keys,) bool, whether this is a noised copy of an earlier token, at that token's position
 
     @classmethod
     def of_rows(cls, visible: Tensor, noised: int = 0) -> Tokens:
         """The tokens of `visible` (rows, length), one text per row, then copies of the last `noised` tokens."""
-        text, place = visible.long() - 1, count_positions(visible)
+        text, position = visible.long() - 1, count_positions(visible)
         if noised:
-            text, place = (torch.cat([values, values[:, -noised:]], dim=1) for values in (text, place))
-        return cls(text, place, torch.arange(place.shape[1], device=visible.device) >= visible.shape[1])
+            text, position = (torch.cat([values, values[:, -noised:]], dim=1) for values in (text, position))
+        return cls(text, position, torch.arange(position.shape[1], device=visible.device) >= visible.shape[1])
 
     @classmethod
     def of_texts(cls, segments: Segments, device: Any) -> Tokens:
         """The tokens of a packed row, where each text is followed by its copies."""
         counts = torch.tensor([length + noised for length, noised in segments], device=device)
         text = torch.arange(len(segments), device=device).repeat_interleave(counts)
-        place = torch.cat([torch.cat([torch.arange(n), torch.arange(n - noised, n)]) for n, noised in segments])
+        position = torch.cat([torch.cat([torch.arange(n), torch.arange(n - noised, n)]) for n, noised in segments])
         copied = torch.cat([torch.arange(n + noised) >= n for n, noised in segments])
-        return cls(text[None], place.to(device)[None], copied.to(device))
+        return cls(text[None], position.to(device)[None], copied.to(device))
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Attention:
     If the config has a `block_size`, texts are finished block by block, and no token may see a block after its own: the
     exact cache of finished blocks, the two streams of training and the samplers rely on this.
 
-    `sees(config, query, key)` gets places that broadcast and says whether the token at `query` sees the token at `key`;
-    each token sees itself. None: all tokens see each other.
+    `sees(config, query, key)` gets positions that broadcast and says whether the token at `query` sees the token at
+    `key`; each token sees itself. None: all tokens see each other.
     """
 
     sees: Callable[[Any, Tensor, Tensor], Tensor] | None = None
@@ -69,38 +70,40 @@ class Attention:
     def rule(self, config: Any, tokens: Tokens, queries: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The mask as a function of the numbers of row, query and key, the form that flex attention takes.
 
-        The queries are the last of the `tokens`; padding among them sees what a token at its place sees. A copy sees
+        The queries are the last of the `tokens`; padding among them sees what a token at its position sees. A copy sees
         the copies of its own block and the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv
         2503.09573, section 3.2).
         """
-        text, place, copied = tokens
-        first, size, sees = place.shape[1] - queries, block_size(config), self.sees
+        text, position, copied = tokens
+        first, size, sees = position.shape[1] - queries, block_size(config), self.sees
 
         def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
             query = query + first
-            own, other = place[row, query], place[row, key]
+            own, other = position[row, query], position[row, key]
             seen = text[row, key] == text[row, query].clamp(min=0)
             if sees is not None:
                 seen = seen & sees(config, own, other)
             if size is None:
                 return seen
-            beside = own // size == other // size
-            seen = seen & torch.where(copied[key], copied[query] & beside, ~(copied[query] & beside))
+            # `sees` hides later blocks. Of its own block, a copy sees the copies instead of the clean tokens.
+            same = own // size == other // size
+            seen = seen & torch.where(copied[key], copied[query] & same, ~(copied[query] & same))
             return seen | copied[query] & (query == key)  # if padding saw nothing, attention would divide by zero
 
         return rule
 
     def mask(self, config: Any, tokens: Tokens, queries: int) -> Tensor:
         """The mask over the last `queries` of the `tokens`."""
-        (rows, keys), device = tokens.place.shape, tokens.place.device
+        (rows, keys), device = tokens.position.shape, tokens.position.device
         row, query, key = (torch.arange(n, device=device) for n in (rows, queries, keys))
         return self.rule(config, tokens, queries)(row[:, None, None], query[:, None], key).unsqueeze(1)
 
     def mask_for(self, body: PreTrainedModel, tokens: Tokens, queries: int) -> Any:
-        """The same mask in the form that the kernel of `body`, the model without its head, takes."""
+        """The same mask in the form that the kernel of `body` takes."""
         if attention_kernel(body.config) != "flex_attention":
             return as_taken(body, self.mask(body.config, tokens, queries))
-        rule, (rows, keys), device = self.rule(body.config, tokens, queries), tokens.place.shape, tokens.place.device
+        rule, (rows, keys) = self.rule(body.config, tokens, queries), tokens.position.shape
+        device = tokens.position.device
         return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
 
 
@@ -116,12 +119,12 @@ ATTENTION: dict[str, Attention] = {
 
 
 def attention_of(config: Any) -> Attention:
-    """The row of `ATTENTION` of a model with this config."""
+    """The entry of `ATTENTION` of a model with this config."""
     name, known = attention_name(config), ", ".join(ATTENTION)
     if name not in ATTENTION:
         raise ValueError(
             f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are {known}; to use your "
-            "own, add a row to d1.models.attention.ATTENTION before you load the model"
+            "own, add an entry to d1.models.attention.ATTENTION before you load the model"
         )
     return ATTENTION[name]
 
@@ -144,8 +147,8 @@ def check_attention(config: Any, name: str) -> None:
 def check_rule(config: Any, name: str) -> None:
     """Raise ValueError if a model that finishes text block by block has an attention that sees later blocks."""
     sees, size = attention_of(config).sees, block_size(config)
-    place = torch.arange(2 * (size or 0), device="cpu")
-    if size and (sees is None or sees(config, place[[0, size - 1], None], place[size:]).any()):
+    position = torch.arange(2 * (size or 0), device="cpu")
+    if size and (sees is None or sees(config, position[[0, size - 1], None], position[size:]).any()):
         raise ValueError(
             f"{name}: {attention_name(config)} attention lets tokens see blocks after their own, so a model with "
             f"a block_size ({size}) cannot have it"
@@ -175,8 +178,8 @@ def over_queries(visible: Tensor, queries: int) -> Tensor:
 
 def within_window(length: int, window: int, device: Any) -> Tensor:
     """The mask (1, 1, length, length) of tokens that see `window` tokens on either side, as in Transformers."""
-    place = torch.arange(length, device=device)
-    return ((place[:, None] - place).abs() <= window)[None, None]
+    position = torch.arange(length, device=device)
+    return ((position[:, None] - position).abs() <= window)[None, None]
 
 
 def as_taken(body: PreTrainedModel, mask: Tensor) -> Tensor:
@@ -190,11 +193,7 @@ PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets
 
 
 def require_prepared(model: Any) -> None:
-    """Check that a model was prepared; sampling, scoring and training begin with this.
-
-    Raises:
-        ValueError: the model was not prepared for this library; the message says how to prepare it.
-    """
+    """Raise ValueError if a model was not prepared; sampling, scoring and training begin with this."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(inner, PREPARED, False):
         raise ValueError(
@@ -202,3 +201,96 @@ def require_prepared(model: Any) -> None:
             "padding would shift its positions. Load it with d1.models.load_model(path), or call "
             "d1.models.prepare(model) on a model that you built"
         )
+
+
+def given_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """One value (rows, length) per token in the arguments of a forward pass: its id, or the first of its embedding."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
+
+
+def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the body: adds position ids and, if attention is not full, the mask over queries.
+
+    With `noised=n`, the last n tokens are noised copies of the n before them; the mask is that of the clean tokens.
+    """
+    check_attention(body.config, type(body).__name__)
+    attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
+    if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # a packed row, or a mask from the sampler
+        return args, kwargs
+    given = given_tokens(args, kwargs)
+    visible = torch.ones_like(given[:, noised:], dtype=torch.long) if mask is None else mask
+    if kwargs.get("position_ids") is None:
+        positions = count_positions(visible)
+        positions = torch.cat([positions, positions[:, -noised:]], dim=1) if noised else positions
+        kwargs["position_ids"] = positions + first_position(body.config)
+    if attention.sees is None:
+        return args, kwargs
+    before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, given)
+    kwargs["token_before"] = before
+    kwargs["attention_mask"] = attention.mask_for(body, Tokens.of_rows(visible, noised), given.shape[1])
+    return args, kwargs
+
+
+def first_position(config: Any) -> int:
+    """The position id of a text's first token."""
+    return config.pad_token_id + 1 if kind_of(config).positions_after_padding else 0
+
+
+def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
+    """`real_before` (rows, keys + noised), with noised copies of the last keys: the token before the first noised one
+    of a block is clean."""
+    before, block = real_before(visible, visible), count_positions(visible) // size
+    # The token before is read from the noised copy if it lies in the same block, else from the clean text.
+    is_noised = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # in the copy
+    return torch.cat([before, torch.where(is_noised, before + noised, before)[:, -noised:]], dim=1)
+
+
+def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
+
+    The first real token of a row gets its own index, as in Dream's published sampler. With a cache, the tokens of this
+    pass are the last columns of the mask.
+    """
+    rows, length = tokens.shape[:2]
+    index = torch.arange(length, device=tokens.device).expand(rows, length)
+    seen = index if mask is None else torch.where(mask[:, -length:].bool(), index, -1).cummax(-1).values
+    before = torch.cat([seen.new_full((rows, 1), -1), seen[:, :-1]], dim=1)
+    return torch.where(before < 0, index, before)
+
+
+def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
+    """`real_before` of the `tokens`, which `attend` or `place_packed` may have computed already."""
+    known, mask = kwargs.get("token_before"), kwargs.get("attention_mask")
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    if mask is not None and mask.dim() > 2:  # over queries: each real token is seen, at least by itself
+        mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
+    return real_before(mask, tokens)
+
+
+def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a body that predicts the next token: takes the states of one real token earlier."""
+    positions = kwargs.get("state_positions")
+    if positions is not None:
+        kwargs["state_positions"] = tokens_before(kwargs, kwargs["input_ids"]).gather(1, positions)
+    return args, kwargs
+
+
+def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of a body that predicts the next token: state i becomes that of the real token before i."""
+    if kwargs.get("state_positions") is None:
+        states = output[0]
+        before = tokens_before(kwargs, states)
+        output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
+    return output
+
+
+def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of an encoder's body: adds `logits_to_keep`, which Transformers has for decoders only."""
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor):
+        output.last_hidden_state = output[0][:, keep]
+    elif keep:
+        output.last_hidden_state = output[0][:, -keep:]
+    return output

@@ -46,13 +46,8 @@ def fresh_folder(out: str) -> Path:
 
 
 def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device: str | None = None) -> None:
-    """Fold `adapters` into `base`, in order of training, and save the result with its tokenizer to `out`.
-
-    A base in a released format gives a model in that format.
-
-    Args:
-        dtype: Data type of the merged weights; "auto" is that of the base.
-    """
+    """Fold `adapters` into `base`, in order of training, and save the result with its tokenizer to `out`, in the format
+    of the base. `dtype` "auto" is that of the base."""
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
     model: Any = load_model(path, dtype, device)
@@ -68,7 +63,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
 
 
 def load_whole(source: str) -> Any:
-    """The model in `source`, in the dtype of its files; ValueError for an adapter, which is only part of one."""
+    """The model in `source`, in the dtype of its files; ValueError for an adapter."""
     base, adapters = adapter_chain(source, None)
     if adapters:
         raise ValueError(f"{source} is an adapter: run `python -m d1 merge {base} {source} OUT` first")
@@ -84,11 +79,8 @@ def save_tokenizer(source: str, folder: Path) -> None:
 
 
 def export(source: str, out: str, kind: str) -> None:
-    """Write a model with the config and weight names of a released format (a row of `KINDS`), for that format's code.
-
-    Raises:
-        ValueError: The format cannot represent this model.
-    """
+    """Write a model with the config and weight names of a released format (an entry of `KINDS`), for the format's own
+    code; ValueError if the format cannot represent this model."""
     folder = fresh_folder(out)
     write_released(load_whole(source), kind, source, folder)
 
@@ -110,16 +102,16 @@ def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
 
 def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
     """The released `config.json`; its code comes from the hub, and token ids that it lacks from the tokenizer."""
-    row = KINDS[kind]
-    if row.release is None:
+    entry = KINDS[kind]
+    if entry.release is None:
         raise ValueError(f"{kind!r} is not a released format: its weights and config are Transformers' own")
-    config = row.release(model.config) | learnt_fields(model.config)
+    config = entry.release(model.config) | learnt_fields(model.config)
     if released_kind(config) != kind:
         raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
     config["dtype" if "dtype" in config else "torch_dtype"] = str(model.dtype).removeprefix("torch.")
-    if row.code and "auto_map" in config:
+    if entry.code and "auto_map" in config:
         codes = {name: code for name, code in config["auto_map"].items() if isinstance(code, str)}
-        config["auto_map"] = {n: code if "--" in code else f"{row.code}--{code}" for n, code in codes.items()}
+        config["auto_map"] = {n: code if "--" in code else f"{entry.code}--{code}" for n, code in codes.items()}
     if has_tokenizer(source):
         tokenizer = load_tokenizer(source)
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
@@ -135,6 +127,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
     stored = {name: (dtype, file) for name, dtype, _, file in stored_weights(source)}
     state = model.state_dict()
     same = checkpoint_dtype(source) == model.dtype
+    # A weight that is as it was read is written in the precision of its file: 16 bits would cut a router in float32.
     for native in state:
         for name, weight in KINDS[kind].apart(native, state):
             if native == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
@@ -172,8 +165,8 @@ def merged(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def write_weights(model: Any, folder: Path) -> None:
-    """Write the weights of a model, with its adapter folded in, and its config, in the format that it was released in,
-    or else that of its class: what an engine takes as an update."""
+    """Write the weights of a model, with its adapter folded in, and its config, in its released format or else that of
+    its class: what an engine takes as an update."""
     raw = getattr(model.config, "released", None)
     apart = same_names if raw is None else KINDS[released_kind(raw)].apart
     folder.mkdir(parents=True)

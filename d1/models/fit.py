@@ -30,7 +30,7 @@ from d1.models.adapters import adapter_chain, lora_targets
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
 from d1.models.kinds import block_size, experts, native_config
 from d1.models.load import auto_class, named_dtype, prepare
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
@@ -65,8 +65,7 @@ class FitSettings:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
 
 class LiveStorages(TorchDispatchMode):
@@ -95,8 +94,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 class Grouped(torch.autograd.Function):
-    """Keeps and makes the same tensors as `grouped_mm` of tokens (n, width) and experts (experts, width, out), on fake
-    tensors of any dtype; that of torch 2.13 takes fake tensors of one dtype only."""
+    """Makes the same tensors as `grouped_mm` of tokens (n, width) and experts (experts, width, out), on fake tensors of
+    any dtype; that of torch 2.13 takes fake tensors of one dtype only."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -190,6 +189,7 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     for rows in (asked, ROWS, 2 * ROWS):
         two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
         peaks[rows] = two + (three - two) * (config.num_hidden_layers - 2)
+    # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
     if settings.stage not in ("rl", "distill") or not block_size(config):
@@ -205,6 +205,18 @@ def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
     stacks = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     few = stacks * config.num_experts_per_tok // experts(config) if stacks else 0
     return total, total - stacks + few
+
+
+def flops_per_token(config: PreTrainedConfig, context: int) -> float:
+    """Floating-point operations of one token in a forward pass that attends to `context` tokens: 2 per weight that
+    processes the token, the head included, and 4 x layers x width of the heads x `context` for attention. Norms, rotary
+    positions and adapters are left out."""
+    _, active = total_and_active(config)
+    if not config.tie_word_embeddings:
+        active -= config.vocab_size * config.hidden_size  # looked up, not multiplied
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 2.0 * active + 4.0 * config.num_hidden_layers * width * context
 
 
 def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time.
+"""The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time; and the
+search for the first module whose output is not finite.
 
 Only the head reads the output of a decoder's last layer. So this layer needs the keys and values of all positions, but
 queries, attention output and feed-forward only of the positions whose logits are needed (`narrow`).
@@ -7,19 +8,20 @@ queries, attention output and feed-forward only of the positions whose logits ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import is_encoder, kind_of
-from d1.transformers_bridge import attention_kernel
+from d1.transformers_bridge import attention_kernel, rotate_half
 
 CHUNK_ELEMENTS = 2**24  # logits in memory at once, positions x vocabulary: 67 MB in fp32
 
@@ -58,12 +60,14 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     )
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
+    # The layer would compute keys for the chosen positions only: they are made here for all, as its attention does.
     turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may cover only a part of each head
     turned = turned * cos.unsqueeze(1) + rotate_half(turned) * sin.unsqueeze(1)
     keys = torch.cat([turned, plain], -1) if plain.shape[-1] else turned
     past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)
+    # The layer itself then runs on the chosen positions, and takes the keys of all from what it believes is a cache.
     at = positions.unsqueeze(-1)
     kwargs |= {
         "past_key_values": AllKeys(keys, values),
@@ -120,14 +124,7 @@ def token_entropies(logits: Tensor) -> Tensor:
 
 def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
     """The most likely id except `excluded` (in a tie, the first), its log-probability among all ids, and the entropy,
-    in nats, of the distribution of all ids.
-
-    Args:
-        logits: (..., vocab) fp32; overwritten.
-
-    Returns:
-        (...) each.
-    """
+    in nats, of the distribution of all ids: (...) each. `logits`, (..., vocab) fp32, is overwritten."""
     other = logits[..., excluded].clone()
     logits[..., excluded] = -torch.inf
     top, ids = logits.max(-1)
@@ -170,9 +167,6 @@ def target_logps(
         with torch.no_grad():
             return logps, token_entropies(logits) if with_entropies else None
 
-    def recomputed(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        return checkpoint(chunk, states, targets, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
-
     chunks = calls_in_step(model, -(-len(targets) // at_once))
     cut = max(0, len(targets) - at_once)
 
@@ -180,7 +174,8 @@ def target_logps(
         return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
 
     *others, last = zip(split(states), split(targets), strict=True)
-    done = [(recomputed if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
+    again = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
+    done: list[Any] = [(again if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
     logps, entropies = zip(*done, strict=True)
     return torch.cat(logps), torch.cat(entropies) if with_entropies else None
 
@@ -210,3 +205,76 @@ def run_inside(wrapped: Any, compute: Callable[[Any], T]) -> T:
     DDP, FSDP and DeepSpeed prepare weights and gradients there, so training must call the model through them.
     """
     return wrapped(run=compute)
+
+
+NEW_COPY = "the model is damaged: download, convert or train it again"
+
+
+class NotFiniteError(FloatingPointError):
+    """A row whose log-probabilities are not finite.
+
+    Attributes:
+        number: of the row, in its batch or its stream.
+        why: what was found, and what to do.
+    """
+
+    def __init__(self, number: int, why: str, name: str | None = None) -> None:
+        super().__init__(f"{name or f'row {number}'}: the model's logits are not finite: {why}")
+        self.number, self.why = number, why
+
+    def named(self, name: str) -> NotFiniteError:
+        """The same error under another name of the row."""
+        return NotFiniteError(self.number, self.why, name)
+
+
+@torch.no_grad()
+def why_not_finite(model: Any, texts: Iterable[Tensor]) -> str:
+    """The first module, in the order of execution, whose output is not finite, and what to do about it.
+
+    Nothing of this runs for a healthy model: a sampler sees in its log-probabilities that something is wrong. -inf for
+    a forbidden token counts as wrong, too, because it makes an entropy NaN; no supported kind of model has it.
+
+    Args:
+        texts: (length,) ids each, without padding: states of the row, which run again until one shows the fault.
+    """
+    if any(hasattr(weight, "ds_id") or hasattr(weight, "to_local") for weight in model.parameters()):
+        return "which layer is at fault is unknown, because each process holds only a part of the weights"
+    for text in texts:
+        if found := first_fault(model, text):
+            return said(model, *found)
+    return "another run of the row gave finite numbers: check the machine's memory"
+
+
+def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
+    """The first module, by name, whose output for a `text` (length,) is not finite."""
+    found: list[tuple[str, nn.Module]] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
+        if not found and not all(tensor.isfinite().all() for tensor in tensors):
+            found.append((names[module], module))
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    body, run_head = body_and_head(model)
+    try:
+        states = body(text.unsqueeze(0))[0]
+        for some in states.split(max(1, CHUNK_ELEMENTS // model.config.vocab_size)):
+            logits = run_head(some)
+            if found or not logits.isfinite().all():
+                return found[0] if found else ("the head", model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return None
+
+
+def said(model: Any, name: str, module: nn.Module) -> str:
+    """What is wrong with the module `name`, on one line."""
+    first = f"the first output that is not comes from {name}"
+    for weight_name, weight in module.named_parameters():
+        if weight.is_floating_point() and (bad := int((~weight.isfinite()).sum())):
+            return f"{first}, whose {weight_name} has {bad} of {weight.numel()} values that are not: {NEW_COPY}"
+    if model.dtype == torch.float16:
+        return f"{first}, whose weights are finite: float16 overflows there, so load the model in bfloat16 or float32"
+    return f"{first}, whose weights are finite: numbers before it are too large for {model.dtype}, so {NEW_COPY}"

@@ -1,7 +1,7 @@
-"""The kinds of model: one row of `KINDS` per `model_type` of a `config.json`, and what follows from a row.
+"""The kinds of model: one entry of `KINDS` per `model_type` of a `config.json`, and what follows from an entry.
 
-A new kind is one more row, also from outside this package: `KINDS["mine"] = Kind(becomes="qwen3")`. It runs on a class
-of Transformers; first register a class that Transformers does not know with its `AutoConfig` and
+A new kind is one more entry, also from outside this package: `KINDS["mine"] = Kind(becomes="qwen3")`. It runs on a
+class of Transformers; first register a class that Transformers does not know with its `AutoConfig` and
 `AutoModelForCausalLM`. A released format whose config or weights need more than renaming has a file in `formats/`.
 """
 
@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
-from d1.models.formats.llada_mixtures import (
+from d1.files import check_files, reading
+from d1.models.formats.llada import (
+    FROM_LLADA,
     FROM_LLADA2,
     glm4_moe_fields,
     llada2_weights,
+    llada_from_llama,
+    llada_weights,
+    llama_fields,
     qwen3_moe_fields,
     split_projections,
 )
 from d1.models.formats.released import as_released, one_by_one, same_names
-from d1.models.json_files import check_files, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +137,7 @@ LEARNT = ("edit_noise",)  # what training adds to a config, whatever the format
 
 
 def kind_of(config: Any) -> Kind:
-    """The row of a loaded model, by the class of Transformers that runs it."""
+    """The entry of a loaded model, by the class of Transformers that runs it."""
     return KINDS[config.model_type]
 
 
@@ -162,7 +165,7 @@ def windowed(config: Any) -> bool:
 
 
 def released_kind(raw: Mapping[str, Any]) -> str:
-    """The name of the row for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
+    """The name of the entry for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
     moe = raw.get("model_type") == "llada" and any("MoE" in name for name in raw.get("architectures") or ())
     return "lladamoe" if moe else raw.get("model_type", "")
 
@@ -175,11 +178,11 @@ def learnt_fields(config: Any) -> dict[str, Any]:
 
 def experts(config: Any) -> int:
     """The number of routed experts in a layer of a mixture; 0 for other models."""
-    return getattr(config, "num_local_experts", 0)  # a name that the config of every mixture has
+    return getattr(config, "num_local_experts", 0)  # the config of every mixture has this name
 
 
 def check_kind(model_type: str, name: str) -> None:
-    """Raise ValueError for a kind without a row; `name` is the model's name in the message."""
+    """Raise ValueError for a kind without an entry; `name` is the model's name in the message."""
     if model_type not in KINDS:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
 
@@ -238,12 +241,8 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
 
 def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
-    the checkpoint's kind, which says how its weights are named.
-
-    Raises:
-        ValueError: the kind is not supported, or `config.json` is damaged; the message says why.
-        OSError: there is no `config.json`.
-    """
+    the kind, which says how the weights are named. ValueError if the kind is not supported or `config.json`
+    is damaged; OSError if there is none."""
     from transformers import CONFIG_MAPPING
 
     raw = raw_config(path)

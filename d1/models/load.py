@@ -1,7 +1,7 @@
 """Load masked diffusion language models, whose logits score the token AT each position and see the whole text.
 
-All kinds (`kinds.py`) run on classes of Transformers. `prepare` puts hooks (`hooks.py`) on the model without its head,
-where they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
+All kinds (`kinds.py`) run on classes of Transformers. `prepare` puts hooks (`attention.py`) on the model without its
+head, where they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from transformers import (
     PreTrainedModel,
 )
 
+from d1.files import check_index, reading
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.attention import PREPARED, attention_of, check_attention, check_rule
-from d1.models.head import narrow, take_computations
-from d1.models.hooks import align_positions, align_states, attend, keep_states
-from d1.models.json_files import check_index
-from d1.models.json_files import reading as reading_file
-from d1.models.kinds import (
-    attend_both_ways,
-    check_kind,
-    experts,
-    is_encoder,
-    kind_of,
-    native_config,
+from d1.models.attention import (
+    PREPARED,
+    align_positions,
+    align_states,
+    attend,
+    attention_of,
+    check_attention,
+    check_rule,
+    keep_states,
 )
+from d1.models.head import narrow, take_computations
+from d1.models.kinds import attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
-from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading
+from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -151,8 +151,7 @@ def load_on_device(path: str, dtype: str | None = None, **options: Any) -> Any:
 
 def named_dtype(name: str | None) -> torch.dtype:
     """A dtype by its name; None is bfloat16 on a GPU and float32 on a CPU."""
-    dtype: torch.dtype = getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))
-    return dtype
+    return getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))  # type: ignore[no-any-return]
 
 
 def load_base(path: str, options: dict[str, Any]) -> Any:
@@ -163,10 +162,11 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
         check_index(Path(index), complete=False)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     options["key_mapping"] = None if kind.names is None else dict(kind.names)
+    # Experts are stacked layer by layer: files are read in order, or threads would read the whole checkpoint ahead.
     stacked = experts(config) > 0
     copies = stacked or needs_copy(path, options["dtype"], options.get("device_map"))
     try:
-        with reading(copies, in_order=stacked), converting(config.model_type, kind.joins):
+        with reading_weights(copies, in_order=stacked), converting(config.model_type, kind.joins):
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
@@ -188,7 +188,7 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
 
 def check_buildable(path: str, config: PreTrainedConfig) -> None:
     """Raise ValueError if Transformers cannot build the model of this config, without its weights."""
-    with torch.device("meta"), reading_file(path, "its config.json describes no model that can be built"):
+    with torch.device("meta"), reading(path, "its config.json describes no model that can be built"):
         auto_class(config).from_config(config)
 
 

@@ -1,26 +1,41 @@
-"""Packed rows: several texts without padding between them, each of which attends only to itself.
+"""Rows of several streams: packed texts, and a clean text with noised copies of its blocks.
 
-A prepared model without its head takes the ids (1, tokens) of such a row together with its `segments`: for each text,
-the number of its tokens, and how many of its last tokens follow again as noised copies. Flex and flash attention read
-where texts end; sdpa and eager run on one text after the other, so a packed row costs as much as its texts alone.
+Packed rows hold texts without padding between them, each of which attends only to itself. A prepared model without its
+head takes the ids (1, tokens) of such a row together with its `segments`: for each text, the number of its tokens, and
+how many of its last tokens follow again as noised copies. Flex and flash attention read where texts end; sdpa and eager
+run on one text after the other, so a packed row costs as much as its texts alone.
+
+With two streams, all blocks of a block-causal model are noised at once: the noised tokens follow the whole clean text.
+Each of them sees the noised tokens of its own block and the clean text of earlier blocks (BD3-LM, arXiv 2503.09573,
+section 3.2; the mask is `Attention.rule`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
 
-from d1.models.attention import Segments, Tokens, as_taken, attention_of, require_prepared, within_window
-from d1.models.hooks import before_in_two_streams, fed_tokens, first_position, real_before
+from d1.models.attention import (
+    Segments,
+    Tokens,
+    as_taken,
+    attention_of,
+    before_in_two_streams,
+    first_position,
+    given_tokens,
+    real_before,
+    require_prepared,
+    within_window,
+)
+from d1.models.head import body_and_head
 from d1.models.kinds import block_size, windowed
-from d1.transformers_bridge import PACKED, attention_kernel, takes_packed_rows
+from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_mask, takes_packed_rows
 
 FULL, WINDOW = "full_attention", "sliding_attention"  # the names of layer types in configs
 
@@ -34,12 +49,13 @@ class Texts(NamedTuple):
 
     def at(self, positions: Tensor) -> Texts:
         """The same texts with only the queries at `positions` (1, n) of the row."""
+        # Positions of the row become positions within each text: those before its start are subtracted.
         ends = torch.tensor(self.keys, device=positions.device).cumsum(0)
         text = torch.bucketize(positions[0], ends, right=True)
         queries = text.bincount(minlength=len(self.keys)).tolist()
-        places = (positions[0] - (ends - ends.diff(prepend=ends.new_zeros(1)))[text]).split(queries)
+        inside = (positions[0] - (ends - ends.diff(prepend=ends.new_zeros(1)))[text]).split(queries)
         masks = {
-            kind: [None if mask is None else mask[:, :, place] for mask, place in zip(each, places, strict=True)]
+            kind: [None if mask is None else mask[:, :, own] for mask, own in zip(each, inside, strict=True)]
             for kind, each in self.masks.items()
         }
         return Texts(queries, self.keys, masks)
@@ -47,10 +63,7 @@ class Texts(NamedTuple):
 
 def take_packed_rows(model: Any) -> None:
     """Let a prepared model (or an adapter on one) take packed rows, with their `segments`; nothing else changes.
-
-    Raises:
-        ValueError: the model's kernel cannot keep texts apart.
-    """
+    ValueError if the model's kernel cannot keep texts apart."""
     require_prepared(model)
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     kernel = attention_kernel(inner.config)
@@ -75,11 +88,11 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
-    config, device = body.config, fed_tokens(args, kwargs).device
+    config, device = body.config, given_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
     kernel, counts = attention_kernel(config), [length + noised for length, noised in segments]
     tokens = Tokens.of_texts(segments, device)
-    kwargs["position_ids"] = tokens.place + first_position(config)
+    kwargs["position_ids"] = tokens.position + first_position(config)
     if getattr(config, "predicts_next_token", False):
         kwargs["token_before"] = packed_before(segments, block_size(config), device)
     if kernel in ("sdpa", "eager"):
@@ -131,6 +144,43 @@ def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
         return torch.cat([kernel(module, *part, **kwargs)[0] for part in parts if part[0].shape[2]], dim=1), None
 
     return attend
+
+
+def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor | None) -> Tensor:
+    """States (rows, n, hidden) of each noised token, aligned to the token that each one scores.
+
+    Args:
+        model: a prepared block-causal model.
+        clean: (rows, length) ids; `visible`, of this shape, is 0 at padding, or None if there is none.
+        noised: (rows, n) ids of the last n tokens, some of them hidden. The states of a block that begins before these
+            tokens are useless.
+    """
+    length, count = clean.shape[1], noised.shape[1]
+    own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
+    return body_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, own, noised=count)
+
+
+def packed_two_stream_states(
+    model: Any, clean: Tensor, noised: Tensor, lengths: Sequence[int], hidden: Tensor
+) -> Tensor:
+    """`two_stream_states` of the hidden tokens of a packed row: (hidden tokens, hidden size), in the order of the row.
+
+    Each text is followed by its noised copy, which begins with the first block that has hidden tokens.
+
+    Args:
+        model: a prepared block-causal model that takes packed rows (`packing.py`).
+        clean, noised: (1, tokens) ids of texts with `lengths` tokens.
+        hidden: (1, tokens) bool; if it is on the CPU, nothing waits for the device.
+    """
+    size: int = model.config.block_size
+    ids, segments, asked = [], [], []
+    for text, copy, mask in zip(*(values[0].split(list(lengths)) for values in (clean, noised, hidden)), strict=True):
+        first = int(mask.int().argmax()) // size * size if mask.any() else len(text)
+        ids += [text, copy[first:]]
+        asked += [torch.zeros_like(mask), mask[first:]]
+        segments.append((len(text), len(text) - first))
+    at = torch.cat(asked).nonzero().T.to(clean.device, non_blocking=True)
+    return body_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments)[0]
 
 
 for kernel_name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):

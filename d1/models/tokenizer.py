@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import transformers
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from d1.files import OF_TOKENIZER, read_object, reading
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.json_files import OF_TOKENIZER, read_object, reading
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.transformers_bridge import has_file
 
@@ -41,9 +40,8 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`.
 
     Raises:
-        ValueError: No mask or EOS token can be found, the mask token is another special token or ordinary text, or
-            has another id in `config.json`; an id lies outside the model's embedding; or the model or its tokenizer is
-            of an unknown kind with its own code, which is not run.
+        ValueError: No mask or EOS token is found; the mask token is another special token or ordinary text, or has
+            another id in `config.json`; an id lies outside the embedding; or the kind is unknown and has its own code.
     """
     folder = tokenizer_folder(str(path))
     try:
@@ -57,8 +55,14 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # otherwise it asks on the terminal
         options["trust_remote_code"] = False
-    with reading_tokenizer(folder):
-        tokenizer = cls.from_pretrained(folder, **options)
+    try:
+        with reading(folder, "its tokenizer cannot be read"):
+            tokenizer = cls.from_pretrained(folder, **options)
+    except ValueError:
+        for path in (Path(folder, name) for name in OF_TOKENIZER):
+            if path.is_file():
+                read_object(path)  # its error names the damaged file
+        raise
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw or config_of_base(folder), kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
@@ -66,25 +70,11 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
 
 def config_of_base(folder: str) -> dict[str, Any]:
-    """The `config.json` of the base of the adapter in `folder`, whose own tokenizer must fit it; empty if there is no
-    adapter, or no base where it says."""
+    """The `config.json` of the base of the adapter in `folder`, which its own tokenizer must fit; empty without one."""
     try:
         return raw_config(adapter_chain(folder, None)[0])
     except (OSError, ValueError):
         return {}
-
-
-@contextmanager
-def reading_tokenizer(folder: str) -> Iterator[None]:
-    """Raise ValueError, which names the file, if the tokenizer's files are damaged."""
-    try:
-        with reading(folder, "its tokenizer cannot be read"):
-            yield
-    except ValueError:
-        for path in (Path(folder, name) for name in OF_TOKENIZER):
-            if path.is_file():
-                read_object(path)
-        raise
 
 
 def tokenizer_folder(path: str) -> str:
@@ -166,10 +156,7 @@ def check_chat_template(
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
     """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
-
-    Raises:
-        ValueError: The template refuses the messages; the message of the error gives its reason.
-    """
+    ValueError, with the template's reason, if it refuses the messages."""
     options = {"add_generation_prompt": True, **options}
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
@@ -179,12 +166,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text that `render_prompt` wrote.
-
-    Raises:
-        ValueError: The tokenizer has no token for some word, and none for unknown words.
-    """
-
+    """The ids of a text that `render_prompt` wrote; ValueError for a word without a token where none is for unknown
+    words."""
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no other class
@@ -211,8 +194,8 @@ def end_ids(tokenizer: Any) -> list[int]:
 
 
 def first_end(ids: Sequence[int], ends: Collection[int]) -> int:
-    """The place of the first token that is one of `ends`; `len(ids)` if there is none."""
-    return next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    """The position of the first token that is one of `ends`; `len(ids)` if there is none."""
+    return next((position for position, token in enumerate(ids) if token in ends), len(ids))
 
 
 def cut(text: str, stops: Iterable[str]) -> str:
@@ -223,3 +206,63 @@ def cut(text: str, stops: Iterable[str]) -> str:
 def has_tokenizer(folder: str) -> bool:
     """Whether the folder or hub name holds a vocabulary; without one, some classes silently create an empty one."""
     return any(has_file(folder, name) for name in VOCABULARIES)
+
+
+Message = dict[str, str]
+
+
+def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {type(value).__name__}, not text (in SFT, --template turns numbers into text)")
+    if not empty_ok and not value.strip():
+        raise ValueError(f"{name} is empty")
+
+
+def as_messages(row: dict[str, Any], name: str, role: str) -> list[Message]:
+    if isinstance(row[name], list):
+        return row[name]
+    require_text(row[name], name)
+    return [{"role": role, "content": row[name]}]
+
+
+def whole_turns(messages: Any) -> list[Message]:
+    """The messages up to the last of the assistant; ValueError for anything else, or if none of it follows another."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages is not a list of {role, content}")
+    for message in messages:
+        role = message.get("role")
+        require_text(role, "a message's role")
+        require_text(message.get("content"), f"the {role} message", empty_ok=role != "assistant")
+    while messages and messages[-1].get("role") != "assistant":
+        messages = messages[:-1]
+    if len(messages) < 2:
+        raise ValueError("no assistant turn follows a user turn")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def prompt_and_answer(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The text of a conversation before its last turn, and that turn: the answer, which begins where the template's
+    generation prompt ends, because there the model starts to write."""
+    prompt, answer = render_prompt(tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
+    whole = render_prompt(tokenizer, messages, add_generation_prompt=False)
+    end = len(answer)
+    if whole.startswith(prompt):  # false if the finished conversation does not contain the generation prompt
+        content, answer = answer, whole[len(prompt) :]
+        end = answer.find(content) + len(content) if content in answer else 0
+        if whole == render_prompt(tokenizer, messages, add_generation_prompt=True):
+            # Templates that ignore `add_generation_prompt`, such as LLaDA's, may add the header of the next answer.
+            marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
+            ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
+            answer = answer[: min(ends, default=len(answer))]
+    return prompt, answer[:end] + answer[end:].rstrip()  # whitespace between turns must not come before the EOS
+
+
+def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Ids of prompt and answer together, and the number of ids before the answer.
+
+    The prompt has the same ids as when the model is asked for the answer. If the ids of the whole text begin with them,
+    the rest is the answer; if a token would straddle the boundary, the answer is tokenised alone.
+    """
+    ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
+    new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)
+    return ids + new, len(ids)

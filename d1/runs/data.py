@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.masking import keyed_generator
-from d1.models import conversation
+from d1.models import tokenizer as conversation
 from d1.tasks.data import read_file
 
 # --- Rows -------------------------------------------------------------------------------------------------------------

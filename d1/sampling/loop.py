@@ -20,7 +20,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.models.attention import attention_of, require_prepared
-from d1.models.finite import NotFiniteError, why_not_finite
+from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Passes

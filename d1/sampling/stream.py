@@ -15,7 +15,7 @@ from torch import Generator
 from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
-from d1.models.finite import NotFiniteError
+from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import (

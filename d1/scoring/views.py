@@ -14,7 +14,7 @@ With full attention, views cannot share the states of the prompt: every position
 
 A block-causal model scores each block given the finished blocks before it, as in sampling: a view hides tokens of the
 token's own block, and earlier blocks are clean. All blocks of a view share one forward pass over two streams, the clean
-text and the noised canvas (`d1/models/two_streams.py`).
+text and the noised canvas (`d1/models/packing.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from d1.models.attention import (
 from d1.models.distribution import OWN, Distribution
 from d1.models.head import body_and_head, calls_in_step, target_logps
 from d1.models.kinds import block_size
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from weakref import WeakSet
 import torch
 from peft import PeftModel
 
+from d1.files import check_files
 from d1.masking import keyed_generator
 from d1.models.adapters import add_adapter
-from d1.models.json_files import check_files
 from d1.models.kinds import block_size, native_config
 from d1.models.load import load_model
 from d1.sampling.loop import Rollout, Step, check_sampler

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator
-from d1.models.conversation import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
+from d1.models.tokenizer import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.data import Slot, tokenised, usable_rows

@@ -22,8 +22,7 @@ from d1.masking import noise_level
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
-from d1.models.packing import take_packed_rows
-from d1.models.two_streams import packed_two_stream_states, two_stream_states
+from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.runs.trainer import RunTrainer, read_sums
 from d1.sft.data import IGNORED, by_row, row_numbers
 from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here

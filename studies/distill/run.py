@@ -70,7 +70,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 def distilled(start: Path, task: str, seed: int, method: str, rate: float, folder: Path) -> Path:
     """The folder of a distilled model."""
     recipe, job = RECIPES[task], f"{method}-{rate:g}"
-    flags: list[object] = ["--config", ROOT / "distill" / "pocket.yaml", "--method", method, "--model_name", start]
+    flags: list[object] = ["--config", ROOT / "recipes" / "pocket-distill.yaml"]
+    flags += ["--method", method, "--model_name", start]
     flags += ["--train_data", recipe.task, "--num_prompts", 512, "--max_prompt_length", recipe.prompt_tokens]
     flags += ["--max_steps", STEPS[method], "--num_epochs", 1000, "--learning_rate", rate, "--seed", seed]
     flags += ["--output_dir", folder, "--job_name", job, "--save_steps", 100_000, "--views_at_once", LENGTH]

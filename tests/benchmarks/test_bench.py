@@ -74,8 +74,8 @@ def test_settings_that_make_no_sense_are_refused(what, flags, message):
 
 
 def test_the_exact_sampler_multiplies_for_hidden_positions_alone_after_the_last_keys_and_values():
-    model = random_model("tiny", vocabulary := 100)
-    _, hidden, feed_forward, layers, _ = SIZES["tiny"]
+    model = random_model("tiny")
+    vocabulary, hidden, feed_forward, layers, _ = SIZES["tiny"]
     ids, mask = random_prompts(model, rows := 2, prompt := 5)
     token = 4 * hidden**2 + 3 * hidden * feed_forward  # in one layer
     tokens = rows * (prompt + 6)

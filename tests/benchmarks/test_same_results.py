@@ -1,6 +1,7 @@
 """Comparison of two checkouts to the bit: each runs its own code once, and every difference is found."""
 
 import contextlib
+import re
 import shlex
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import same_results
+from d1.distill.methods import METHODS as DISTILLATIONS
+from d1.preference.methods import METHODS as PREFERENCES
 from d1.rl import train
 from d1.rl.methods import METHODS
-from d1.sft import train as sft_train
+from d1.sampling.caches import CACHES
+from d1.sampling.reveal import REMASKING, RULES
+from d1.sampling.settings import SAMPLERS
 from tests.commands import ROOT, check_script
 
 STAGE = """import json, sys
@@ -27,7 +32,9 @@ problems = {"generations": [{"generations": f"text {VALUE > 3}"}]}
 
 
 def checkout(folder, value):
-    (folder / "d1").mkdir(parents=True)
+    (folder / "dataset").mkdir(parents=True)
+    (folder / "dataset" / "sudoku_sft.jsonl").write_text('{"question": "q", "attempt": "a"}\n' * 2)
+    (folder / "d1").mkdir()
     (folder / "d1" / "__init__.py").write_text(f"VALUE = {value}\n")
     (folder / "SFT").mkdir()
     (folder / "SFT" / "sft_train.py").write_text(STAGE)
@@ -51,12 +58,6 @@ def test_each_checkout_runs_its_own_code_once_and_differences_are_counted(
     assert capsys.readouterr().out.count(row) == 2
 
 
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
-    flags = ["--other", str(tmp_path), "--output_dir", str(tmp_path / "results")]
-    with pytest.raises(ValueError, match="is not a checkout of d1"):
-        same_results.main(same_results.make_parser().parse_args(flags))
-
-
 def test_bits_tell_nan_alike_and_signed_zeros_apart():
     nan = torch.tensor([float("nan"), 1.0])
     assert same_results.same_bits(nan, nan.clone())
@@ -64,54 +65,49 @@ def test_bits_tell_nan_alike_and_signed_zeros_apart():
     assert not same_results.same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
 
 
-def test_a_tensor_that_only_one_side_saved_is_an_error(tmp_path):
-    for side, names in (("this", ("a", "b")), ("other", ("a",))):
+@pytest.mark.parametrize(("names", "equal"), [(("a", "b"), False), (("a",), True)])
+def test_two_finished_folders_are_compared_and_what_only_one_saved_is_an_error(names, equal, tmp_path, capsys):
+    for side, saved in (("this", names), ("other", ("a",))):
         (tmp_path / side).mkdir()
-        save_file({name: torch.zeros(1) for name in names}, tmp_path / side / "model.safetensors")
-    with pytest.raises(ValueError, match=r"do not have the same results, e\.g\. \['model.safetensors:b'\]"):
-        same_results.compare("job", tmp_path / "this", tmp_path / "other")
-
-
-def test_two_finished_folders_are_compared_without_a_run(tmp_path, capsys):
-    for side in ("this", "other"):
-        (tmp_path / side).mkdir()
-        save_file({"a": torch.zeros(1)}, tmp_path / side / "model.safetensors")
+        save_file({name: torch.zeros(1) for name in saved}, tmp_path / side / "model.safetensors")
     flags = ["--folders", str(tmp_path / "this"), str(tmp_path / "other")]
-    assert same_results.main(same_results.make_parser().parse_args(flags)) == 0
-    assert "| folders | 1 | 0 | 0 | 0 | 0 |" in capsys.readouterr().out
+    args = same_results.make_parser().parse_args(flags)
+    if equal:
+        assert same_results.main(args) == 0
+        assert "| folders | 1 | 0 | 0 | 0 | 0 |" in capsys.readouterr().out
+    else:
+        with pytest.raises(ValueError, match=r"do not have the same results, e\.g\. \['model.safetensors:b'\]"):
+            same_results.main(args)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [([], "give --other and --output_dir"), (["--only", "nothing"], "no job has this prefix")],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ([], "give --other and --output_dir"),
+    (["--other", "{}", "--output_dir", "{}", "--only", "nothing"], "no job has this prefix"),
+    (["--other", "{}", "--output_dir", "{}"], "is not a checkout of d1"),
+])  # fmt: skip
 def test_flags_that_choose_nothing_are_refused(flags, message, tmp_path):
-    folders = ["--other", str(tmp_path), "--output_dir", str(tmp_path)] if flags else []
     with pytest.raises(ValueError, match=message):
-        same_results.main(same_results.make_parser().parse_args([*folders, *flags]))
+        same_results.main(same_results.make_parser().parse_args([flag.format(tmp_path) for flag in flags]))
 
 
-def test_the_jobs_cover_sft_and_every_method_and_are_commands_that_the_scripts_take():
-    jobs = same_results.JOBS
-    kinds = ["sft", *(f"rl_{method}" for method in METHODS)]
+def test_the_jobs_cover_every_stage_and_method_and_are_commands_that_the_scripts_take():
+    jobs, kinds = same_results.JOBS, ["sft", *(f"rl_{method}" for method in METHODS)]
+    kinds += [f"prefer_{method}" for method in PREFERENCES] + [f"distill_{method}" for method in DISTILLATIONS]
     names = {f"{kind}_{weights}_on_{count}" for kind in kinds for weights in ("full", "lora") for count in (1, 2)}
-    assert names <= jobs.keys()
+    assert names | {f"eval_{name}" for name in same_results.SAMPLERS} <= jobs.keys()
+    used = " ".join(same_results.SAMPLERS.values()).split()
+    assert {*CACHES, *RULES, *REMASKING, *SAMPLERS} <= {*used, "low_confidence", "exact"}  # these two are the defaults
     for name, job in jobs.items():
-        config = None
-        if job.folder == "diffu-grpo":
-            with contextlib.chdir(ROOT / job.folder):
-                words = [*job.command.split()[1:], "--use_cpu", "true", "--output_dir", "out"]
-                config, _ = train.make_parser().parse_args_and_config(words)
-        else:
-            config = sft_train.make_parser().parse_args([*job.command.split()[1:], "--output_dir", "out"])
-        parts = getattr(config, "gradient_accumulation_steps", None) or config.grad_accum_steps
-        assert (parts > 1) == ("accumulated" in name)
         assert job.processes == (2 if name.endswith("on_2") else 1)
-        if job.folder == "diffu-grpo":
+        check_script(shlex.join(["python", *job.command.split()]), ROOT / job.folder)
+        command = job.command
+        if name.startswith("rl_"):
+            with contextlib.chdir(ROOT / job.folder):
+                words = [*command.split()[1:], "--use_cpu", "true", "--output_dir", "out"]
+                config, _ = train.make_parser().parse_args_and_config(words)
             assert config.max_steps == 2 * config.num_iterations  # two rollouts
-            method = name.split("_")[1]
-            assert method not in METHODS or config.method == method
-    check_script(
-        shlex.join(["python", *same_results.LAUNCHER, *same_results.JOBS["sft_full_on_2"].command.split()]),
-        ROOT / "SFT",
-    )
+            assert name.split("_")[1] in (config.method, "no", "accumulated", "parallel", "cached", "blocks")
+        parts = re.findall(r"--grad\w*_accum\w*_steps (\d+)", command) or ["1"]
+        assert (int(parts[-1]) > 1) == ("accumulated" in name)
+    two = jobs["sft_full_on_2"]
+    check_script(shlex.join(["python", *same_results.LAUNCHER, *two.command.split()]), ROOT / two.folder)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.d1 import released
@@ -108,20 +107,8 @@ def llada_weights(config: dict, dtype: torch.dtype = torch.float32) -> dict[str,
 
 def write_llada(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 2, **fields: object) -> Path:
     """A sharded checkpoint in LLaDA's original format."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = LLADA_CONFIG | fields
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = llada_weights(config, dtype)
-    where: dict[str, str] = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = dict(list(weights.items())[shard::shards])
-        save_file(part, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(part, file)
-    size = sum(w.nbytes for w in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
+    return released.write_files(folder, config, llada_weights(config, dtype), shards)
 
 
 def write_dream(folder: Path) -> Path:
@@ -175,4 +162,11 @@ def llada_writer():
 
 @pytest.fixture(params=[kind for kind in KINDS if kind != "sdar_moe"])  # it runs as lladamoe does
 def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def attention(request: pytest.FixtureRequest, kind: str) -> str:
+    if kind == "gemma2" and request.param == "sdpa":
+        pytest.skip("Transformers gives Gemma 2, which caps its attention scores, no sdpa")
     return request.param

@@ -1,8 +1,8 @@
 """Tiny random checkpoints in the formats of published block-diffusion and sparse models, and a slow reference.
 
 The reference computes logits from the released config and weights in plain tensor algebra, one token, head and expert
-at a time, following the reports on SDAR (arXiv 2510.06303), Fast-dLLM v2 (2509.26328), LLaDA-MoE (2509.24389) and
-LLaDA2 (2512.15745).
+at a time, following the reports on LLaDA (arXiv 2502.09992, section 2 and appendix B), Dream (2508.15487), SDAR
+(2510.06303), Fast-dLLM v2 (2509.26328), LLaDA-MoE (2509.24389) and LLaDA2 (2512.15745).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB, MASK = 64, 3
+IDS = torch.randint(4, 60, (2, 11), generator=torch.Generator().manual_seed(0))
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -89,6 +90,19 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> the fields of a publishe
 }
 BLOCKS = ("sdar", "sdar_moe", "Fast_dLLM_Qwen", "llada2_moe")  # block-causal attention
 HEAD = 8
+# LLaDA's fields, modules and modules of a block -> those of the other formats
+LLADA_FIELDS = {"n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads"}
+LLADA_NAMES = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+LLADA_BLOCK = {"attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "attn_out": "self_attn.o_proj"}
+LLADA_BLOCK |= {"ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj"}
+LLADA_BLOCK |= {f"{name}_proj": f"self_attn.{name}_proj" for name in "qkv"}
+
+
+def of_llada(name: str) -> str:
+    """The name in the other formats of a LLaDA's weight, such as model.transformer.blocks.0.q_proj.weight."""
+    *_, block, module, kind = name.split(".")
+    inside = block.isdigit()
+    return f"model.layers.{block}.{LLADA_BLOCK[module]}.{kind}" if inside else f"{LLADA_NAMES[module]}.{kind}"
 
 
 def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -168,6 +182,11 @@ def write_files(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
     return folder
 
 
+@torch.no_grad()
+def logits_of(model: Any, ids: Tensor = IDS, mask: Tensor | None = None, **kwargs: object) -> Tensor:
+    return model(input_ids=ids, attention_mask=mask, **kwargs).logits
+
+
 def read_files(folder: Path) -> dict[str, Tensor]:
     return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
@@ -225,6 +244,9 @@ def twin_logits(folder: Path, ids: Tensor, visible: Tensor | None = None) -> Ten
         visible: (T, T) bool, queries x keys; None: every position sees all.
     """
     config, weights = json.loads((folder / "config.json").read_text()), read_files(folder)
+    if "n_layers" in config:  # a LLaDA; its mixture has the same model_type
+        config = {LLADA_FIELDS.get(name, name): value for name, value in config.items()}
+        weights = {of_llada(name): weight for name, weight in weights.items()}
     llada2, eps = config["model_type"] == "llada2_moe", config["rms_norm_eps"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     hidden = torch.ones(len(ids), len(ids), dtype=torch.bool) if visible is None else visible

@@ -18,11 +18,11 @@ from d1.models.kinds import block_size
 from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
 from pocket import make_base, make_sft_data
-from pocket.answers import MALFORMED, completion, malform
+from pocket.answers import completion
 from pocket.demo import BLOCK_BASE, GRPO
 from pocket.recipes import RECIPES
-from pocket.sudoku_traces import HUMS, fill, problems, trace
-from pocket.tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
+from pocket.sudoku_traces import fill, problems, trace
+from pocket.tokenizer import PROMPT_TOKENS, build_tokenizer
 from tests.sandbox import skip_without_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,17 +78,6 @@ def test_shipped_tokenizer_is_the_one_the_script_makes(base):
     assert tokenizer.padding_side == "left"
 
 
-def test_prompt_is_eighteen_tokens_that_spell_the_grid(tokenizer):
-    ids = tokenizer.apply_chat_template([user(QUESTION)], add_generation_prompt=True, return_dict=False)
-    cells = [cell + ("." if digit == "0" else digit) for cell, digit in zip(CELLS, QUESTION.strip()[-16:], strict=True)]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["<bos>", *cells, "=>"]
-    assert len(ids) == PROMPT_TOKENS
-    assert tokenizer.apply_chat_template([user(QUESTION)], return_dict=False) == ids
-    row = load_task("sudoku").load_rows("validation")[0]
-    from_task = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-    assert from_task == tokenizer.apply_chat_template([user(row["question"])], return_dict=False)
-
-
 def test_prompt_and_answer_tokenise_as_the_whole(tokenizer):
     turns = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
     prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
@@ -97,14 +86,6 @@ def test_prompt_and_answer_tokenise_as_the_whole(tokenizer):
     assert whole == [*prompt, *answer, tokenizer.eos_token_id]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
     assert tokenizer(rendered)["input_ids"] == whole
-
-
-def test_text_survives_a_round_trip_without_special_tokens(tokenizer):
-    ids = tokenizer(ANSWER)["input_ids"] + [tokenizer.eos_token_id] * 3
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert text == "<reasoning> careful a3 b1 </reasoning> <answer> a3 b1 c4 d2 </answer>"
-    assert tokenizer(text)["input_ids"] == ids[:-3]
-    assert load_task("sudoku").extract(text) == "3142"
 
 
 @pytest.mark.parametrize("content", ["What is 2 + 2?", "Sudoku: 000240302003302", "Sudoku: 0002403020033025"])
@@ -150,25 +131,6 @@ def test_styles_fill_as_described():
         "careful a1 d4 g1 i2 n3 p1",
         "a1 b2 c3 d4 e3 f4 g1 h2 i2 j1 k4 l3 m4 n3 o2 p1",
     )
-
-
-def test_every_answer_fits_the_shortest_canvas_it_is_trained_on(tokenizer, puzzles):
-    rng = np.random.default_rng(1)
-    for puzzle, solution in puzzles:
-        whole = tokenizer(completion(*trace("careful", puzzle, solution)))["input_ids"]
-        assert len(whole) + 1 == min(SUDOKU.completion_tokens)
-        for kind in MALFORMED:
-            text = malform(*trace("quick", puzzle, solution), kind, rng, HUMS)
-            assert len(tokenizer(text)["input_ids"]) + 1 <= min(SUDOKU.completion_tokens)
-            assert not make_sft_data.WELL_FORMED.fullmatch(text)
-
-
-def test_the_mixture_is_half_quick_a_third_of_it_malformed():
-    rng = np.random.default_rng(2)
-    texts = [SUDOKU.write(1, problem, rng) for problem in problems(TRAIN)(6000, rng)]
-    shares = [sum(style in text for text in texts) / 6000 for style in ("careful", "scan", "quick")]
-    assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
-    assert sum(not make_sft_data.WELL_FORMED.fullmatch(text) for text in texts) / 6000 == pytest.approx(1 / 6, abs=0.02)
 
 
 # the base

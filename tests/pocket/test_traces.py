@@ -1,4 +1,4 @@
-"""Traces of Countdown and arithmetic: right by construction where they claim to be, wrong as described elsewhere."""
+"""Traces of all tasks: right by construction where they claim to be, wrong as described elsewhere."""
 
 import json
 import re
@@ -19,11 +19,10 @@ from pocket.tokenizer import build_tokenizer
 from tests.sandbox import SANDBOXED, skip_without_sandbox
 
 DATASET = Path(__file__).resolve().parents[2] / "dataset"
-TASKS = ("countdown", "arithmetic", "programs")
 SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
 
 
-@pytest.fixture(scope="module", params=TASKS)
+@pytest.fixture(scope="module", params=RECIPES)
 def drawn(request):
     """A recipe and 300 of its training problems."""
     recipe = RECIPES[request.param]
@@ -36,7 +35,9 @@ def steps_of(text: str) -> list[tuple[Fraction, str, Fraction, Fraction]]:
 
 
 def truth(recipe, problem):
-    """The right answer of a problem: the target, all examples, or the amount that results from its sentences."""
+    """The right answer of a problem: the grid, the target, all examples, or the amount that its sentences give."""
+    if recipe.task == "sudoku":
+        return "".join(map(str, problem[1]))
     if recipe.task == "pocket_countdown":
         return problem[1]
     if recipe.task == "programs":
@@ -60,7 +61,9 @@ def test_careful_answers_are_right_step_by_step(drawn):
     task, rng = load_task(recipe.task), np.random.default_rng(1)
     for problem in problems[: 40 if recipe.task in SANDBOXED else None]:
         text = recipe.write(0, problem, rng)
-        if recipe.task == "programs":
+        if recipe.task == "sudoku":
+            assert "".join(re.findall(r"[a-p](\d)", answer_block(text))) == truth(recipe, problem)
+        elif recipe.task == "programs":
             assert re.findall(r"y\[(\d)\]=x\[(\d)\]", text) == [(str(i), str(p)) for i, p in enumerate(problem[0])]
         else:
             steps = steps_of(text)
@@ -102,7 +105,10 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert len(ids) == recipe.prompt_tokens
         words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
-        if recipe.task == "pocket_countdown":
+        if recipe.task == "sudoku":
+            cells = zip("abcdefghijklmnop", question.strip()[-16:].replace("0", "."), strict=True)
+            assert words == ["".join(cell) for cell in cells]
+        elif recipe.task == "pocket_countdown":
             assert words == re.findall(r"\d+", question)
         elif recipe.task == "programs":
             texts = zip("yz", re.findall(r"= '(\w+)'", question), strict=True)
@@ -111,9 +117,10 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
             assert words == re.findall(r"\w+|[.?]", question)
 
 
-def test_the_mixture_is_half_quick_a_third_of_it_malformed(drawn):
-    recipe, problems = drawn
-    rng = np.random.default_rng(3)
+@pytest.mark.parametrize("task", RECIPES)
+def test_the_mixture_is_half_quick_a_third_of_it_malformed(task):
+    recipe, rng = RECIPES[task], np.random.default_rng(3)
+    problems = recipe.traces.problems(DATASET / recipe.training_file)(300, np.random.default_rng(0))
     texts = [recipe.write(1, problem, rng) for problem in problems for _ in range(10)]
     shares = [sum(style in text for text in texts) / len(texts) for style in ("careful", "scan", "quick")]
     assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)

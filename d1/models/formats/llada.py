@@ -1,11 +1,21 @@
-"""The released format of LLaDA and iLLaDA (arXiv 2502.09992): a Llama with other names."""
+"""The released formats of LLaDA and iLLaDA (arXiv 2502.09992), a Llama with other names; of LLaDA-MoE (arXiv
+2509.24389), Qwen3's mixture with other config fields; and of LLaDA2 (arXiv 2512.15745), Glm4's mixture with other names
+and with fused projections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.released import key_mapping, rename
+from d1.models.formats.released import (
+    SAME_IN_MIXTURES,
+    check_fixed,
+    head_sizes,
+    key_mapping,
+    one_by_one,
+    rename,
+    renamed_fields,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,3 +130,127 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
         "use_cache": False,
         **getattr(config, "llada_fields", {}),
     }
+
+
+LLADA_MOE_FIELDS = {  # LLaDA-MoE's config field -> Qwen3Moe's
+    **SAME_IN_MIXTURES,
+    "dense_intermediate_size": "intermediate_size",  # no layer is dense, but the class needs a number
+    "expert_intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_experts",
+}
+LLADA_MOE_FIXED = {  # the only published architecture; -1 and -2 mean "not set" in its code
+    "shared_expert_intermediate_size": (None, 0, -1),
+    "num_shared_experts": (None, 0),
+    "moe_router_enable_expert_bias": (None, False),
+    "moe_router_score_function": (None, "softmax"),
+    "routed_scaling_factor": (None, 1),
+    "partial_rotary_factor": (None, 1, -1),
+    "rope_scaling": (None,),
+    "clip_qkv": (None,),
+    "attention_bias": (None, False),
+    "qk_layernorm": (None, True),
+}
+
+
+def qwen3_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Qwen3Moe config that a LLaDA-MoE `config.json` describes."""
+    check_fixed(raw, LLADA_MOE_FIXED, "LLaDA-MoE")
+    if any(frequency != 1 for frequency in raw.get("moe_layer_freq") or ()):
+        raise ValueError(f"this LLaDA-MoE config asks for dense layers: moe_layer_freq {raw['moe_layer_freq']}")
+    raw = raw | head_sizes(raw)  # Qwen3Moe would take a missing head_dim to be 128
+    raw["norm_topk_prob"] = bool(raw.get("norm_topk_prob"))
+    raw["dense_intermediate_size"] = raw.get("dense_intermediate_size") or raw.get("expert_intermediate_size")
+    if raw.get("rope_theta") is None:
+        raise ValueError("this LLaDA-MoE config.json lacks rope_theta")
+    fields = renamed_fields(raw, LLADA_MOE_FIELDS, "LLaDA-MoE")
+    return fields | {"rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]}}
+
+
+LLADA2_KEYS = (  # LLaDA2's name -> Glm4Moe's; {} is the number of the layer
+    ("model.word_embeddings", "model.embed_tokens"),
+    ("model.layers.{}.attention.query_key_value", "model.layers.{}.self_attn.query_key_value"),  # to be split
+    ("model.layers.{}.attention.query_layernorm", "model.layers.{}.self_attn.q_norm"),
+    ("model.layers.{}.attention.key_layernorm", "model.layers.{}.self_attn.k_norm"),
+    ("model.layers.{}.attention.dense", "model.layers.{}.self_attn.o_proj"),
+    ("model.layers.{}.mlp.gate.expert_bias", "model.layers.{}.mlp.gate.e_score_correction_bias"),
+)
+LLADA2_FIELDS = {  # LLaDA2's config field -> Glm4Moe's
+    **SAME_IN_MIXTURES,
+    "intermediate_size": "intermediate_size",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "n_group": "n_group",
+    "topk_group": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "first_k_dense_replace": "first_k_dense_replace",
+}
+LLADA2_FIXED = {  # the only published architecture
+    "score_function": (None, "sigmoid"),
+    "moe_router_enable_expert_bias": (None, True),
+    "use_qk_norm": (None, True),
+    "use_qkv_bias": (None, False),
+    "use_bias": (None, False),
+    "norm_head": (None, False),
+    "embedding_dropout": (None, 0),
+    "output_dropout": (None, 0),
+    "rope_scaling": (None,),
+    "use_sliding_window": (None, False),
+    "num_nextn_predict_layers": (None, 0),
+}
+DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # LLaDA2.0's values, for fields that the file lacks
+EDITS = "edits revealed tokens, which here is a setting of the sampler (--edit_threshold). Without this field it loads"
+ROUTES = (
+    "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
+    "its own: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 can be loaded"
+)
+BEYOND = {"edit": EDITS, **dict.fromkeys(("insert", "split", "delet", "capacity"), ROUTES)}  # by the start of a word
+
+
+def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Glm4Moe config that a LLaDA2 `config.json` describes."""
+    check_fills_masks(raw)
+    check_fixed(raw, LLADA2_FIXED, "LLaDA2")
+    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    if not raw["num_shared_experts"]:
+        raise ValueError("this LLaDA2 config asks for layers that are not supported: no shared expert")
+    raw |= head_sizes(raw)
+    rope = {"rope_theta": raw.get("rope_theta", 600000), "partial_rotary_factor": raw.get("partial_rotary_factor", 0.5)}
+    fields = {"rope_parameters": {"rope_type": "default", **rope}, "use_qk_norm": True, "num_nextn_predict_layers": 0}
+    fields["block_size"] = raw.get("block_size")
+    return renamed_fields(raw, LLADA2_FIELDS, "LLaDA2") | fields
+
+
+def check_fills_masks(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError if a config asks for more than filling masks."""
+    for field, value in raw.items():
+        found = [does for start, does in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
+        if found and value not in (None, False, 0):
+            raise ValueError(f"this LLaDA2 config has {field} {value}: its model {found[0]}")
+
+
+FROM_LLADA2 = key_mapping(LLADA2_KEYS)
+TO_LLADA2 = key_mapping((new, old) for old, new in LLADA2_KEYS)
+FUSED = ("q_proj", "k_proj", "v_proj")  # the rows of query_key_value, from the top
+
+
+def split_projections() -> list[Any]:
+    """Rows of query_key_value: (heads x head_dim) queries, then (kv heads x head_dim) keys, then as many values."""
+    from d1.transformers_bridge import Split, WeightConverter
+
+    split = [f"self_attn.{name}.weight" for name in FUSED]
+    return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)])]
+
+
+def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The released names and weights for a weight of the class; the fused projection comes with its queries."""
+    import torch
+
+    prefix, _, last = name.removesuffix(".weight").rpartition(".")
+    if last == FUSED[0]:
+        fused = torch.cat([state[f"{prefix}.{part}.weight"] for part in FUSED])
+        yield rename(f"{prefix}.query_key_value.weight", TO_LLADA2), fused
+    elif last not in FUSED:  # keys and values went with the queries
+        for part, weight in one_by_one(name, state):
+            yield rename(part, TO_LLADA2), weight

@@ -21,7 +21,7 @@ from d1.eval.files import read_setups
 from d1.eval.scores import score_setup
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.models.finite import NotFiniteError
+from d1.models.head import NotFiniteError
 from d1.runs.record import of_model
 from d1.sampling import generate, rollout
 from d1.tasks import load_task, under_protocol

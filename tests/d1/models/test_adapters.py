@@ -1,4 +1,4 @@
-"""LoRA adapters: named targets, both naming schemes of the weights, chains of adapters, 4-bit weights."""
+"""LoRA adapters: named targets, both naming schemes of the weights, chains of adapters, 4-bit weights, both stages."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from d1.models import load_model
+from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
+from d1.rl import train as rl
+from d1.sft import train as sft
+from tests.commands import ROOT
+from tests.d1.conftest import write_kind
+from tests.d1.released import IDS, logits_of
 
-IDS = torch.randint(4, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 MLP_NAMES = {  # kind -> what "all-linear" adds to "attention", by hand from the model code
     "bert": {"intermediate.dense", "output.dense"},
     "roberta": {"intermediate.dense", "output.dense"},
     "modernbert": {"mlp.Wi", "mlp.Wo"},
 }
-
-
-@torch.no_grad()
-def logits_of(model: Any) -> Tensor:
-    return model(input_ids=IDS).logits
 
 
 def train_adapter(model: Any, folder: Path, name: str = "all-linear", seed: int = 0) -> Tensor:
@@ -91,10 +91,7 @@ def remote_adapter(folder: Path, base: Path, modules: dict[str, tuple[int, int]]
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = LoraConfig(r=rank, lora_alpha=16, target_modules=sorted(modules), base_model_name_or_path=str(base))
-    config.auto_mapping = {
-        "base_model_class": "LLaDAModelLM",
-        "parent_library": "transformers_modules.llada",
-    }
+    config.auto_mapping = {"base_model_class": "LLaDAModelLM", "parent_library": "transformers_modules.llada"}
     config.save_pretrained(str(folder))
     return deltas
 
@@ -129,16 +126,15 @@ def test_an_adapter_that_does_not_fit_is_an_error(kind_dirs, tmp_path):
         load_model(tmp_path / "a")
 
 
-def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writer):
+def test_what_does_not_fit_or_is_no_adapter_is_an_error(kind_dirs, tmp_path, llada_writer):
     train_adapter(load_model(kind_dirs["llada"]), tmp_path / "a")
     wide = llada_writer(tmp_path / "wide", d_model=64)
     with pytest.raises(ValueError, match=r"does not fit the model: Error.*\n.*size mismatch"):
         load_model(wide, adapter=tmp_path / "a")
-
-
-def test_what_is_no_adapter_is_said_before_the_model_is_read(kind_dirs, tmp_path):
     with pytest.raises(ValueError, match=r"llama has no adapter_config\.json"):
         load_model(tmp_path, adapter=kind_dirs["llama"])
+    with pytest.raises(ValueError, match="only 'nf4' is supported"):
+        load_model(kind_dirs["llama"], quantization="int3")
 
 
 def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
@@ -205,6 +201,44 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
         load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
 
 
-def test_quantization_is_refused_by_name(kind_dirs):
-    with pytest.raises(ValueError, match="only 'nf4' is supported"):
-        load_model(kind_dirs["llama"], quantization="int3")
+SFT = {"job_name": "job", "max_length": 64, "test_split": 0, "batch_size": 2}
+RL: dict[str, Any] = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
+RL |= {"diffusion_steps": 2, "block_length": 4, "report_to": "none", "use_peft": True}
+RL |= {"task": ROOT / "tests/d1/rl/letters_task.py"}
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", *([value] if value != "" else []))]
+
+
+def adapted(folder: Path) -> set[str]:
+    """The modules for which an adapter's file has weights."""
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        return {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in list(file.keys())}
+
+
+PROJECTIONS = {f"self_attn.{name}_proj" for name in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "endings"),
+    [
+        ("all-linear", PROJECTIONS | {"mlp.experts", "mlp.experts.base_layer"}),
+        ("attention", PROJECTIONS),
+        ("q_proj", {"self_attn.q_proj"}),
+        ("layers.1.self_attn.q_proj", {"self_attn.q_proj"}),
+    ],
+)
+def test_both_stages_put_adapters_on_the_same_modules(tiny_model_dir, tmp_path, asked, endings):
+    """PEFT's own "all-linear" would add the routers of a mixture."""
+    model = write_kind(tmp_path / "lladamoe", "lladamoe")
+    load_tokenizer(tiny_model_dir).save_pretrained(model)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "completion": "2"}) + "\n")
+    lora = {"max_steps": 1, "lora_r": 2, "lora_dropout": 0, "lora_target_modules": asked}
+    flags = {**SFT, **lora, "model_name": model, "train_data": tmp_path / "rows.jsonl", "output_dir": tmp_path}
+    sft.main(sft.make_parser().parse_args(words_of({**flags, "debugging": ""})))
+    flags = {**RL, **lora, "model_path": model, "output_dir": tmp_path / "rl"}
+    rl.main(*rl.make_parser().parse_args_and_config(words_of(flags)))
+    layers = (1,) if "layers" in asked else range(3)
+    assert adapted(tmp_path / "job") == {f"model.layers.{layer}.{ending}" for layer in layers for ending in endings}
+    assert adapted(tmp_path / "rl") == adapted(tmp_path / "job")

@@ -21,19 +21,15 @@ from d1.models.attention import (
     takes_masks_over_queries,
 )
 from d1.models.head import body_and_head
-from d1.models.kinds import KINDS
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import two_stream_states
 from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
 WINDOWED = ("gemma2", "gemma3_text")
 
 
-def test_positions_count_real_tokens_alone():
+def test_positions_count_real_tokens_alone_and_a_mask_that_hides_nothing_is_none():
     assert count_positions(VISIBLE).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 3]]
-
-
-def test_a_mask_that_hides_nothing_is_none():
     assert padding_mask(torch.ones(2, 5, dtype=torch.long)) is None
     assert padding_mask(VISIBLE) is VISIBLE
 
@@ -41,6 +37,7 @@ def test_a_mask_that_hides_nothing_is_none():
 @torch.no_grad()
 def test_a_mask_over_queries_says_what_the_padding_mask_says(kind_dirs, kind):
     model = load_model(kind_dirs[kind], attn_implementation=None if kind == "gemma2" else "sdpa")
+    assert not takes_masks_over_queries(load_model(kind_dirs[kind], attn_implementation="eager").config)
     takes = takes_masks_over_queries(model.config)
     assert takes == (kind not in (*WINDOWED, *BLOCKS, "bert", "roberta", "modernbert"))
     mask = over_queries(VISIBLE, 5)
@@ -51,14 +48,6 @@ def test_a_mask_over_queries_says_what_the_padding_mask_says(kind_dirs, kind):
         plain = model(input_ids=ids, attention_mask=VISIBLE).logits
         wide = model(input_ids=ids, attention_mask=mask, position_ids=count_positions(VISIBLE)).logits
         assert torch.equal(wide, plain)
-
-
-def test_other_kernels_take_no_masks_over_queries(kind_dirs):
-    assert not takes_masks_over_queries(load_model(kind_dirs["llama"], attn_implementation="eager").config)
-
-
-def test_every_row_names_an_attention_that_there_is():
-    assert {row.attention for row in KINDS.values()} <= ATTENTION.keys()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from d1.files import check_index
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain
-from d1.models.json_files import check_index
 from d1.runs.cli import MISTAKES
 
 DAMAGE: dict[str, Any] = {

@@ -20,13 +20,6 @@ LENGTH = 14
 POSITIONS = torch.tensor([[13, 5, 9, 6], [4, 12, 4, 7], [8, 9, 10, 11]])  # of each row, unordered, one of them twice
 
 
-@pytest.fixture(params=["sdpa", "eager"])
-def attention(request: pytest.FixtureRequest, kind: str) -> str:
-    if kind == "gemma2" and request.param == "sdpa":
-        pytest.skip("Transformers gives Gemma 2, which caps its attention scores, no sdpa")
-    return request.param
-
-
 def batch(padded: bool) -> tuple[Tensor, Tensor | None]:
     ids = torch.randint(4, 64, (3, LENGTH), generator=keyed_generator(3))
     mask = torch.ones_like(ids)

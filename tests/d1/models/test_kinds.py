@@ -125,19 +125,6 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
     torch.testing.assert_close(logits_of(prepare(built))[:, 1:], logits_of(model)[:, :-1], atol=1e-6, rtol=0)
 
 
-def test_the_row_names_the_modules_of_the_head(kind_dirs, kind):
-    """Called in sequence, without the softcap of some configs, they give the logits."""
-    model: Any = load_model(kind_dirs[kind])
-    row = KINDS[model.config.model_type]
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    with torch.no_grad():
-        states = model.base_model(input_ids=IDS).last_hidden_state
-        for name in row.head:
-            states = getattr(model, name)(states)
-    expected = logits_of(model)
-    torch.testing.assert_close(states if cap is None else torch.tanh(states / cap) * cap, expected, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention", "no_such_kernel"])
 def test_the_kernel_that_a_config_names_is_its_authors_business(kind_dirs, kind, tmp_path, kernel):
     config = json.loads((kind_dirs[kind] / "config.json").read_text())
@@ -159,20 +146,16 @@ def write_unknown(folder: Path, with_config: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("load", [load_model, load_tokenizer])
-def test_code_of_an_unknown_kind_is_an_error_and_no_question(tmp_path, monkeypatch, load):
+@pytest.mark.parametrize(("load", "with_config", "message"), [
+    (load_model, True, "model_type 'unheard_of' is not supported: known are llada"),
+    (load_tokenizer, True, "model_type 'unheard_of' is not supported: known are llada"),
+    (load_tokenizer, False, "code"),
+])  # fmt: skip
+def test_code_of_an_unknown_kind_is_an_error_and_no_question(tmp_path, monkeypatch, load, with_config, message):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="model_type 'unheard_of' is not supported: known are llada"):
-        load(write_unknown(tmp_path, with_config=True))
-    assert not Path("ran").exists()
-
-
-def test_a_tokenizer_with_code_of_its_own_is_an_error_and_no_question(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="code"):
-        load_tokenizer(write_unknown(tmp_path, with_config=False))
+    with pytest.raises(ValueError, match=message):
+        load(write_unknown(tmp_path, with_config))
     assert not Path("ran").exists()
 
 

@@ -1,31 +1,34 @@
-"""Every kind of model follows one calling convention: bidirectional, aligned, independent of padding."""
+"""Every kind of model follows one calling convention: bidirectional, aligned, independent of padding; a model that the
+user built is refused without preparation, and equal to a loaded one after it."""
 
 from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaModel,
+)
 
-from d1.models import load_model
+from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
+from d1.models.attention import require_prepared
 from d1.models.head import body_and_head
-from tests.d1.released import BLOCKS
+from tests.d1.released import BLOCKS, logits_of
 
 VOCAB = 64
-MASKED_LM = ("modernbert", "bert", "roberta")
-
-
-@pytest.fixture(params=["sdpa", "eager"])
-def attention(request: pytest.FixtureRequest, kind: str) -> str:
-    if kind == "gemma2" and request.param == "sdpa":
-        pytest.skip("Transformers gives Gemma 2, which caps its attention scores, no sdpa")
-    return request.param
 
 
 def rows(*lengths: int, seed: int = 0) -> list[Tensor]:
@@ -40,11 +43,6 @@ def pad(texts: list[Tensor], left: list[int], width: int, fill: int = 0) -> tupl
         ids[row, start : start + len(text)] = text
         mask[row, start : start + len(text)] = 1
     return ids, mask
-
-
-@torch.no_grad()
-def logits_of(model: Any, ids: Tensor, mask: Tensor | None = None, **kwargs: object) -> Tensor:
-    return model(input_ids=ids, attention_mask=mask, **kwargs).logits
 
 
 def test_padding_other_rows_and_batch_size_are_invisible(kind_dirs, kind, attention):
@@ -156,12 +154,6 @@ def test_compiled_forward_is_the_forward(kind_dirs, name):
     torch.testing.assert_close(logits_of(compiled, ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0)
 
 
-def test_copies_keep_the_convention(kind_dirs, kind):
-    model = load_model(kind_dirs[kind])
-    ids, mask = pad(rows(9, 12), [3, 0], 12)
-    assert torch.equal(logits_of(copy.deepcopy(model), ids, mask), logits_of(model, ids, mask))
-
-
 @pytest.mark.parametrize("name", ["llada", "Dream", "qwen3", "gemma2"])
 def test_trl_fused_head_scores_unshifted_positions(kind_dirs, name):
     from trl.trainer.utils import add_fused_lm_head
@@ -175,20 +167,6 @@ def test_trl_fused_head_scores_unshifted_positions(kind_dirs, name):
         fused = model(input_ids=ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True).log_probs
     expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     torch.testing.assert_close(fused[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
-
-
-def test_an_unsupported_kind_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="'gpt2' is not supported: known are llada, Dream"):
-        load_model(tmp_path)
-
-
-def test_a_model_of_windows_only_is_refused(tmp_path, kind_dirs):
-    config = json.loads((kind_dirs["gemma2"] / "config.json").read_text())
-    config["layer_types"] = ["sliding_attention"] * 3
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="every layer attends to a window only"):
-        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -246,3 +224,90 @@ def test_flash_attention_ignores_padding(kind_dirs, kind_):
     ids, mask = (x.cuda() for x in pad(rows(9, 12), [3, 0], 12))
     difference = (logits_of(flash, ids, mask) - logits_of(sdpa, ids, mask))[mask.bool()]
     assert difference.abs().mean() < 0.02 * logits_of(sdpa, ids, mask).std()
+
+
+MASKED_LM = ("modernbert", "bert", "roberta")
+
+
+def padded_logits(model: Any) -> Tensor:
+    ids, mask = pad(rows(7, 12), [5, 0], 12, fill=17)  # not the padding token, by which RoBERTa would count
+    return logits_of(model, ids, mask)[mask.bool()]
+
+
+def build_plain(folder: Path, source: Path, kind: str) -> Any:
+    """A model of Transformers alone, with the weights in `source`: decoders attend causally, as they do by default."""
+    load_model(source).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("is_causal", None)
+    config.pop("use_cache", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    auto: Any = AutoModelForMaskedLM if kind in MASKED_LM else AutoModelForCausalLM
+    return auto.from_pretrained(folder).eval()
+
+
+def test_a_plain_model_is_refused_and_equals_load_models_once_prepared(kind_dirs, kind, tmp_path):
+    plain, expected = build_plain(tmp_path, kind_dirs[kind], kind), padded_logits(load_model(kind_dirs[kind]))
+    with pytest.raises(ValueError, match=r"was not prepared for masked diffusion.*d1\.models\.prepare\(model\)"):
+        require_prepared(plain)
+    if kind != "modernbert":  # its rotary positions do not depend on where a text begins
+        assert (padded_logits(plain) - expected).abs().max() > 1e-3
+    assert prepare(plain) is plain
+    require_prepared(plain)
+    assert torch.equal(padded_logits(plain), expected)
+
+
+@pytest.mark.parametrize("name", ["Dream", "bert", "gemma2"])
+def test_preparing_twice_is_preparing_once(kind_dirs, name, tmp_path):
+    """Two shifts would move Dream's logits by two positions."""
+    plain = build_plain(tmp_path, kind_dirs[name], name)
+    assert torch.equal(padded_logits(prepare(prepare(plain))), padded_logits(load_model(kind_dirs[name])))
+    loaded = load_model(kind_dirs[name])
+    assert torch.equal(padded_logits(prepare(loaded)), padded_logits(plain))
+
+
+@pytest.mark.parametrize("name", ["Dream", "bert"])
+def test_copies_adapters_and_a_resized_vocabulary_stay_prepared(kind_dirs, name, tmp_path):
+    expected = padded_logits(load_model(kind_dirs[name]))
+    model: Any = prepare(build_plain(tmp_path, kind_dirs[name], name))
+    copied = copy.deepcopy(model)
+    require_prepared(copied)
+    assert torch.equal(padded_logits(copied), expected)
+    targets = lora_targets(model, "attention")
+    peft: Any = get_peft_model(copied, LoraConfig(target_modules=targets)).eval()
+    require_prepared(peft)
+    assert prepare(peft) is peft
+    assert torch.equal(padded_logits(peft), expected)
+    require_prepared(peft.merge_and_unload())
+    model.resize_token_embeddings(70, mean_resizing=False)
+    require_prepared(model)
+    torch.testing.assert_close(padded_logits(model)[:, :64], expected, atol=1e-6, rtol=0)
+    model(input_ids=torch.tensor([[5, 0, 6]])).logits.square().mean().backward()
+    assert model.get_input_embeddings().weight.grad[0].abs().sum() > 0, "the padding token can be learned"
+
+
+def test_a_plain_model_under_an_adapter_can_be_prepared(kind_dirs, tmp_path):
+    plain = build_plain(tmp_path, kind_dirs["llama"], "llama")
+    peft: Any = get_peft_model(plain, LoraConfig(target_modules=["q_proj"])).eval()
+    with pytest.raises(ValueError, match="LlamaForCausalLM was not prepared"):
+        require_prepared(peft)
+    require_prepared(prepare(peft))
+    assert torch.equal(padded_logits(peft), padded_logits(load_model(kind_dirs["llama"])))
+
+
+def test_what_cannot_be_prepared_is_refused(kind_dirs):
+    sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    causal = BertForMaskedLM(BertConfig(**sizes, is_decoder=True))
+    other: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    headless: Any = LlamaModel(load_model(kind_dirs["llama"]).config)
+    windows: Any = AutoModelForCausalLM.from_config(load_model(kind_dirs["gemma2"]).config)
+    windows.config.layer_types = ["sliding_attention"] * 3
+    for model, message in (
+        (causal, "BertForMaskedLM was built to be causal: build it from a config with is_decoder=False"),
+        (other, "GPT2LMHeadModel: model_type 'gpt2' is not supported: known are llada, Dream"),
+        (headless, "LlamaModel does not split into a `base_model`.* and the head lm_head"),
+        (windows, "Gemma2ForCausalLM: every layer attends to a window only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(model)
+        with pytest.raises(ValueError, match="was not prepared"):
+            require_prepared(model)

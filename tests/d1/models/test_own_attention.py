@@ -19,8 +19,7 @@ from d1.models import load_model
 from d1.models.attention import ATTENTION, Attention
 from d1.models.head import body_and_head
 from d1.models.kinds import KINDS, Kind
-from d1.models.packing import take_packed_rows
-from d1.models.two_streams import packed_two_stream_states, two_stream_states
+from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.rl.train import main, make_parser
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.loop import check_sampler

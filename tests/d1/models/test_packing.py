@@ -1,4 +1,5 @@
-"""Texts packed into one row, compared with each text alone, for every kind and kernel."""
+"""Texts packed into one row and blocks in two streams, compared with each text and each block alone, for every kind and
+kernel."""
 
 from __future__ import annotations
 
@@ -18,8 +19,7 @@ from d1.models import load_model
 from d1.models.adapters import lora_targets
 from d1.models.attention import Tokens, attention_of
 from d1.models.head import body_and_head
-from d1.models.packing import place_packed, take_packed_rows
-from d1.models.two_streams import packed_two_stream_states, two_stream_states
+from d1.models.packing import packed_two_stream_states, place_packed, take_packed_rows, two_stream_states
 from tests.d1.released import BLOCKS
 
 LENGTHS = [11, 1, 18, 6]
@@ -116,9 +116,9 @@ def test_a_packed_row_has_the_masks_of_its_texts_along_the_diagonal(size):
     attention, total = attention_of(config), sum(map(sum, segments))
     found = attention.mask(config, Tokens.of_texts(segments, "cpu"), total)[0, 0]
     rows = [Tokens.of_rows(torch.ones(1, n, dtype=torch.long), noised) for n, noised in segments]
-    masks = [attention.mask(config, row, row.place.shape[1])[0, 0] for row in rows]
+    masks = [attention.mask(config, row, row.position.shape[1])[0, 0] for row in rows]
     assert torch.equal(found, torch.block_diag(*masks).bool())
-    assert Tokens.of_texts([(3, 2), (2, 0)], "cpu").place.tolist() == [[0, 1, 2, 1, 2, 0, 1]]
+    assert Tokens.of_texts([(3, 2), (2, 0)], "cpu").position.tolist() == [[0, 1, 2, 1, 2, 0, 1]]
 
 
 def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):
@@ -133,3 +133,44 @@ def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):
     for kind in WINDOWED:
         with pytest.raises(ValueError, match=r"flex attention without windows .* not under flex_attention"):
             take_packed_rows(load_model(kind_dirs[kind], attn_implementation="flex_attention"))
+
+
+PADDING, WHOLE = 5, 23
+
+
+def block_by_block(model: Any, clean: Tensor, noised: Tensor) -> Tensor:
+    """(length, hidden) of one text without padding: each block noised, after the clean blocks before it, alone."""
+    states, size, body = [], model.config.block_size, body_and_head(model)[0]
+    for start in range(0, len(clean), size):
+        text = torch.cat([clean[:start], noised[start : start + size]])
+        states.append(body(text[None])[0, start:])
+    return torch.cat(states)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.no_grad()
+def test_two_streams_are_the_blocks_one_by_one(kind_dirs, name, attention):
+    """With padding on either side, and for a copy without the first blocks."""
+    model: Any = load_model(kind_dirs[name], attn_implementation=attention)
+    size = model.config.block_size = 4
+    clean = torch.randint(4, 64, (size, WHOLE), generator=keyed_generator(0))
+    hidden = torch.rand(clean.shape, generator=keyed_generator(1)) < 0.6
+    noised = clean.masked_fill(hidden, 3)
+    ids, masks = torch.full((size, WHOLE + PADDING), 7), torch.zeros(size, WHOLE + PADDING, dtype=torch.long)
+    copies = ids.clone()
+    for row in range(size):
+        place = slice(row, row + WHOLE)
+        ids[row, place], copies[row, place], masks[row, place] = clean[row], noised[row], 1
+    whole = two_stream_states(model, ids, copies, masks)
+    part = two_stream_states(model, ids, copies[:, -17:], masks)
+    for row in range(size):
+        expected = block_by_block(model, clean[row], noised[row])
+        torch.testing.assert_close(whole[row, row : row + WHOLE], expected, atol=1e-5, rtol=0)
+        # The copy begins at column 11 and so in the middle of a block, unless row + 4 n is 11.
+        first = next(k for k in range(WHOLE) if k % size == 0 and row + k >= WHOLE + PADDING - 17)
+        torch.testing.assert_close(part[row, first + row - 11 : WHOLE + row - 11], expected[first:], atol=1e-5, rtol=0)
+        alone = two_stream_states(model, clean[row : row + 1], noised[row : row + 1], None)[0]
+        torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
+    assert whole.isfinite().all()
+    assert part.isfinite().all()

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AddedToken, TrainerCallback
 
 from d1.models import load_model
-from d1.models.finite import NotFiniteError
+from d1.models.head import NotFiniteError
 from d1.rl import trainer as diffu_grpo_trainer
 from d1.rl.batch import special_tokens
 from d1.rl.bridge import rollout_buffer

@@ -8,7 +8,7 @@ import torch
 from d1.eval.harness import are_greedy, log_likelihoods
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.finite import NotFiniteError
+from d1.models.head import NotFiniteError
 from d1.sampling import SamplingSettings, fill, fill_steps, generate, rollout, rollout_steps, rollout_stream
 from tests.d1.sampling.reference import EDITORS, MASK, SAMPLERS, make_prompts
 from tests.faults import with_nan
