@@ -165,18 +165,18 @@ METHOD = {}
             IMPORTS + "OBJECTIVES = [f]",
             r"OBJECTIVES must be a dictionary .* OBJECTIVES = {\"name\": Objective\(",
         ),
-        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary from names to rows"),
+        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary from names to entries"),
         (IMPORTS + "OBJECTIVES = {'spg': Objective(f)}", "OBJECTIVES already has spg; choose another name"),
         (IMPORTS + "ADVANTAGES = {'trl': Advantage(f)}", "ADVANTAGES already has trl; choose another name"),
         (IMPORTS + "PENALTIES = {'k3': Penalty(f)}", "PENALTIES already has k3; choose another name"),
         (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS already has replay"),
         (
             IMPORTS + "ESTIMATORS = {'mine': f}",
-            r"ESTIMATORS\['mine'\] must be a row: .* d1.scoring;",
+            r"ESTIMATORS\['mine'\] must be an entry: .* d1.scoring;",
         ),
         (
             IMPORTS + "OBJECTIVES = {'mine': f}",
-            r"mine.py: OBJECTIVES\['mine'\] must be a row: .* d1\.rl;",
+            r"mine.py: OBJECTIVES\['mine'\] must be an entry: .* d1\.rl;",
         ),
         (IMPORTS + "PENALTIES = {'mine': f}", r"write PENALTIES = {\"name\": Penalty\(function\)}"),
         (IMPORTS + "ADVANTAGES = {'mine': f}", r"write ADVANTAGES = {\"name\": Advantage\(function\)}"),
@@ -243,7 +243,6 @@ SPG = {"method": "spg"}
 REFUSED = [
     ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
     ({"rollout_mode": "server", "rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
-    ({"rollout_weights": "broadcast"}, "--rollout_weights broadcast"),
     (
         {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"], "rollout_server_timeout": 7200},
         "--rollout_server_timeout 7200: processes wait for each other for --ddp_timeout",
@@ -402,18 +401,23 @@ def refusal(**given) -> str:
 
 @pytest.mark.usefixtures("own_penalty")
 def test_every_contradiction_has_a_test(monkeypatch):
-    reasons, met = checks.contradictions, set()
-    lines, first = inspect.getsourcelines(reasons)
+    met = set()
 
-    def noted(settings):
-        for reason in (found := reasons(settings)):
-            met.add(found.gi_frame.f_lineno - first + 1)
-            yield reason
+    def noting(about):
+        def noted(settings):
+            for reason in (found := about(settings)):
+                met.add(found.gi_frame.f_lineno)
+                yield reason
 
-    monkeypatch.setattr(checks, "contradictions", noted)
+        return noted
+
+    monkeypatch.setattr(checks, "CONTRADICTIONS", [noting(about) for about in checks.CONTRADICTIONS])
     assert all(refusal(**given) for given, _ in REFUSED)
-    yields = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.Yield)]
-    assert len(yields) > 15
+    elsewhere = ("about_staleness", "about_edits")  # in test_staleness.py and test_editing.py
+    functions = [node for node in ast.parse(inspect.getsource(checks)).body if isinstance(node, ast.FunctionDef)]
+    subjects = [node for node in functions if node.name.startswith("about_") and node.name not in elsewhere]
+    yields = [node for subject in subjects for node in ast.walk(subject) if isinstance(node, ast.Yield)]
+    assert len(yields) > 25
     assert [one.lineno for one in yields if met.isdisjoint(range(one.lineno, one.end_lineno + 1))] == []
 
 
@@ -421,7 +425,7 @@ def test_every_contradiction_has_a_test(monkeypatch):
 def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(monkeypatch, name):
     """A flag given together with a method is refused only if it causes a contradiction; the row itself does not prevent
     it."""
-    monkeypatch.setattr("d1.rl.config.try_rows", lambda args: None)  # with rows that other tests cover
+    monkeypatch.setattr("d1.rl.config.try_entries", lambda args: None)  # with rows that other tests cover
     changes = [{"estimator": other} for other in ESTIMATORS] + [{"objective": other} for other in OBJECTIVES]
     said = [refusal(method=name, **change) for change in [*changes, {"objective": "trl"}, {"beta": 0.0}]]
     assert not [text for text in said if "would do nothing" in text]

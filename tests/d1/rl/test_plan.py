@@ -12,7 +12,7 @@ from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig, idle, most_views, passes, plan
 from d1.rl.methods import METHODS
-from d1.rl.train import prepare
+from d1.rl.stage import stage
 from d1.rl.trainer import DiffuGRPOTrainer
 
 ROWS = 4
@@ -120,9 +120,9 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     task.write_text(TASK)
     shape = {"per_device_train_batch_size": 48, "max_completion_length": 32, "diffusion_steps": 16}
     args = DiffuGRPOConfig(output_dir="unused", model_path=str(tiny_model_dir), dataset=str(task), **shape, **given)
-    caplog.set_level("INFO", "d1.rl.train")
-    prepare(args, ModelConfig(), None)
-    lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.train"]
+    caplog.set_level("INFO", "d1.rl.stage")
+    stage(args, ModelConfig(), None).prepare()
+    lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.stage"]
     assert sum(line.startswith("Plan:") for line in lines) == 1
     assert [
         line.partition("because each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from trl import ModelConfig
 
 from d1 import __main__ as d1_main
 from d1.models import load_model
+from d1.models.kinds import native_config
 from d1.rl import checks as grpo_checks
+from d1.rl import stage as grpo_stage
 from d1.rl import train as diffu_grpo_train
-from d1.rl import train as grpo_setup
-from d1.rl.checks import check_config, settle_canvas
+from d1.rl.checks import check_config, check_prompts
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
 from d1.runs.record import Past
@@ -128,10 +128,10 @@ def test_a_message_about_groups_names_what_was_given():
 def test_a_canvas_that_was_given_is_not_made_shorter():
     for given in (["--max_completion_length", "256"], ["--max_completion_length", "64", "--diffusion_steps", "32"]):
         args = bare(*given)
-        settle_canvas(args)
+        args.settle_canvas(native_config(args.model_path)[0])
         assert args.max_completion_length == int(given[1])
     with pytest.raises(ValueError, match=r"18 tokens of text and 256 .*: lower --max_completion_length$"):
-        check_config(18, bare("--max_completion_length", "256"))
+        check_config(native_config(args.model_path)[0], 18, bare("--max_completion_length", "256"))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     ],
 )
 def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr("d1.rl.train.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("d1.rl.stage.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     of_model = {name: change[name] for name in change.keys() & ModelConfig.__dataclass_fields__}
     own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -318,25 +318,24 @@ def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
         run_main(tmp_path, model_path=str(folder), plain_chat_template=True, max_prompt_length=1)
 
 
-def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_model_dir, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a" * n}]} for n in (5, 40, 60)])
+def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tmp_path):
     args = DiffuGRPOConfig(**settings(tmp_path, max_prompt_length=20))
+    assert check_prompts([8, 20], args) == 20
     with pytest.raises(ValueError, match=r"2 of 3 prompts are longer .* first is row 1, the longest has 63"):
-        grpo_checks.check_prompts(rows, tokenizer, args)
+        check_prompts([8, 43, 63], args)
     args.truncate_prompts = True
-    grpo_checks.check_prompts(rows, tokenizer, args)
+    assert check_prompts([8, 43, 63], args) == 20
 
 
 def test_one_name_of_a_module_is_a_name_and_no_pattern(tiny_model_dir):
     model = load_model(str(tiny_model_dir))
     for typed, targets in (["q_proj"], {"q_proj"}), (["q_proj", "v_proj"], {"q_proj", "v_proj"}):
-        config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
+        config = grpo_stage.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
         assert config.target_modules == targets
-    config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
+    config = grpo_stage.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
     assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert grpo_setup.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
-    assert grpo_setup.adapter_config(ModelConfig(), model) is None
+    assert grpo_stage.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
+    assert grpo_stage.adapter_config(ModelConfig(), model) is None
 
 
 def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_dir, tmp_path):
