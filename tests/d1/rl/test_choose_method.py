@@ -239,26 +239,17 @@ def test_method_without_a_name_is_one_line(capsys):
 
 # --- Combinations -----------------------------------------------------------------------------------------------------
 
-SPG = {"method": "spg"}
+SERVER = {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"]}
+BUDGET = {"max_compute_tokens": 100}
 REFUSED = [
     ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
-    ({"rollout_mode": "server", "rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
-    (
-        {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"], "rollout_server_timeout": 7200},
-        "--rollout_server_timeout 7200: processes wait for each other for --ddp_timeout",
-    ),
-    (
-        {"method": "espo", "estimator": "replay", "num_views": 2},
-        "a ratio of whole completions needs all of their tokens",
-    ),
+    (SERVER | {"rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
+    (SERVER | {"rollout_server_timeout": 7200}, "--rollout_server_timeout 7200: processes wait for each other"),
+    ({"method": "espo", "estimator": "replay", "num_views": 2}, "a ratio of whole completions needs all of their"),
     ({"estimator": "replay", "num_views": 2}, "trl would raise each ratio to the power of a draw's weight"),
-    (
-        {"method": "d1", "estimator": "random_masks"},
-        "random_masks needs --objective clipped_views, clipped_steps, bgpo, gdsd or rldf, or one without old log-probs",
-    ),
-    ({**SPG, "objective": "reinforce"}, "spg gives means over hidden tokens, not log-probabilities: .* and reinforce"),
-    ({**SPG, "estimator": "elbo"}, "the objective spg computes its bounds from means .* --estimator spg"),
-    ({"method": "stable-drl", "estimator": "one_step"}, "the objective stable_drl computes its bounds"),
+    ({"estimator": "random_masks"}, "--objective clipped_views, clipped_steps, bgpo, gdsd or rldf, or one without"),
+    ({"method": "spg", "objective": "reinforce"}, "spg gives means over hidden tokens, .* and reinforce needs"),
+    ({"method": "spg", "estimator": "elbo"}, "the objective spg computes its bounds from means .* --estimator spg"),
     ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes each draw .* --estimator elbo, espo, counts, complements"),
     ({"method": "gdsd", "estimator": "replay"}, "gdsd takes each draw as an estimate of the whole completion"),
     (
@@ -268,113 +259,61 @@ REFUSED = [
     ({"method": "wd1", "loss_type": "luspo"}, "reinforce has no loss_type luspo: use one of sum, grpo"),
     ({"method": "wd1", "loss_type": "views"}, "reinforce has no loss_type views: use one of sum, grpo"),
     ({"loss_type": "active"}, "the objective trl has no loss_type active: use one of grpo, "),
-    ({"loss_type": "sum"}, "the objective trl has no loss_type sum: use one of grpo, "),
-    ({**SPG, "beta": 0.1}, "and no KL can be computed from bounds: set --beta 0"),
+    ({"method": "spg", "beta": 0.1}, "and no KL can be computed from bounds: set --beta 0"),
     ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged by loss_type, and cispo is not one of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
-    (
-        {"max_compute_tokens": 100, "lr_scheduler_type": "cosine"},
-        "cosine changes the learning rate over max_steps, .* linear",
-    ),
-    (
-        {"max_compute_tokens": 100, "lr_scheduler_type": "linear", "warmup_steps": 3},
-        "warmup_steps: a linear learning rate .* 0",
-    ),
-    ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
+    (BUDGET | {"lr_scheduler_type": "cosine"}, "cosine changes the learning rate over max_steps, .* linear"),
+    (BUDGET | {"lr_scheduler_type": "linear", "warmup_steps": 3}, "warmup_steps: a linear learning rate .* 0"),
     ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
     ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
-    (
-        {"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"},
-        "signed_softmax is computed from rewards minus their group's mean, which normalize_then_sum does not give",
-    ),
+    ({"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"}, "signed_softmax .* use sum_then_norm"),
     ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
     ({"right_share": [0.2]}, "right_share needs two shares"),
-    (
-        {"method": "tracerl", "loss_type": "grpo"},
-        "clipped_views with loss_type grpo needs all of them: use --objective",
-    ),
-    (
-        {"split_views": True},
-        "split_views gives each update some of a row's views, but trl with loss_type bnpo needs all",
-    ),
+    ({"method": "tracerl", "loss_type": "grpo"}, "some of a row's views, but clipped_views with loss_type grpo"),
+    ({"split_views": True}, "some of a row's views, but trl with loss_type bnpo needs all"),
     (
         {"method": "bgpo", "num_iterations": 2, "split_views": True},
         "some of a row's views, but bgpo with loss_type sum",
     ),
-    (
-        {"method": "egspo", "kl": "k2_draws"},
-        "k2_draws with .* needs all .* --kl k3, k3_to_old, k3_steps, k3_likely or k3_again",
-    ),
-    ({"method": "tracerl", "kl": "k2_draws"}, "some of a row's views, but k2_draws with loss_type views needs all"),
-    (
-        {"method": "egspo-sa", "objective": "clipped_views", "loss_type": "views"},
-        "state_reward 0.5 of method egspo-sa .* clipped_views reads none of it: .*--objective clipped_steps",
-    ),
-    (
-        {"method": "egspo-sa", "split_views": False},
-        "state_reward needs one draw of views for all updates: set --split_views",
-    ),
-    (
-        {"score_as_sampled": True, "temperature": 0.0},
-        "at temperature 0 each token has probability 1; set another --temp",
-    ),
-    (
-        {"scored_tokens": "canvas", "eos_stop": True},
-        "canvas counts tokens after an EOS, which eos_stop skips: set --eos_s",
-    ),
+    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely or k3_again"),
+    ({"method": "egspo-sa", "objective": "clipped_views"}, "egspo-sa .* reads none of it: .*--objective clipped_steps"),
+    ({"method": "egspo-sa", "split_views": False}, "state_reward needs one draw of views for all updates"),
+    ({"score_as_sampled": True, "temperature": 0.0}, "at temperature 0 each token has probability 1"),
+    ({"scored_tokens": "canvas", "eos_stop": True}, "canvas counts tokens after an EOS, which eos_stop skips"),
     ({"method": "agrpo", "eos_stop": True}, "scored_tokens steps counts tokens after an EOS"),
     ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the sampler's states .* set --cfg_scale 0"),
-    (
-        {"method": "bgpo", "sampling_weight_cap": 2.0},
-        "--sampling_weight_cap 2.0 would do nothing: .* bgpo",
-    ),
-    (
-        {"method": "spg", "sampling_weight_cap": 2.0},
-        "--sampling_weight_cap 2.0 would do nothing: .* spg",
-    ),
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap weighs single tokens and vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
     ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
     # What would do nothing
     ({"num_views": 3}, "the estimator one_step does not read it; elbo, espo, counts, .* would"),
-    ({"method": "espo", "estimator": "coupled", "num_views": 4}, "--num_views 4 would do nothing"),
-    ({"method": "just-grpo", "num_views": 4}, "--num_views 4 would do nothing"),
-    ({"method": "cj-grpo", "antithetic": True}, "--antithetic True would do nothing: the estimator replay"),
-    ({"method": "cj-grpo", "state_reward": 0.5}, "--state_reward 0.5 would do nothing: .* clipped_steps would"),
-    ({**SPG, "stratified": True}, "--stratified True would do nothing"),
-    ({"segments": 4}, "--segments 4 would do nothing: the estimator one_step does not read it; segments would"),
-    ({"method": "d2", "segment_steps": 2}, "the estimator segments does not read it; replay would"),
-    ({"method": "gdpo", "num_views": 4}, "--num_views 4 would do nothing: the estimator gauss"),
-    ({"method": "bgpo", "antithetic": True}, "--antithetic True would do nothing: the estimator counts"),
-    ({"method": "bgpo", "segment_steps": 4}, "--segment_steps 4 would do nothing"),
-    ({"method": "espo", "draw_steps": "entropy"}, "--draw_steps entropy would do nothing: the estimator espo"),
     ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),
     ({"method": "cj-grpo", "mean_step": True}, "would do nothing: replay scores every step unless num_views"),
     ({"method": "egspo", "mean_step": True}, "would do nothing: the steps of highest entropy are not drawn"),
     ({"method": "cj-grpo", "split_views": True}, "--split_views True would do nothing: there is one update"),
     ({"score_as_sampled": True, "temperature": 1.0}, "--score_as_sampled True would do nothing: at temperature 1"),
+    ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
     ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it; spg, stable"),
-    ({"method": "bgpo", "eubo_share": 1.0}, "--eubo_share 1.0 would do nothing"),
-    ({**SPG, "ratio_cap": 2.0}, "--ratio_cap 2.0 would do nothing: .* stable_drl would"),
     ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it; trl, clipped_views, .* would"),
-    ({**SPG, "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective spg"),
-    ({"method": "bgpo", "loss_type": "grpo"}, "--loss_type grpo would do nothing: the objective bgpo"),
-    ({"method": "bgpo", "importance_sampling_level": "sequence"}, "--importance_sampling_level sequence would do noth"),
-    (
-        {"method": "ebpo", "delta": 3.0},
-        "--delta 3.0 would do nothing: the objective clipped_sequences .* trl, clipped_",
-    ),
-    ({"method": "gdsd", "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective gdsd"),
-    ({"method": "rldf", "epsilon": 0.3}, "--epsilon 0.3 would do nothing: the objective rldf"),
-    ({"method": "wd1", "top_entropy_quantile": 0.2}, "--top_entropy_quantile 0.2 would do nothing"),
-    ({**SPG, "entropy_coef": 0.1}, "--entropy_coef 0.1 would do nothing"),
-    ({**SPG, "use_adaptive_entropy": True}, "--use_adaptive_entropy True would do nothing"),
-    ({"method": "agrpo", "off_policy_mask_threshold": 0.1}, "--off_policy_mask_threshold 0.1 would do nothing"),
-    (
-        {"method": "agrpo", "kl": "k3_to_old"},
-        "--kl k3_to_old would do nothing: it says what beta weighs, and beta is 0",
-    ),
+    ({"method": "agrpo", "kl": "k3_to_old"}, "--kl k3_to_old would do nothing: it says what beta weighs"),
 ]
+UNREAD = {  # method -> settings that neither its estimator nor its objective reads
+    "d1": {"segments": 4, "stratified": True},
+    "wd1": {"top_entropy_quantile": 0.2},
+    "espo": {"draw_steps": "entropy"},
+    "spg": {"stratified": True, "ratio_cap": 2.0, "epsilon_high": 0.3, "entropy_coef": 0.1, "sampling_weight_cap": 2.0}
+    | {"use_adaptive_entropy": True},
+    "agrpo": {"off_policy_mask_threshold": 0.1},
+    "cj-grpo": {"antithetic": True, "state_reward": 0.5},
+    "d2": {"segment_steps": 2},
+    "just-grpo": {"num_views": 4},
+    "bgpo": {"antithetic": True, "segment_steps": 4, "eubo_share": 1.0, "loss_type": "grpo"}
+    | {"importance_sampling_level": "sequence", "sampling_weight_cap": 2.0},
+    "gdpo": {"num_views": 4},
+    "gdsd": {"epsilon_high": 0.3},
+    "rldf": {"epsilon": 0.3},
+    "ebpo": {"delta": 3.0},
+}
 
 
 @pytest.fixture
@@ -388,6 +327,14 @@ def own_penalty(monkeypatch):
 def test_what_means_nothing_is_refused_with_the_reason(given, message):
     with pytest.raises(ValueError, match=message):
         config(**given)
+
+
+@pytest.mark.parametrize("method", UNREAD)
+def test_a_setting_that_nothing_reads_is_refused_with_those_that_would(method):
+    for name, value in UNREAD[method].items():
+        said = rf"--{name} {value} would do nothing: the (estimator|objective) \w+ does not read it; \w+.* would$"
+        with pytest.raises(ValueError, match=said):
+            config(method=method, **{name: value})
 
 
 def refusal(**given) -> str:
