@@ -116,6 +116,11 @@ def test_without_a_method_all_is_d1s(tmp_path):
         "diffusion_steps": 128,
         "weight_decay": 0.1,
         "max_grad_norm": 0.2,
+        "scale_rewards": "none",
+        "use_bias_correction_kl": False,
+        "max_prompt_length": 200,
+        "remasking": "low_confidence",
+        "disable_dropout": True,
     }
     assert {name: getattr(args, name) for name in expected} == expected
     assert args.sampling_settings().block_length == 32

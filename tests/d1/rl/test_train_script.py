@@ -24,6 +24,8 @@ from d1.rl import train as diffu_grpo_train
 from d1.rl.checks import check_config, check_prompts
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
+from d1.rl.report import main as report_main
+from d1.rl.report import make_parser as report_parser
 from d1.runs.record import Past
 from d1.show.curves import panels
 from tests import forks
@@ -53,30 +55,6 @@ TINY = {
     "diffusion_steps": 4,
     "gradient_checkpointing": False,
 }
-
-
-def test_the_defaults_are_d1s():
-    args = DiffuGRPOConfig(output_dir="unused", per_device_train_batch_size=6)
-    expected = {
-        "loss_type": "bnpo",
-        "scale_rewards": "none",
-        "use_bias_correction_kl": False,
-        "beta": 0.04,
-        "epsilon": 0.5,
-        "num_iterations": 12,
-        "num_generations": 6,
-        "max_completion_length": 256,
-        "max_prompt_length": 200,
-        "diffusion_steps": 128,
-        "temperature": 0.9,
-        "p_mask_prompt": 0.15,
-        "random_masking": True,
-        "remasking": "low_confidence",
-        "learning_rate": 3e-6,
-        "disable_dropout": True,
-    }
-    assert {name: getattr(args, name) for name in expected} == expected
-    assert args.sampling_settings().block_length == 32
 
 
 def bare(*words):
@@ -216,43 +194,37 @@ def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_pat
         run_main(tmp_path, output_dir=str(tmp_path), resume_from_checkpoint="true")
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_task_without_rows_is_refused(tmp_path, split):
+TASK = """
+from datasets import Dataset
+def load_rows(split, data_file=None): return Dataset.from_list({row}[split == {empty!r}:])
+def extract(text): return text
+def score(text, row): return {{"accuracy": 1.0}}
+def equal(completions, {reads}**columns): return [0.0]
+REWARDS = [equal]
+"""
+
+
+def task_file(folder, empty="", reads=""):
+    """A task whose split `empty` has no rows, and whose reward reads a column that the rows do not have."""
+    row = [{"prompt": [{"role": "user", "content": "x"}], "question": "x"}]
+    (folder / "own.py").write_text(TASK.format(row=row, empty=empty, reads=reads))
+    return str(folder / "own.py")
+
+
+@pytest.mark.parametrize(("split", "verb", "flag"), [("train", "train", ""), ("validation", "validate", "eval_")])
+def test_a_task_without_rows_is_refused(tmp_path, split, verb, flag):
     """A data set without rows, as after a filter in a user's own task; the error names a file without rows."""
-    task = tmp_path / "filtered.py"
-    row = "[{'prompt': [{'role': 'user', 'content': 'x'}]}]"
-    task.write_text(
-        "from datasets import Dataset\n"
-        f"def load_rows(split, data_file=None):\n    return Dataset.from_list({row}[split == '{split}':])\n"
-        "def extract(text): return text\n"
-        "def score(text, row): return {'accuracy': 1.0}\n"
-        "def equal(completions, **columns): return [0.0]\n"
-        "REWARDS = [equal]\n"
-    )
-    with pytest.raises(
-        ValueError, match=r"task .*filtered.py has no rows to (train|validate) on \(--(eval_)?data_file"
-    ):
-        run_main(tmp_path, dataset=str(task), eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ValueError, match=rf"task .*own.py has no rows to {verb} on \(--{flag}data_file"):
+        run_main(tmp_path, dataset=task_file(tmp_path, split), eval_strategy="steps", eval_steps=1)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"empty.jsonl has no rows"):
         run_main(tmp_path, dataset="sudoku", data_file=str(tmp_path / "empty.jsonl"))
 
 
 def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
-    task = tmp_path / "lacking.py"
-    task.write_text(
-        "from datasets import Dataset\n"
-        "def load_rows(split, data_file=None):\n"
-        "    return Dataset.from_list([{'prompt': [{'role': 'user', 'content': 'x'}], 'question': 'x'}])\n"
-        "def extract(text): return text\n"
-        "def score(text, row): return {'accuracy': 1.0}\n"
-        "def equal(completions, ground_truth, **columns): return [0.0]\n"
-        "REWARDS = [equal]\n"
-    )
-    with pytest.raises(
-        ValueError, match=r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
-    ):
-        run_main(tmp_path, dataset=str(task))
+    says = r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
+    with pytest.raises(ValueError, match=says):
+        run_main(tmp_path, dataset=task_file(tmp_path, reads="ground_truth, "))
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -498,27 +470,29 @@ def test_each_task_gets_d1s_temperature_and_mu_unless_the_environment_says_other
     assert "--num_iterations 3 --temperature 0.5 " in launched(NUM_ITER="3", TEMPERATURE="0.5")
 
 
+def logged(folder, *entries, updates=1):
+    """A run's folder with these log entries, one per rollout, of `updates` optimizer steps each."""
+    folder.mkdir()
+    history = [{"step": updates * number, **entry} for number, entry in enumerate(entries, 1)]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    record = {"steps_per_generation": 1, "num_iterations": updates, "gradient_accumulation_steps": 1}
+    (folder / "run.json").write_text(json.dumps({"settings": record | {"data_file": "/home/me/data.csv"}}))
+    return folder
+
+
+def written_in(path):
+    return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
+
+
 def test_curves_are_drawn_against_rollouts(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    history = [{"step": 4 * (i + 1), "reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
-    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    record = {"settings": {"steps_per_generation": 1, "num_iterations": 4, "gradient_accumulation_steps": 1}}
-    (run / "run.json").write_text(json.dumps(record))
-    read, steps = read_run(run)
-    assert series(read, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
-    assert series(read, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
+    entries = [{"reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
+    run = logged(tmp_path / "run", *entries, updates=4)
+    history, steps = read_run(run)
+    assert series(history, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert series(history, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
     assert running_mean([1, 2, 6], 2) == [1, 1.5, 4]
-    draw([run], ["a"], tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
-
-    words = [str(STAGE / "plot_curves.py"), str(run), "--output", "c.png", "--html", "r.html"]
-    said = forks.finish(forks.start(forks.script, *words, log=tmp_path / "log", folder=tmp_path), tmp_path / "log")
-    assert [line.split(" (")[0] for line in said.splitlines()] == [
-        f"Written: {tmp_path / name}" for name in ("r.html", "c.png")
-    ]
     page = report_page([run], ["<a>"])
     assert page.count("<figure><svg ") == 1  # only the reward was logged
     assert "Lines: thin: each logged value; bold: mean of the last 5; dashed: validation.</p>" in page
@@ -526,20 +500,15 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert "<span>reward</span> <b>0 → 0.5</b>" in page
     assert "<b>num_iterations</b> 4" in page
     assert "--report true" in page
-    film = {
-        "title": "",
-        "prompt": "",
-        "note": "",
-        "tokens": ["</script>"],
-        "steps": [0],
-        "logps": [0],
-        "entropies": [0],
-    }
-    kept = {"before": [film | {"title": "before", "solved": False}] * 2}
-    kept["after"] = [film | {"title": "after", "solved": solved} for solved in (False, True)]
-    (run / SHOWN_FILE).write_text(json.dumps(kept))
-    record["settings"]["data_file"] = "/home/me/data.csv"
-    (run / "run.json").write_text(json.dumps(record))
+    assert "/home/me" not in page
+
+
+def test_the_report_shows_problems_whose_verdict_changed_first(tmp_path):
+    run = logged(tmp_path / "run", {"reward": 0.5})
+    film = {"title": "before", "prompt": "", "note": "", "tokens": ["</script>"], "solved": False}
+    film |= {"steps": [0], "logps": [0], "entropies": [0]}
+    after = [film | {"title": "after", "solved": solved} for solved in (False, True)]
+    (run / SHOWN_FILE).write_text(json.dumps({"before": [film] * 2, "after": after}))
     page = report_page([run], ["a"])
     scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert [scene["title"] for scene in scenes] == [
@@ -549,22 +518,7 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert [film["title"] for film in scenes[0]["films"]] == ["before", "after"]
     assert "solved of the 2 problems below</span> <b>0 → 1</b>" in page
     assert ORDER in page
-    assert "/home/me" not in page
     assert "--report true" not in page
-
-
-def logged(folder, *entries):
-    """A run's folder with these log entries, one per rollout."""
-    folder.mkdir()
-    history = [{"step": number, **entry} for number, entry in enumerate(entries, 1)]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    record = {"settings": {"steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1}}
-    (folder / "run.json").write_text(json.dumps(record))
-    return folder
-
-
-def written_in(path):
-    return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
 
 
 def test_a_spike_is_drawn_as_high_as_it_is_next_to_the_mean(tmp_path):
@@ -578,9 +532,8 @@ def test_a_spike_is_drawn_as_high_as_it_is_next_to_the_mean(tmp_path):
     assert raw.get_color() == mean.get_color()
     assert raw.get_linewidth() < mean.get_linewidth()
     draw([run], ["run"], tmp_path / "curves.svg")
-    texts = written_in(tmp_path / "curves.svg")
-    assert {"run", "each logged value", "mean of the last 5"} <= {*texts}
-    assert "validation" not in texts
+    texts = {*written_in(tmp_path / "curves.svg")}
+    assert {"run", "each logged value", "mean of the last 5"} <= texts - {"validation"} == texts
 
 
 def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_path):
@@ -590,7 +543,6 @@ def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_p
     assert [title for title in PANELS.values() if title in texts] == ["reward", "tokens to the first EOS"]
     assert {"each logged value", "validation"} <= {*texts}
     assert "mean of the last 5" not in texts  # a single value
-    assert report_page([run], ["run"]).count("<figure>") == 2
     _, (axis,) = panels(1, 1, size=(4, 3))
     draw_panel(axis, "reward", [run], ["run"])
     assert [(line.get_marker(), list(line.get_ydata())) for line in axis.lines[1:]] == [("o", [0.5]), ("o", [0.25])]
@@ -600,19 +552,18 @@ def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_p
     assert "<figure>" not in report_page([nothing], ["nothing"])
 
 
-@pytest.mark.parametrize("count", [1, 5, 6])
-def test_any_number_of_panels_is_drawn(tmp_path, monkeypatch, count):
-    names = [f"metric {number}" for number in range(count)]
-    for name in [*PANELS]:
-        monkeypatch.delitem(PANELS, name)
-    for name in names:
-        monkeypatch.setitem(PANELS, name, f"title of {name}")
-    run = logged(tmp_path / "run", *[dict.fromkeys(names, 1.0)] * 3)
-    draw([run], ["run"], tmp_path / "curves.svg")
-    texts = written_in(tmp_path / "curves.svg")
-    assert [text for text in texts if text.startswith("title")] == [*PANELS.values()]
-    assert texts.count("rollouts") == count
-    assert report_page([run], ["run"]).count("<figure>") == count
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_users_panel_is_in_the_picture_and_in_the_report(tmp_path, monkeypatch, more):
+    """A fifth and a sixth entry of `PANELS`, as CONTRIBUTING says."""
+    for number in range(more):
+        monkeypatch.setitem(PANELS, f"metric {number}", f"title {number}")
+    run = logged(tmp_path / "run", *[dict.fromkeys(PANELS, 1.0)] * 3)
+    files = {flag: tmp_path / name for flag, name in (("--output", "curves.svg"), ("--html", "report.html"))}
+    words = [str(word) for flag in files.items() for word in flag]
+    report_main(report_parser().parse_args([str(run), *words]))
+    texts = written_in(files["--output"])
+    assert [text for text in texts if text in PANELS.values()] == [*PANELS.values()]
+    assert texts.count("rollouts") == files["--html"].read_text().count("<figure>") == 4 + more
 
 
 def test_curves_go_into_the_folder_of_the_run_and_not_into_the_current_one(tmp_path):
