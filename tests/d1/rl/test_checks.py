@@ -356,6 +356,16 @@ def test_every_contradiction_has_a_test(monkeypatch):
     assert [one.lineno for one in yields if met.isdisjoint(range(one.lineno, one.end_lineno + 1))] == []
 
 
+def test_a_check_of_ones_own_is_a_function_of_the_list(monkeypatch):
+    def about_heat(s):
+        if s.temperature > 2:
+            yield f"temperature {s.temperature:g} is noise: set at most 2"
+
+    monkeypatch.setattr(checks, "CONTRADICTIONS", [*checks.CONTRADICTIONS, about_heat])
+    assert refusal(temperature=2.0) == ""
+    assert refusal(temperature=2.5) == "temperature 2.5 is noise: set at most 2"
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(monkeypatch, name):
     """A flag given together with a method is refused only if it causes a contradiction; the row itself does not prevent

@@ -95,17 +95,6 @@ def test_settings_are_idle_where_a_rollout_has_one_optimizer_step(tmp_path, give
     assert args.needs_old_logps == (args.reads_old_logps and not args.is_on_policy)
 
 
-TASK = """
-from datasets import Dataset
-ROW = {"prompt": [{"role": "user", "content": "ab"}], "question": "ab", "ground_truth": "c"}
-def load_rows(split, data_file=None): return Dataset.from_list([ROW] * 8)
-def extract(text): return text
-def score(text, row): return {"accuracy": 1.0}
-def equal(completions, **columns): return [0.0]
-REWARDS = [equal]
-"""
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -115,9 +104,8 @@ REWARDS = [equal]
         ({"num_iterations": 2}, None),
     ],
 )
-def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, tmp_path, caplog, given, said):
-    task = tmp_path / "task.py"
-    task.write_text(TASK)
+def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, caplog, given, said):
+    task = Path(__file__).with_name("letters_task.py")
     shape = {"per_device_train_batch_size": 48, "max_completion_length": 32, "diffusion_steps": 16}
     args = DiffuGRPOConfig(output_dir="unused", model_path=str(tiny_model_dir), dataset=str(task), **shape, **given)
     caplog.set_level("INFO", "d1.rl.stage")
