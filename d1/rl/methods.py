@@ -113,7 +113,7 @@ TRACERL: dict[str, Any] = dict(
     kl="k3_to_old",  # use_kl_estimator_k3: summed over a view's tokens, averaged over views
     beta=0.01,
     advantage="standardised",  # (r - m) / s, where s divides by n
-    num_iterations=4,  # steps per rollout; the release takes as many as 256 views each (2 x 128) need
+    num_iterations=4,  # optimizer steps per rollout; in the release, one per 256 views (2 x 128)
     split_views=True,  # each view is used once
     max_grad_norm=1.0,
 )
@@ -179,7 +179,7 @@ METHODS: dict[str, Method] = {
     # Tokens after the EOS are hidden. The reference is not updated: sync_ref_model with 64 steps and .6 does it.
     "coupled-grpo": method(
         "DiffuCoder, arXiv 2506.20639",
-        estimator="coupled",  # all hidden; each token with rho in [.2, .8]; the complement. rho is per row
+        estimator="coupled",  # all hidden; each token hidden with rho in [.2, .8], per row; its complement
         p_mask_prompt=0.0,
         beta=0.01,
         advantage="leave_one_out",
