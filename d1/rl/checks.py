@@ -1,50 +1,45 @@
-"""The one place that refuses settings of RL, before a model is loaded."""
+"""The one place that refuses settings of RL, before a model is loaded.
+
+In this order: methods by name or by file and the entries of users' tables; one trial call of each chosen entry;
+settings that are no choice, contradict each other or do nothing; what a resume may change; and what the model, the
+prompts and the rewards of a run do not allow. A message stands where its condition is.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig
 
 from d1.lazy import module_in
 from d1.masking import keyed_generator
-from d1.models.adapters import adapter_chain
 from d1.models.distribution import OWN
-from d1.models.kinds import block_size, check_room, native_config
-from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.models.kinds import block_size, check_room
 from d1.ranges import nearest
 from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method
+from d1.runs.record import OnResume, whole
+from d1.sampling.settings import SamplingSettings
 from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings
 from d1.scoring.estimators import called
 from d1.scoring.replay import DRAW_STEPS
 
-if TYPE_CHECKING:
-    from d1.rl.config import DiffuGRPOConfig
-from d1.runs.record import OnResume, whole
-from d1.sampling.settings import BLOCK_LENGTH
+logger = logging.getLogger(__name__)
+Settings = Any  # a `DiffuGRPOConfig`, whose module imports this one
 
-# --- Choose method ----------------------------------------------------------------------------------------------------
-#
-# Find the settings of a method by its name or in a user's file, and try the chosen rows of the tables.
-#
-# The trial calls each row's function on three completions of random numbers before any model is loaded. So a mistake in
-# a user's function is one line at the start, not a traceback after the first rollout. What this trial cannot show is
-# checked whenever a row is called (`rows.py`, `d1/scoring/estimators.py`).
+# --- Methods by name or file ------------------------------------------------------------------------------------------
 
-# What a user's own file may define besides `METHOD`: rows of these tables.
+# What a user's own file may define besides `METHOD`: entries of these tables.
 TABLES: dict[str, dict[str, Any]] = {
     "ESTIMATORS": ESTIMATORS,
     "OBJECTIVES": OBJECTIVES,
@@ -52,19 +47,14 @@ TABLES: dict[str, dict[str, Any]] = {
     "ADVANTAGES": ADVANTAGES,
 }
 
-# The three completions of the trial.
-PROMPT, CANVAS = 3, 8
-LENGTHS = torch.tensor([8, 3, 0])  # the last one is not part of the loss
-TRIED = torch.arange(CANVAS) < LENGTHS.unsqueeze(1)
-
 
 def find_method(name: str) -> Method:
-    """The row of `METHODS` with this name, or the method that a user's `.py` file defines; the file's rows join the
-    tables.
+    """The entry of `METHODS` with this name, or the method that a user's `.py` file defines; the file's entries join
+    the tables.
 
     Raises:
-        ValueError: there is no such method; or the file fails, has no `METHOD`, has wrong rows in its tables, or uses a
-            name that is taken.
+        ValueError: there is no such method; or the file fails, has no `METHOD`, has wrong entries in its tables, or
+            uses a name that is taken.
         FileNotFoundError: there is no such file.
     """
     if name in METHODS:
@@ -77,7 +67,7 @@ def find_method(name: str) -> Method:
         raise FileNotFoundError(f"no method file {path}")
     try:
         module = sys.modules.get(f"d1_user_method_{path.stem}")
-        if module is None or module.__file__ != str(path):  # the file runs once, so that its rows stay the same objects
+        if module is None or module.__file__ != str(path):  # the file runs once: its entries stay the same objects
             module = module_in(path, f"d1_user_method_{path.stem}")
         method = getattr(module, "METHOD", None)
         if not is_named(method):
@@ -88,8 +78,8 @@ def find_method(name: str) -> Method:
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"method file {path}: {kind}{error}") from error
-    for table, rows in TABLES.items():
-        rows.update(own[table])
+    for table, entries in TABLES.items():
+        entries.update(own[table])
     return Method(str(path), module.METHOD)
 
 
@@ -98,38 +88,49 @@ def is_named(values: Any) -> bool:
 
 
 def check_table(table: str, own: Any) -> None:
-    """Raises ValueError unless a user's table has new rows of the right class, with functions in them."""
-    rows = TABLES[table]
-    kind = type(next(iter(rows.values())))
+    """Raises ValueError unless a user's table has new entries of the right class, with functions in them."""
+    entries = TABLES[table]
+    kind = type(next(iter(entries.values())))
     room = kind.__module__.rpartition(".")[0]
     example = f'{table} = {{"name": {kind.__name__}(function)}}, with {kind.__name__} of {room}'
     if not is_named(own):
-        raise ValueError(f"{table} must be a dictionary from names to rows: write {example}; got {own!r}")
-    for name, row in own.items():
-        if not isinstance(row, kind):
-            raise ValueError(f"{table}[{name!r}] must be a row: write {example}; got {row!r}")
-        if rows.get(name, row) is not row:
+        raise ValueError(f"{table} must be a dictionary from names to entries: write {example}; got {own!r}")
+    for name, entry in own.items():
+        if not isinstance(entry, kind):
+            raise ValueError(f"{table}[{name!r}] must be an entry: write {example}; got {entry!r}")
+        if entries.get(name, entry) is not entry:
             raise ValueError(f"{table} already has {name}; choose another name")
-        for field in fields(row):
-            value = getattr(row, field.name)
+        for field in fields(entry):
+            value = getattr(entry, field.name)
             if (field.default is MISSING or callable(field.default)) and not callable(value):
                 raise ValueError(f"{table}[{name!r}]: {field.name} must be a function, got {value!r}")
 
 
 def check_names(method: Method, settings: Iterable[str]) -> None:
-    """Raises ValueError if a method or a row names something that is not one of the run's `settings`."""
-    for table, rows in TABLES.items():
-        for name, row in rows.items():
-            if wrong := sorted({*(getattr(row, "settings", None) or ())} - {*settings}):
+    """Raises ValueError if a method or an entry names something that is not one of the run's `settings`."""
+    for table, entries in TABLES.items():
+        for name, entry in entries.items():
+            if wrong := sorted({*(getattr(entry, "settings", None) or ())} - {*settings}):
                 raise ValueError(f"{table}[{name!r}] reads {', '.join(wrong)}, which is not a setting of diffu-GRPO")
     unknown = sorted({*method.scale, *method.values} - {*settings})
     if unknown:
         raise ValueError(f"method {method.paper}: METHOD has {', '.join(unknown)}, which is not a setting of RL")
 
 
+# --- A trial of the chosen entries ------------------------------------------------------------------------------------
+#
+# Each function is called on three completions of random numbers before any model is loaded. So a mistake in a user's
+# function is one line at the start, not a traceback after the first rollout. What this trial cannot show is checked
+# whenever an entry is called (`d1/rl/losses.py`, `d1/scoring/estimators.py`).
+
+PROMPT, CANVAS = 3, 8  # tokens
+LENGTHS = torch.tensor([8, 3, 0])  # the last one is not part of the loss
+TRIED = torch.arange(CANVAS) < LENGTHS.unsqueeze(1)
+
+
 @contextmanager
-def explained(row: str, function: object) -> Iterator[None]:
-    """Turns an error of a row's function, or the row's complaint about what it returned, into one line."""
+def explained(entry: str, function: object) -> Iterator[None]:
+    """Turns an error of an entry's function, or the entry's complaint about what it returned, into one line."""
     try:
         yield
     except Exception as error:
@@ -137,10 +138,10 @@ def explained(row: str, function: object) -> Iterator[None]:
         if not isinstance(error, ValueError):
             lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename in name]
             message = f"{type(error).__name__} in line {lines[-1] if lines else '?'}: {message}"
-        raise ValueError(f"{row}: {message if name in message else f'{name}: {message}'}") from error
+        raise ValueError(f"{entry}: {message if name in message else f'{name}: {message}'}") from error
 
 
-def try_rows(settings: Any) -> None:
+def try_entries(settings: Settings) -> None:
     """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once. Raises ValueError,
     which says which of them returned what, and what was expected."""
     estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
@@ -166,13 +167,13 @@ def try_rows(settings: Any) -> None:
 
 def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[ViewSettings, Views]:
     """The settings for completions of `canvas` tokens, and the views of three of them. Raises ValueError if these are
-    more than the estimator's row says."""
+    more than the estimator's entry says."""
     small = replace(settings, gen_length=canvas, steps=canvas, block_length=canvas // 2)
     random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
     views, most = estimator(left_to_right_rows(canvas), random, small), estimator.views(small)
     if views.noise.shape[1] > most:
         raise ValueError(
-            f"gave {views.noise.shape[1]} views, but its row says at most {most}: "
+            f"gave {views.noise.shape[1]} views, but its entry says at most {most}: "
             "write Estimator(..., views=lambda settings: ...)"
         )
     return small, views
@@ -180,17 +181,17 @@ def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[Vi
 
 def left_to_right_rows(canvas: int = CANVAS) -> SampledRows:
     """Three completions of `canvas` tokens that a sampler filled from left to right; the first prompt is padded."""
-    places = torch.arange(canvas).repeat(len(LENGTHS), 1)
+    positions = torch.arange(canvas).repeat(len(LENGTHS), 1)
     visible = torch.arange(PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
     return SampledRows(
         prompt_ids=torch.ones_like(visible, dtype=torch.long),
         attention_mask=visible.long(),
         maskable=visible,
-        canvas_ids=places,
+        canvas_ids=positions,
         scored=torch.arange(canvas) < (LENGTHS * canvas // CANVAS).unsqueeze(1),
-        reveal_steps=places,
-        logps=-torch.ones(places.shape),
-        entropies=torch.ones(places.shape),
+        reveal_steps=positions,
+        logps=-torch.ones(positions.shape),
+        entropies=torch.ones(positions.shape),
     )
 
 
@@ -213,14 +214,11 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
     )
 
 
-# --- Combinations -----------------------------------------------------------------------------------------------------
-#
-# Refuse settings that contradict each other or that would do nothing, as the chosen rows of the tables say.
+# --- Settings that are no choice, contradict each other or do nothing -------------------------------------------------
 #
 # A setting that would do nothing is refused only if its value is neither the default nor the method's own, because then
 # somebody asked for it. So `--method espo --estimator one_step` is accepted, although ESPO's number of draws is not
-# used, and `--method espo --estimator one_step --num_views 4` is refused. `state_reward` costs forward passes and
-# rewards, so the method's own is refused, too, where no row reads it.
+# used, and `--method espo --estimator one_step --num_views 4` is refused.
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {
@@ -234,13 +232,12 @@ AUTOREGRESSIVE_ONLY = {
     **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
 }
 
-# Settings with a list of choices: TRL 1.16 checks its own only at the first loss. Rows added later count, too.
+# Settings with a list of choices: TRL 1.16 checks its own only at the first loss. Entries added later count, too.
 CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "rollout_mode": ("trainer", "server"),
-    "rollout_weights": ("disk", "broadcast"),
     "draw_steps": DRAW_STEPS,
     "estimator": ESTIMATORS,
     "objective": OBJECTIVES,
@@ -253,34 +250,39 @@ CONSTANT = ("constant", "constant_with_warmup")  # learning rates that do not de
 
 
 def names(table: dict[str, Any], **needed: Any) -> str:
-    """The names of the rows that have these properties: "a, b or c"."""
-    *most, last = [name for name, row in table.items() if all(getattr(row, key) == needed[key] for key in needed)]
+    """The names of the entries that have these properties: "a, b or c"."""
+    *most, last = [name for name, entry in table.items() if all(getattr(entry, key) == needed[key] for key in needed)]
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def about_edits(s: Any) -> Iterator[str]:
-    """The reasons why the settings make no sense with a sampler that edits."""
-    estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
-    if above is None:
-        return
-    if above < 0.5:
+def readers(name: str, table: dict[str, Any] = OBJECTIVES) -> str:
+    """The names of the entries that say that they read a setting: "a, b, c"."""
+    return ", ".join(other for other, entry in table.items() if name in (entry.settings or ()))
+
+
+def adds_kl(s: Settings) -> bool:
+    """Whether a penalty of `PENALTIES` is added to the objective."""
+    return bool(s.beta) and not s.has_trls_kl
+
+
+# Each of these functions yields the reasons why settings contradict each other, about one subject.
+
+
+def about_servers(s: Settings) -> Iterator[str]:
+    if (s.rollout_mode == "server") != bool(s.rollout_server_base_url):
+        yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
+    urls = s.rollout_server_base_url or ()
+    if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
+        yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
+    if s.rollout_mode == "server" and s.rollout_server_timeout >= s.ddp_timeout:
         yield (
-            f"edit_threshold {above:g}: below 0.5 more than one token can replace a revealed one, so the probability "
-            "that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
+            f"--rollout_server_timeout {s.rollout_server_timeout:g}: processes wait for each other for --ddp_timeout "
+            f"{s.ddp_timeout} seconds, so it must be smaller"
         )
-    if s.rollout_mode == "server":
-        yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
-    if estimator.replays and not estimator.replays_writes:
-        able = names(ESTIMATORS, replays=True, replays_writes=True)
-        yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
-    if OBJECTIVES[s.objective].reads_steps:
-        yield f"{s.objective} reads the one step that revealed a token, and edit_threshold has several: leave it out"
-    if estimator.replays and s.sampling_weight_cap is not None:
-        yield f"sampling_weight_cap: {s.estimator} scores in the sampler's states, so leave it out with edit_threshold"
 
 
-def about_staleness(s: Any) -> Iterator[str]:
-    """The reasons why rollouts cannot be sampled ahead of the updates."""
+def about_staleness(s: Settings) -> Iterator[str]:
+    """Rollouts that are sampled ahead of the updates."""
     if not s.rollout_staleness:
         return
     if s.rollout_mode != "server":
@@ -295,33 +297,18 @@ def about_staleness(s: Any) -> Iterator[str]:
     if "sampling_weight_cap" in (objective.settings or ("sampling_weight_cap",)):
         what = "set --sampling_weight_cap (3, say), which weighs tokens by trained / sampling probability"
     else:
-        exact = ", ".join(name for name, row in ESTIMATORS.items() if row.as_sampled(s.view_settings()))
-        able = ", ".join(name for name, row in OBJECTIVES.items() if "sampling_weight_cap" in (row.settings or ()))
-        what = f"and {s.objective} cannot weigh tokens: take an objective of {able}" + (
+        exact = ", ".join(name for name, entry in ESTIMATORS.items() if entry.as_sampled(s.view_settings()))
+        what = f"and {s.objective} cannot weigh tokens: take an objective of {readers('sampling_weight_cap')}" + (
             f", or --estimator {exact}" if objective.reads_old else ""
         )
     yield f"--rollout_staleness {s.rollout_staleness} needs a correction: {why}; {what}"
 
 
-def contradictions(s: Any) -> Iterator[str]:
-    """The reasons why the settings contradict each other."""
-    if (s.rollout_mode == "server") != bool(s.rollout_server_base_url):
-        yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
-    if s.rollout_weights != "disk" and s.rollout_mode != "server":
-        yield f"--rollout_weights {s.rollout_weights} says how servers get weights: set --rollout_mode server"
-    urls = s.rollout_server_base_url or ()
-    if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
-        yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
-    if s.rollout_mode == "server" and s.rollout_server_timeout >= s.ddp_timeout:
-        yield (
-            f"--rollout_server_timeout {s.rollout_server_timeout:g}: processes wait for each other for --ddp_timeout "
-            f"{s.ddp_timeout} seconds, so it must be smaller"
-        )
-    yield from about_staleness(s)
-    if s.score_as_sampled and not s.temperature:
+def about_estimator(s: Settings) -> Iterator[str]:
+    """An estimator, and the objective that reads its log-probabilities."""
+    if s.score_as_sampled and not s.temperature:  # before the sampler's own check, which has another name for it
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
-    estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
-    views, adds_kl = s.view_settings(), bool(s.beta) and not s.has_trls_kl
+    estimator, objective, views = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
@@ -344,8 +331,13 @@ def contradictions(s: Any) -> Iterator[str]:
             f"{names(ESTIMATORS, linear=False)}"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
-        able = ", ".join(name for name, row in ESTIMATORS.items() if row.views_per_draw(views))
+        able = ", ".join(name for name, entry in ESTIMATORS.items() if entry.views_per_draw(views))
         yield f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator {able}"
+
+
+def about_updates(s: Settings) -> Iterator[str]:
+    """The updates on a rollout, which may share its views."""
+    objective = OBJECTIVES[s.objective]
     if objective.over_group and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
             f"{s.objective} weighs a row against the others of its prompt, all under the same weights of the model: "
@@ -353,8 +345,8 @@ def contradictions(s: Any) -> Iterator[str]:
             f"steps_per_generation ({s.steps_per_generation})"
         )
     averaged: list[tuple[str, Objective | Penalty]] = [(s.objective, objective)]
-    for name, row in averaged + [(s.kl, penalty)] * adds_kl:
-        over_views = row.by_view and ("loss_type" not in (row.settings or ()) or s.loss_type == "views")
+    for name, entry in averaged + [(s.kl, PENALTIES[s.kl])] * adds_kl(s):
+        over_views = entry.by_view and ("loss_type" not in (entry.settings or ()) or s.loss_type == "views")
         if s.split_views and not over_views:
             yield (
                 f"split_views gives each update some of a row's views, but {name} with loss_type {s.loss_type} needs "
@@ -362,14 +354,19 @@ def contradictions(s: Any) -> Iterator[str]:
                 f"--kl {names(PENALTIES, by_view=True)}"
             )
     reads = objective.settings is None or "state_reward" in objective.settings
+    # It costs forward passes and rewards, so the method's own value is refused, too; `unread` refuses a given one.
     if s.state_reward and not reads and not asked_for(s, "state_reward"):
-        able = ", ".join(name for name, row in OBJECTIVES.items() if "state_reward" in (row.settings or ()))
         yield (
             f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "
-            f"{s.objective} reads none of it: set --state_reward 0 or --objective {able}"
+            f"{s.objective} reads none of it: set --state_reward 0 or --objective {readers('state_reward')}"
         )
     if s.state_reward and s.num_iterations > 1 and not s.split_views:
         yield "state_reward needs one draw of views for all updates: set --split_views true or --num_iterations 1"
+
+
+def about_loss(s: Settings) -> Iterator[str]:
+    """The tokens, the mean and the penalty of a loss."""
+    estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
     if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:
         yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
@@ -379,21 +376,28 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"the objective {s.objective} has no loss_type {s.loss_type}: use one of {known}"
     if s.beta and not estimator.linear:
         yield f"the estimator {s.estimator} gives bounds, and no KL can be computed from bounds: set --beta 0"
-    if adds_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
+    if adds_kl(s) and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged by loss_type, and {s.loss_type} is not one of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
-    if s.max_compute_tokens is not None:
-        kind = str(s.lr_scheduler_type.value)
-        if kind not in (*CONSTANT, "linear"):
-            yield (
-                f"lr_scheduler_type {kind} changes the learning rate over max_steps, but max_compute_tokens ends the "
-                "run: use constant, or linear, which falls to 0 with the budget"
-            )
-        if kind == "linear" and s.warmup_steps:
-            yield "warmup_steps: a linear learning rate with max_compute_tokens has no warm-up; set --warmup_steps 0"
     if s.router_aux_loss_coef:
         yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
+
+
+def about_budget(s: Settings) -> Iterator[str]:
+    if s.max_compute_tokens is None:
+        return
+    kind = str(s.lr_scheduler_type.value)
+    if kind not in (*CONSTANT, "linear"):
+        yield (
+            f"lr_scheduler_type {kind} changes the learning rate over max_steps, but max_compute_tokens ends the "
+            "run: use constant, or linear, which falls to 0 with the budget"
+        )
+    if kind == "linear" and s.warmup_steps:
+        yield "warmup_steps: a linear learning rate with max_compute_tokens has no warm-up; set --warmup_steps 0"
+
+
+def about_advantages(s: Settings) -> Iterator[str]:
     if ADVANTAGES[s.advantage].centred:
         made = f"the advantage {s.advantage} is computed from rewards minus their group's mean"
         if s.scale_rewards != "none":
@@ -402,15 +406,46 @@ def contradictions(s: Any) -> Iterator[str]:
             yield f"{made}, which normalize_then_sum does not give: use sum_then_normalize"
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share needs two shares, the smaller first, got {s.right_share}"
+
+
+def about_replay(s: Settings) -> Iterator[str]:
+    """An estimator that scores tokens in the sampler's own states."""
+    estimator = ESTIMATORS[s.estimator]
     if estimator.replays and s.cfg_scale:
         yield f"{s.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
-    yield from about_edits(s)
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
 
 
-def unread(s: Any) -> Iterator[tuple[str, str]]:
-    """The settings that no chosen row reads, each with the reason."""
+def about_edits(s: Settings) -> Iterator[str]:
+    """A sampler that replaces revealed tokens."""
+    estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
+    if above is None:
+        return
+    if above < 0.5:
+        yield (
+            f"edit_threshold {above:g}: below 0.5 more than one token can replace a revealed one, so the probability "
+            "that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
+        )
+    if s.rollout_mode == "server":
+        yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
+    if estimator.replays and not estimator.replays_writes:
+        able = names(ESTIMATORS, replays=True, replays_writes=True)
+        yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
+    if OBJECTIVES[s.objective].reads_steps:
+        yield f"{s.objective} reads the one step that revealed a token, and edit_threshold has several: leave it out"
+    if estimator.replays and s.sampling_weight_cap is not None:
+        yield f"sampling_weight_cap: {s.estimator} scores in the sampler's states, so leave it out with edit_threshold"
+
+
+CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
+    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_budget, about_advantages),
+    *(about_replay, about_edits),
+]
+
+
+def unread(s: Settings) -> Iterator[tuple[str, str]]:
+    """The settings that no chosen entry reads, each with the reason."""
     if not s.beta:
         yield "kl", "it says what beta weighs, and beta is 0"
     if s.num_views is None and "draw_steps" in (ESTIMATORS[s.estimator].settings or ()):
@@ -424,38 +459,38 @@ def unread(s: Any) -> Iterator[tuple[str, str]]:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
-    penalties = [PENALTIES[s.kl]] if s.beta and not s.has_trls_kl else []
+    penalties = [PENALTIES[s.kl]] * adds_kl(s)
     tables: list[tuple[str, dict[str, Any], list[Any]]] = [
         ("estimator", ESTIMATORS, [ESTIMATORS[s.estimator]]),
         ("objective", OBJECTIVES, [OBJECTIVES[s.objective], *penalties]),
     ]
     for kind, table, used in tables:
-        read = [row.settings for row in used]
-        if None in read:  # a user's row that does not say
+        read = [entry.settings for entry in used]
+        if None in read:  # a user's entry that does not say
             continue
-        for name in dict.fromkeys(name for row in table.values() for name in row.settings or ()):
+        for name in dict.fromkeys(name for entry in table.values() for name in entry.settings or ()):
             if not any(name in settings for settings in read):
-                readers = ", ".join(other for other, row in table.items() if name in (row.settings or ()))
-                yield name, f"the {kind} {getattr(s, kind)} does not read it; {readers} would"
+                yield name, f"the {kind} {getattr(s, kind)} does not read it; {readers(name, table)} would"
 
 
-def asked_for(settings: Any, name: str) -> bool:
+def asked_for(settings: Settings, name: str) -> bool:
     """Whether a setting has neither its default nor the value of the run's method."""
     method = find_method(settings.method)
     default = settings.__dataclass_fields__[name].default
     return getattr(settings, name) not in (default, method.values.get(name, default))
 
 
-def check_combination(settings: Any) -> None:
+def check_combination(settings: Settings) -> None:
     """Raises ValueError if settings of `DiffuGRPOConfig` contradict each other, or if one of them does nothing."""
-    for reason in contradictions(settings):
-        raise ValueError(reason)
+    for about in CONTRADICTIONS:
+        for reason in about(settings):
+            raise ValueError(reason)
     for name, reason in unread(settings):
         if asked_for(settings, name):
             raise ValueError(f"--{name} {getattr(settings, name)} would do nothing: {reason}")
 
 
-def check_choices(settings: Any) -> None:
+def check_choices(settings: Settings) -> None:
     """Raises ValueError for a setting that is not one of its choices, or that belongs to autoregressive decoding."""
     for name, off in AUTOREGRESSIVE_ONLY.items():
         if getattr(settings, name) != off:
@@ -470,20 +505,7 @@ def check_choices(settings: Any) -> None:
             raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
 
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
-#
-# The settings that RL refuses before a model is loaded, and those that a resume may change.
-
-logger = logging.getLogger(__name__)
-
-ONLY = {  # TRL's settings that nothing here reads, with their defaults
-    "model_init_kwargs": None,
-    "cast_lm_head_to_fp32": False,
-    "model_revision": "main",
-    "trust_remote_code": False,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_quant_storage": None,
-}
+# --- What a resume may change -----------------------------------------------------------------------------------------
 
 ON_RESUME = OnResume(
     fixed=dict.fromkeys(
@@ -521,8 +543,19 @@ ON_RESUME = OnResume(
     ),
 )
 
+# --- What the model, the prompts and the trainer do not allow ---------------------------------------------------------
 
-def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+ONLY = {  # TRL's settings that nothing here reads, with their defaults
+    "model_init_kwargs": None,
+    "cast_lm_head_to_fp32": False,
+    "model_revision": "main",
+    "trust_remote_code": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": None,
+}
+
+
+def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
     """Refuses model settings that contradict each other or that nothing here reads."""
     if not args.model_path:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
@@ -548,35 +581,10 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
         )
 
 
-def settle_canvas(args: DiffuGRPOConfig) -> None:
-    """Where nobody gave the length of the canvas, and the model has no room for the default: as many blocks as it has
-    room for after prompts of `max_prompt_length` tokens, with d1's two tokens per step."""
-    if not args.canvas_is_unset:
-        return
-    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
-    room, block = getattr(config, "max_position_embeddings", None), args.block_length or block_size(config)
-    length = int(args.max_completion_length or 0)
-    if room is None or room > length:
-        return
-    block = block or BLOCK_LENGTH
-    fits = (room - args.max_prompt_length) // block * block
-    if fits > 0:
-        args.max_completion_length = fits
-        args.diffusion_steps = (
-            max(fits // 2, fits // block) if args.diffusion_steps == length // 2 else args.diffusion_steps
-        )
-        logger.warning(
-            "max_completion_length is %d and diffusion_steps %d: after %d tokens of a prompt (max_prompt_length), the "
-            "model's %d positions have no room for the default of %d.",
-            *(fits, args.diffusion_steps, args.max_prompt_length, room, length),
-        )
-
-
-def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
+def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     """Refuses settings that contradict the model's config, for prompts of up to `prompt` tokens.
 
     Returns the tokens per block of a block-causal model, which become `block_length` if it is not set."""
-    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
     args.sampling_settings(config)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has {config.vocab_size} tokens, numbered from 0")
@@ -585,28 +593,38 @@ def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
     return block_size(config)
 
 
-def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
+def check_prompts(lengths: Sequence[int], args: Settings) -> int:
     """Refuses prompts longer than `max_prompt_length`; with `truncate_prompts`, warns that the trainer will cut them.
-    Returns the length of the longest prompt in tokens."""
-    texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
-    lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
-    too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
+
+    Takes the lengths of all prompts in tokens, and returns that of the longest one, once cut."""
+    too_long = [row for row, length in enumerate(lengths) if length > args.max_prompt_length]
     if not too_long:
         return max(lengths)
     if not args.truncate_prompts:
         raise ValueError(
-            f"{len(too_long)} of {len(rows)} prompts are longer than max_prompt_length={args.max_prompt_length} tokens "
-            f"(the first is row {too_long[0]}, the longest has {max(lengths)}): raise max_prompt_length, or pass "
-            "--truncate_prompts true to keep only the end of them"
+            f"{len(too_long)} of {len(lengths)} prompts are longer than max_prompt_length={args.max_prompt_length} "
+            f"tokens (the first is row {too_long[0]}, the longest has {max(lengths)}): raise max_prompt_length, or "
+            "pass --truncate_prompts true to keep only the end of them"
         )
-    logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(rows))
+    logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(lengths))
     return args.max_prompt_length
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(
+    args: Settings,
+    sampling: SamplingSettings,
+    rewards: Sequence[Any],
+    block_causal: bool,
+    weights_are_split: bool,
+    samples_in_step: bool,
+) -> None:
     """Raises ValueError for settings that do not fit the trainer's rewards, or the way its processes share weights.
-    Warns if completions are sampled from a distribution that no estimator scores."""
-    args, sampling = trainer.args, trainer.sampling
+    Warns if completions are sampled from a distribution that no estimator scores.
+
+    Args:
+        weights_are_split: each process holds a part of the weights (ZeRO-3, FSDP).
+        samples_in_step: and all of them must make the same number of forward passes in sampling.
+    """
     means = [name for name, used in (("a cache", sampling.cache), ("guidance", sampling.cfg_scale)) if used]
     if means:
         logger.warning(
@@ -614,19 +632,19 @@ def check_trainer(trainer: Any) -> None:
             "sampling/logp_difference_abs and sampling/ratio_max log the difference.",
             " and ".join(means),
         )
-    if args.right_share and not getattr(trainer.reward_funcs[-1], "only_watched", False):
+    if args.right_share and not getattr(rewards[-1], "only_watched", False):
         raise ValueError("right_share needs to know which completions are right: the last reward must be `accuracy_of`")
-    if args.sync_ref_model and trainer.weights_are_split:
+    if args.sync_ref_model and weights_are_split:
         raise ValueError(
             "sync_ref_model changes the reference during the run, and under ZeRO-3 or FSDP a checkpoint cannot store "
             "it: use DDP or ZeRO-2, or leave sync_ref_model off"
         )
-    if args.rollout_mode == "server" and trainer.weights_are_split:
+    if args.rollout_mode == "server" and weights_are_split:
         raise ValueError(
             "rollout_mode server sends weights that lie whole on each process: leave out ZeRO-3 and FSDP, or sample in "
             "the trainer"
         )
-    if trainer.samples_in_step and (sampling.rule or args.eos_stop or block_size(trainer.model.config)):
+    if samples_in_step and (sampling.rule or args.eos_stop or block_causal):
         raise ValueError(
             "with a parallel sampler, eos_stop or a block-causal model, the number of forward passes depends on the "
             "texts, but processes that each hold a part of the weights must make the same number: use DDP, ZeRO-2, or "

@@ -1,8 +1,10 @@
-"""Settings of diffu-GRPO: TRL's GRPOConfig with d1's objective as defaults, plus what a diffusion model needs."""
+"""Settings of diffu-GRPO: TRL's GRPOConfig with d1's objective as defaults, plus what a diffusion model needs; and the
+plan of a run with them: how many steps, rollouts, views and forward passes it takes."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,21 +14,22 @@ from typing import Annotated, Any
 import torch
 from trl import GRPOConfig
 
+from d1.models.kinds import block_size
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
 from d1.rl.batch import SCORED
-from d1.rl.checks import asked_for, check_choices, check_combination, check_names, find_method, try_rows
+from d1.rl.checks import asked_for, check_choices, check_combination, check_names, find_method, try_entries
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
 from d1.sampling.caches import CACHES
 from d1.sampling.loop import check_sampler
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings
+from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
 
-# --- Config -----------------------------------------------------------------------------------------------------------
+logger = logging.getLogger(__name__)
 
 # Ranges of the numeric settings inherited from Transformers and TRL. Settings that are always refused are left out.
 STEPS = Range(0, 1, open_low=True, open_high=True) | COUNT  # a share of all steps, or a number of steps
@@ -63,7 +66,7 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
 BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> of evaluations
 OUTPUT_DIR = "runs/rl"
 TRAINERS_BATCH = 8  # the Trainer's default
-INHERITED = {name: row for row, names in INHERITED_BY_RANGE.items() for name in names}
+INHERITED = {name: limits for limits, names in INHERITED_BY_RANGE.items() for name in names}
 Count = Annotated[int, COUNT]
 OptionalCount = Annotated[int | None, COUNT | None]
 Amount = Annotated[float, AMOUNT]
@@ -131,7 +134,6 @@ class DiffuGRPOConfig(GRPOConfig):
     rollout_server_timeout: Annotated[float, POSITIVE] = setting(
         240.0, "Seconds to wait while no rollout server answers; then the run is saved and ends."
     )
-    rollout_weights: str = setting("disk", "How servers get weights: disk (a folder that they read), or broadcast.")
     rollout_staleness: Annotated[int, NATURAL] = setting(
         0, "Of rollout_mode server: sample with the weights of this many rollouts ago, while the trainer learns."
     )
@@ -192,9 +194,9 @@ class DiffuGRPOConfig(GRPOConfig):
     bf16: bool | None = setting(None, "bf16 mixed precision; by default on if there is a GPU.")
     ddp_find_unused_parameters: bool | None = setting(False, "Not needed: every trained weight is part of every loss.")
     logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
-    disable_dropout: bool = setting(True, "With dropout the first ratio would not be 1.")
+    disable_dropout: bool = setting(True, "Turn dropout off, so that the first probability ratio of a rollout is 1.")
     router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
-    # The number is there after `settle_batches`.
+    # None stands for a number that `settle_batches` sets.
     per_device_train_batch_size: int = setting(  # type: ignore[assignment]
         None, "Completions per device and micro-batch; unset: 8, or num_generations where 8 make no whole groups."
     )
@@ -232,7 +234,7 @@ class DiffuGRPOConfig(GRPOConfig):
             ) from error
         check_choices(self)
         check_combination(self)
-        try_rows(self)
+        try_entries(self)
 
     def rollout_batches(self, evaluates: bool) -> int:
         """Batches per device in a rollout, over all processes."""
@@ -268,7 +270,7 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def reads_old_logps(self) -> bool:
-        """Whether the loss compares the policy with the one that sampled, by the objective's or the penalty's row."""
+        """Whether the loss compares the policy with the one that sampled, as the objective or the penalty says."""
         return OBJECTIVES[self.objective].reads_old or (self.beta != 0.0 and PENALTIES[self.kl].to == "old")
 
     @property
@@ -318,6 +320,25 @@ class DiffuGRPOConfig(GRPOConfig):
             self.block_length = settings.block_length
         return settings
 
+    def settle_canvas(self, model_config: Any) -> None:
+        """Where nobody gave the length of the canvas, and the model has no room for the default: as many blocks as it
+        has room for after prompts of `max_prompt_length` tokens, with d1's two tokens per step."""
+        room, length = getattr(model_config, "max_position_embeddings", None), int(self.max_completion_length or 0)
+        if not self.canvas_is_unset or room is None or room > length:
+            return
+        block = self.block_length or block_size(model_config) or BLOCK_LENGTH
+        fits = (room - self.max_prompt_length) // block * block
+        if fits <= 0:
+            return
+        self.max_completion_length = fits
+        if self.diffusion_steps == length // 2:
+            self.diffusion_steps = max(fits // 2, fits // block)
+        logger.warning(
+            "max_completion_length is %d and diffusion_steps %d: after %d tokens of a prompt (max_prompt_length), the "
+            "model's %d positions have no room for the default of %d.",
+            *(fits, self.diffusion_steps, self.max_prompt_length, room, length),
+        )
+
     @property
     def views_per_draw(self) -> int:
         """`Estimator.views_per_draw` with these settings."""
@@ -346,26 +367,24 @@ def with_method(fill: Callable[..., None]) -> Callable[..., None]:
 DiffuGRPOConfig.__init__ = with_method(DiffuGRPOConfig.__init__)  # type: ignore[method-assign]
 
 
-# --- Plan -------------------------------------------------------------------------------------------------------------
-#
-# The plan of a diffu-GRPO run: how many steps, rollouts, views and forward passes it takes.
+# --- The plan of a run ------------------------------------------------------------------------------------------------
 
 
-def drawn_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
-    """Maximum number of views per row in one draw. A block-causal model with blocks of `block_size` tokens scores one
-    step of every block in one view."""
+def drawn_views(args: DiffuGRPOConfig, block: int | None) -> int:
+    """Maximum number of views per row in one draw. A block-causal model scores one step of every block, of `block`
+    tokens, in one view."""
     settings = args.view_settings()
-    if block_size is not None:
+    if block is not None:
         sampling = args.sampling_settings()
-        schedules = [sampling.schedule(filled) for filled in range(block_size)]
-        steps = max(len(block) for schedule in schedules for block in schedule) + sampling.post_steps
-        settings = replace(settings, gen_length=block_size, steps=steps)
+        schedules = [sampling.schedule(filled) for filled in range(block)]
+        steps = max(len(filled) for schedule in schedules for filled in schedule) + sampling.post_steps
+        settings = replace(settings, gen_length=block, steps=steps)
     return ESTIMATORS[args.estimator].views(settings)
 
 
-def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
+def most_views(args: DiffuGRPOConfig, block: int | None) -> int:
     """Maximum number of views per row in an update: all that are drawn, or with `split_views` the update's share."""
-    return -(-drawn_views(args, block_size) // (args.num_iterations if args.split_views else 1))
+    return -(-drawn_views(args, block) // (args.num_iterations if args.split_views else 1))
 
 
 def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:
@@ -378,8 +397,8 @@ def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:
     return clip + (("beta", "kl") if to_old else ())
 
 
-def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
-    """The plan, name -> number, which the console shows; `block_size` is that of a block-causal model.
+def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> dict[str, Any]:
+    """The plan, name -> number, which the console shows; `block` is the tokens per block of a block-causal model.
 
     Passes are the maximum per row, over a rollout and all updates on it. There are fewer if a completion ends early, a
     parallel sampler reveals more tokens per step, or a view hides no scored token.
@@ -391,17 +410,17 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None)
     rollout = args.per_device_train_batch_size * args.world_size * int(args.steps_per_generation or 1)
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
     groups = rollout // int(args.num_generations or 1)
-    rollouts_an_epoch = num_prompts // groups
-    if not rollouts_an_epoch:
+    rollouts_per_epoch = num_prompts // groups
+    if not rollouts_per_epoch:
         raise ValueError(
             f"a rollout needs {groups} prompts and there are {num_prompts}: lower per_device_train_batch_size or "
             "steps_per_generation (by default gradient_accumulation_steps), or add problems"
         )
-    steps_an_epoch = math.ceil(rollouts_an_epoch * cycle / args.gradient_accumulation_steps)
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_an_epoch)
-    epochs, rest = divmod(steps, steps_an_epoch)  # the last step of an epoch may be short of micro-steps
-    rollouts = epochs * rollouts_an_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
-    views = most_views(args, block_size)
+    steps_per_epoch = math.ceil(rollouts_per_epoch * cycle / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    epochs, rest = divmod(steps, steps_per_epoch)  # the last step of an epoch may be short of micro-steps
+    rollouts = epochs * rollouts_per_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
+    views = most_views(args, block)
     return {
         "processes": args.world_size,
         "prompts per optimizer step": completions / int(args.num_generations or 1),

@@ -1,4 +1,11 @@
-"""The losses of RL: pure functions in literal tables of objectives, KL penalties and advantages."""
+"""The losses of RL: pure functions in literal tables of objectives, KL penalties and advantages.
+
+From top to bottom: the inputs of a loss; means; entries of the tables, which say what a function reads and needs;
+objectives, KL penalties and advantages. A new one is a function and an entry, here or in a file of yours.
+
+Shapes end a tensor's name where it has several dimensions: R rows, V views, T tokens of the canvas, D draws. The name
+`logps_RVT` is (rows, views, tokens).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +19,7 @@ from torch import Tensor
 
 from d1.scoring.estimators import called, described
 
-# --- Rows -------------------------------------------------------------------------------------------------------------
-#
-# The contracts of RL's tables: the inputs of a loss, and the rows, which say what a function reads and needs.
-#
-# A row is called like its function and checks the returned value, so that a mistake in a user's function is one line.
-# The checks of combinations, the scoring and the plan of a run read these rows, so users' rows are treated like the
-# others.
+# --- Inputs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,44 +104,70 @@ class LossInputs:
         active = self.advantages.ne(0) & self.mask.bool().any(-1)
         return active.sum().clamp(min=1) if self.active is None else self.active
 
-    def by_draw(self, values: Tensor) -> Tensor:
-        """(rows, draws), sums of `values` (rows, views, tokens) over the tokens and views of each draw."""
-        return values.sum(-1).unflatten(1, (self.views_per_draw or values.shape[1], -1)).sum(1)
-
     @property
     def lengths(self) -> Tensor:
         """(rows,), number of scored tokens; at least 1, because it is a divisor."""
         return self.mask.sum(-1).clamp(min=1)
 
+    def by_draw(self, values: Tensor) -> Tensor:
+        """(rows, draws), sums of `values` (rows, views, tokens) over the tokens and views of each draw."""
+        # The views of a draw are `draws` apart: view v belongs to draw v modulo the number of draws.
+        return values.sum(-1).unflatten(1, (self.views_per_draw or values.shape[1], -1)).sum(1)
+
 
 def known(view_logps: Tensor | None) -> Tensor:
-    """Old or reference log-probabilities, which are there if the row in use asked for them (else ValueError)."""
+    """Old or reference log-probabilities, which are there if the entry in use asked for them (else ValueError)."""
     if view_logps is None:
-        raise ValueError("these log-probs are not scored: the row must say reads_old=True, or to='old' or 'reference'")
+        raise ValueError(
+            "these log-probs are not scored: the entry must say reads_old=True, or to='old' or 'reference'"
+        )
     return view_logps
 
 
-def mean_of_views(views: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+# --- Means: the divisor of a loss, named by `loss_type` ---------------------------------------------------------------
+#
+# Divisors that count tokens, views or rows count them over the whole rollout, so results do not depend on its split
+# into micro-batches. Two exceptions count within a micro-batch, as published: `bnpo`, TRL's and d1's, and the objective
+# `rldf`.
+
+
+def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     """The weighted mean over the tokens of a view, then the mean over all views that score something."""
-    weights = (inputs.weights * inputs.mask.unsqueeze(1)).sum(-1)
-    return (views / weights.where(weights != 0, 1.0)).sum() / inputs.scoring_views
+    weights_RV = (inputs.weights * inputs.mask.unsqueeze(1)).sum(-1)
+    return (sums_RV / weights_RV.where(weights_RV != 0, 1.0)).sum() / inputs.scoring_views
 
 
-# How each `loss_type` averages losses (rows, views) that are sums over tokens: TRL's means of that name, and our own.
+# Each averages sums over tokens, (rows, views): TRL's means of that name, and our own.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
-    "sum": lambda views, inputs, settings: views.sum(1).mean(),
-    "grpo": lambda views, inputs, settings: (views.sum(1) / inputs.lengths).mean(),
-    "dr_grpo": lambda views, inputs, settings: views.sum(1).mean() / settings.max_completion_length,
-    "bnpo": lambda views, inputs, settings: views.sum() / inputs.mask.sum().clamp(min=1),
-    "dapo": lambda views, inputs, settings: views.sum() / inputs.tokens,
-    "active": lambda views, inputs, settings: views.sum() / (inputs.active_rows * settings.max_completion_length),
+    "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean(),
+    "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean(),
+    "dr_grpo": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() / settings.max_completion_length,
+    "bnpo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.mask.sum().clamp(min=1),
+    "dapo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.tokens,
+    "active": lambda sums_RV, inputs, settings: sums_RV.sum() / (inputs.active_rows * settings.max_completion_length),
     "views": mean_of_views,
 }
 
 
+def averaged(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The mean that `settings.loss_type` names. Raises ValueError for means that only TRL's loss has."""
+    if settings.loss_type not in MEANS:
+        raise ValueError(f"only TRL's loss has loss_type {settings.loss_type}: use one of {', '.join(MEANS)}")
+    return MEANS[settings.loss_type](sums_RV, inputs, settings)
+
+
+# --- Entries of the tables --------------------------------------------------------------------------------------------
+#
+# An entry is called like its function and checks the returned value, so that a mistake in a user's function is one
+# line. The checks of combinations, the scoring and the plan of a run read the entries, so users' entries are treated
+# like the others.
+
+Loss = tuple[Tensor, dict[str, float]]  # of one micro-batch, a scalar; and metrics to log, of this process's rows
+
+
 @dataclass(frozen=True)
 class Objective:
-    """A row of the table: the loss, and what it needs.
+    """An entry of the table: the loss, and what it needs.
 
     Attributes:
         loss: returns the loss of one micro-batch, a scalar, and metrics to log, of this process's rows. The loss of a
@@ -149,9 +176,9 @@ class Objective:
         over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`.
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
-        reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
+        reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
         loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
         settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
@@ -159,7 +186,7 @@ class Objective:
         idle: the settings that do nothing as long as the policy is the one that sampled.
     """
 
-    loss: Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]] | None
+    loss: Callable[[LossInputs, Any], Loss] | None
     reads_old: bool = True
     over_group: bool = False
     per_view: bool = False
@@ -176,7 +203,7 @@ class Objective:
         if self.over_group and not self.reads_old:
             raise ValueError("an Objective with over_group compares with the old policy: it needs reads_old=True")
 
-    def __call__(self, inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, inputs: LossInputs, settings: Any) -> Loss:
         """The loss and its metrics. Raises ValueError if the function returned something else."""
         assert self.loss is not None
         returned = self.loss(inputs, settings)
@@ -191,7 +218,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Penalty:
-    """A row of the table of KL penalties.
+    """An entry of the table of KL penalties.
 
     Attributes:
         value: returns the penalty of one micro-batch, a scalar.
@@ -216,7 +243,7 @@ class Penalty:
 
 @dataclass(frozen=True)
 class Advantage:
-    """A row of the table of advantages.
+    """An entry of the table of advantages.
 
     Attributes:
         of: TRL's advantages (groups, completions per prompt) -> the same shape. None leaves them as they are.
@@ -245,26 +272,11 @@ def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
 
 # --- Objectives -------------------------------------------------------------------------------------------------------
 #
-# The losses of RL: pure functions of log-probabilities and advantages, by name.
-#
 # `objective: trl`, the default, is TRL's own loss with all its `loss_type`s and `importance_sampling_level`s; d1's is
-# `loss_type: bnpo`. A new objective is a function and a row of `OBJECTIVES`, here or in a file of yours.
-#
-# The divisor of a loss is part of a method and is named by `loss_type` (`MEANS` in `rows.py`). Divisors that count
-# tokens, views or rows count them over the whole rollout, so results do not depend on its split into micro-batches.
-# There are two exceptions, which count within a micro-batch as published: `bnpo`, TRL's and d1's, and the objective
-# `rldf`.
+# `loss_type: bnpo`. In the equations, p is the policy, A the advantage and r a ratio of p to the old policy.
 
 
-def averaged(per_view: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean, named by `settings.loss_type`, of sums over tokens (rows, views). Raises ValueError for means that only
-    TRL's loss has."""
-    if settings.loss_type not in MEANS:
-        raise ValueError(f"only TRL's loss has loss_type {settings.loss_type}: use one of {', '.join(MEANS)}")
-    return MEANS[settings.loss_type](per_view, inputs, settings)
-
-
-def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def reinforce(inputs: LossInputs, settings: Any) -> Loss:
     """-A log p: the policy gradient, without ratio and clipping (Williams 1992)."""
     per_row = -inputs.advantages * (inputs.logps * inputs.counted).sum(-1)
     return averaged(per_row.unsqueeze(1), inputs, settings), {}
@@ -288,34 +300,36 @@ def share(what: Tensor, of: Tensor) -> dict[str, float]:
     return {"clip_ratio/region_mean": ((what & of).sum() / of.sum().clamp(min=1)).item()}
 
 
-def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
     """PPO's loss with one ratio per token per view; the views' losses are summed with their weights.
 
     TRL's loss gets a weighted sum of log-probs instead, where a weight becomes an exponent of the ratio.
     """
-    ratios = (inputs.view_logps - known(inputs.view_old)).exp()
-    gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
-    counted = inputs.weights * inputs.counted.unsqueeze(1)
-    loss = averaged(-(counted * gains).sum(-1), inputs, settings)
-    return loss, share(clipped, inputs.scored)
+    ratios_RVT = (inputs.view_logps - known(inputs.view_old)).exp()
+    gains_RVT, clipped_RVT = clip(ratios_RVT, inputs.advantages[:, None, None], settings)
+    counted_RVT = inputs.weights * inputs.counted.unsqueeze(1)
+    loss = averaged(-(counted_RVT * gains_RVT).sum(-1), inputs, settings)
+    return loss, share(clipped_RVT, inputs.scored)
 
 
-def clipped_steps(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def clipped_steps(inputs: LossInputs, settings: Any) -> Loss:
     """PPO's loss with one ratio per view, that of the product of its tokens' probabilities; divided by the number of
     these tokens and averaged over all views (EGSPO, arXiv 2603.12554)."""
-    scored = inputs.scored
-    log_ratios = ((inputs.view_logps - known(inputs.view_old)) * scored).sum(-1)
-    advantages = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
-    gains, clipped = clip(log_ratios.exp(), advantages, settings)
-    per_token = gains * scored.any(-1) / scored.sum(-1).clamp(min=1)
-    return -per_token.sum() / inputs.scoring_views, share(clipped, scored.any(-1))
+    scored_RVT = inputs.scored
+    # log r of a view = sum over its tokens of log p - log p_old
+    log_ratios_RV = ((inputs.view_logps - known(inputs.view_old)) * scored_RVT).sum(-1)
+    advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
+    gains_RV, clipped_RV = clip(log_ratios_RV.exp(), advantages_RV, settings)
+    per_token_RV = gains_RV * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
+    return -per_token_RV.sum() / inputs.scoring_views, share(clipped_RV, scored_RVT.any(-1))
 
 
-def clipped_sequences(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """PPO's loss with one ratio per completion, exp(bound - old bound), not divided by the length (EBPO, of LLaDA2.1).
-    Clipping is done on logarithms, so that a clipped ratio cannot overflow."""
+def clipped_sequences(inputs: LossInputs, settings: Any) -> Loss:
+    """PPO's loss with one ratio per completion, exp(bound - old bound), not divided by the length (EBPO, of
+    LLaDA2.1)."""
     log_ratios = ((inputs.logps - inputs.old) * inputs.mask).sum(-1)
     positive = inputs.advantages >= 0
+    # Clip logarithms, so that a clipped ratio cannot overflow.
     high = math.log1p(settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
     low = math.log1p(-settings.epsilon) if settings.epsilon < 1 else -math.inf
     held = torch.where(positive, log_ratios.clamp(max=high), log_ratios.clamp(min=low))
@@ -325,33 +339,34 @@ def clipped_sequences(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[s
 
 def draws_log_ratios(inputs: LossInputs) -> Tensor:
     """(rows, draws) log-ratio of each draw's bound to the old policy's, divided by the completion's length."""
-    difference = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
-    per_draw = inputs.by_draw(difference)
-    return per_draw.shape[1] * per_draw / inputs.lengths.unsqueeze(1)  # weights are divided by the number of draws
+    difference_RVT = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
+    per_draw_RD = inputs.by_draw(difference_RVT)
+    # Weights are divided by the number of draws, so a draw's own estimate is that many times its sum.
+    return per_draw_RD.shape[1] * per_draw_RD / inputs.lengths.unsqueeze(1)
 
 
-def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """BGPO's loss, a sum over draws (arXiv 2510.11683, section 3). d is a draw's log-ratio of bounds per token.
+def bgpo(inputs: LossInputs, settings: Any) -> Loss:
+    """BGPO's loss, the mean over draws (arXiv 2510.11683, section 3). d is a draw's log-ratio of bounds per token.
 
     The ratio exp(d) is replaced by its lower bound 1 + d if A > 0, and kept if A <= 0.
     """
-    per_draw, advantages = draws_log_ratios(inputs), inputs.advantages.unsqueeze(1)
-    gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
-    taking_part = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped)
-    return -(gains * taking_part).mean(), share(clipped, taking_part)
+    d_RD, advantages = draws_log_ratios(inputs), inputs.advantages.unsqueeze(1)
+    gains_RD, clipped_RD = clip(torch.where(advantages > 0, 1 + d_RD, d_RD.exp()), advantages, settings)
+    taking_part_RD = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped_RD)
+    return -(gains_RD * taking_part_RD).mean(), share(clipped_RD, taking_part_RD)
 
 
-def gdsd(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """Squared distance of each draw's clamped log-ratio per token to 10 A, summed over draws (GDSD, arXiv 2605.29398).
+def gdsd(inputs: LossInputs, settings: Any) -> Loss:
+    """(clamp(log r) / L - 10 A)^2 for the log-ratio of each draw, summed over draws (GDSD, arXiv 2605.29398).
 
     As in the published code, the log-ratio of the whole completion is clamped at log(1 +- epsilon), and the target lies
     far outside. So the gradient is that of -20 A log p / L inside the clamp, up to a millionth, and 0 outside.
     """
-    per_draw = draws_log_ratios(inputs) * inputs.lengths.unsqueeze(1)
-    held = per_draw.clamp(math.log1p(-settings.epsilon), math.log1p(settings.epsilon))
-    taking_part = inputs.mask.bool().any(1, keepdim=True).expand_as(held)
-    distance = held / inputs.lengths.unsqueeze(1) - 10 * inputs.advantages.unsqueeze(1)
-    return (distance**2 * taking_part).sum(1).mean(), share(held != per_draw, taking_part)
+    log_ratios_RD = draws_log_ratios(inputs) * inputs.lengths.unsqueeze(1)
+    held_RD = log_ratios_RD.clamp(math.log1p(-settings.epsilon), math.log1p(settings.epsilon))
+    taking_part_RD = inputs.mask.bool().any(1, keepdim=True).expand_as(held_RD)
+    distance_RD = held_RD / inputs.lengths.unsqueeze(1) - 10 * inputs.advantages.unsqueeze(1)
+    return (distance_RD**2 * taking_part_RD).sum(1).mean(), share(held_RD != log_ratios_RD, taking_part_RD)
 
 
 def likely(inputs: LossInputs) -> Tensor:
@@ -359,23 +374,23 @@ def likely(inputs: LossInputs) -> Tensor:
     policy gives a probability of at least 0.6 (RLDF)."""
     if inputs.reveal_steps is None:
         raise ValueError("reveal_steps is missing: a view reveals the tokens of its first step")
-    scored = inputs.scored
-    steps = inputs.reveal_steps.unsqueeze(1).expand_as(scored)
-    first = steps.masked_fill(~scored, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
-    return scored & ((steps == first) | (inputs.view_logps.detach() >= math.log(0.6)))
+    scored_RVT = inputs.scored
+    steps_RVT = inputs.reveal_steps.unsqueeze(1).expand_as(scored_RVT)
+    first = steps_RVT.masked_fill(~scored_RVT, torch.iinfo(steps_RVT.dtype).max).amin(-1, keepdim=True)
+    return scored_RVT & ((steps_RVT == first) | (inputs.view_logps.detach() >= math.log(0.6)))
 
 
-def mean_of_states(values: Tensor, counts: Tensor) -> Tensor:
-    """The mean of `values` (rows, views, tokens) where `counts` is true: first per view, over the tokens of all rows of
-    the micro-batch, then over the views."""
-    return ((values * counts).sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)).mean()
+def mean_of_states(values_RVT: Tensor, counts_RVT: Tensor) -> Tensor:
+    """The mean of values where `counts_RVT` is true: first per view, over the tokens of all rows of the micro-batch,
+    then over the views."""
+    return ((values_RVT * counts_RVT).sum((0, 2)) / counts_RVT.sum((0, 2)).clamp(min=1)).mean()
 
 
-def rldf(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def rldf(inputs: LossInputs, settings: Any) -> Loss:
     """-A log p of the `likely` tokens in a few states of the rollout; the mean per state, then over states (RLDF)."""
-    counts = likely(inputs)
-    loss = mean_of_states(-inputs.advantages[:, None, None] * inputs.view_logps, counts)
-    return loss, {"likely": (counts.sum() / inputs.scored.sum().clamp(min=1)).item()}
+    counts_RVT = likely(inputs)
+    loss = mean_of_states(-inputs.advantages[:, None, None] * inputs.view_logps, counts_RVT)
+    return loss, {"likely": (counts_RVT.sum() / inputs.scored.sum().clamp(min=1)).item()}
 
 
 def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tensor]:
@@ -387,13 +402,15 @@ def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tenso
     With masks of a single block, the mean of the first over draws is a lower bound. The second is an upper bound only
     for beta >= the completion's length and many draws. With several blocks neither is a bound.
     """
-    hidden = inputs.weights != 0
-    shares = hidden.sum(-1) / inputs.lengths.unsqueeze(1)
-    powers = eubo_beta * inputs.view_logps - shares.clamp(min=1e-12).log().unsqueeze(-1)
-    met = hidden.any(1)
-    joined = torch.where(hidden, powers, -torch.inf).masked_fill(~met.unsqueeze(1), 0.0).logsumexp(1)
-    joined = (joined - math.log(hidden.shape[1])) / eubo_beta
-    upper = joined.masked_fill(~met, 0.0).sum(-1) / met.sum(-1).clamp(min=1)
+    hidden_RVT = inputs.weights != 0
+    shares_RV = hidden_RVT.sum(-1) / inputs.lengths.unsqueeze(1)  # t_v
+    # log(p^beta / t_v); 1e-12 only where a view hides nothing, which is left out below
+    powers_RVT = eubo_beta * inputs.view_logps - shares_RV.clamp(min=1e-12).log().unsqueeze(-1)
+    met_RT = hidden_RVT.any(1)
+    # A token that no view hides gets zeros: the logsumexp of -inf alone has a gradient of NaN.
+    joined_RVT = torch.where(hidden_RVT, powers_RVT, -torch.inf).masked_fill(~met_RT.unsqueeze(1), 0.0)
+    joined_RT = (joined_RVT.logsumexp(1) - math.log(hidden_RVT.shape[1])) / eubo_beta
+    upper = joined_RT.masked_fill(~met_RT, 0.0).sum(-1) / met_RT.sum(-1).clamp(min=1)
     return inputs.logps.sum(-1), upper
 
 
@@ -404,7 +421,7 @@ def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
     return torch.where(inputs.advantages > 0, lower, mixed)
 
 
-def spg(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def spg(inputs: LossInputs, settings: Any) -> Loss:
     """-A x bound, each row weighted by its length (SPG, arXiv 2510.09541, section 3)."""
     per_row = -inputs.advantages * sandwiched(inputs, settings) * inputs.lengths
     return averaged(per_row.unsqueeze(1), inputs, settings), {}
@@ -415,7 +432,7 @@ def sequence_log_ratios(inputs: LossInputs) -> Tensor:
     return ((inputs.logps - inputs.old) * inputs.mask).sum(-1).detach()
 
 
-def stable_drl(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def stable_drl(inputs: LossInputs, settings: Any) -> Loss:
     """-sum of w A x SPG's bound over a prompt's completions, where w is the softmax of their capped log-ratios;
     averaged over prompts (StableDRL)."""
     most = math.log(settings.ratio_cap)
@@ -459,12 +476,10 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-# --- Penalties --------------------------------------------------------------------------------------------------------
+# --- KL penalties -----------------------------------------------------------------------------------------------------
 #
-# KL penalties, named by `kl` and weighed by `beta`: pure functions of log-probabilities.
-#
-# With log d = log p_reference - log p, k2 is (log d)^2 / 2 and k3 is d - log d - 1 (J. Schulman, Approximating KL
-# divergence, 2020). A new penalty is a function and a row of `PENALTIES`, here or in a file of yours.
+# Named by `kl`, weighed by `beta`. With log d = log p_reference - log p, k2 is (log d)^2 / 2 and k3 is d - log d - 1
+# (J. Schulman, Approximating KL divergence, 2020).
 
 
 def k3_of(log_d: Tensor) -> Tensor:
@@ -474,21 +489,22 @@ def k3_of(log_d: Tensor) -> Tensor:
 def k3(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 of each token in each view, summed with the views' weights. With `--objective trl` the penalty is TRL's own
     instead, k3 of the views' weighted sum."""
-    per_token = k3_of(known(inputs.view_reference) - inputs.view_logps)
-    return averaged((inputs.weights * per_token * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
+    per_token_RVT = k3_of(known(inputs.view_reference) - inputs.view_logps)
+    return averaged((inputs.weights * per_token_RVT * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
 
 
 def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 to the policy that sampled: summed over a view's tokens, averaged over views (TraceRL, arXiv 2509.06949)."""
-    per_token = k3_of(known(inputs.view_old) - inputs.view_logps)
-    return (per_token * inputs.scored).sum() / inputs.scoring_views
+    per_token_RVT = k3_of(known(inputs.view_old) - inputs.view_logps)
+    return (per_token_RVT * inputs.scored).sum() / inputs.scoring_views
 
 
 def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 of the product of a view's probabilities, divided by its number of tokens; averaged over views (EGSPO)."""
-    scored = inputs.scored
-    log_d = ((known(inputs.view_reference) - inputs.view_logps) * scored).sum(-1)
-    return (k3_of(log_d) * scored.any(-1) / scored.sum(-1).clamp(min=1)).sum() / inputs.scoring_views
+    scored_RVT = inputs.scored
+    log_d_RV = ((known(inputs.view_reference) - inputs.view_logps) * scored_RVT).sum(-1)
+    per_token_RV = k3_of(log_d_RV) * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
+    return per_token_RV.sum() / inputs.scoring_views
 
 
 def k3_likely(inputs: LossInputs, settings: Any) -> Tensor:
@@ -504,10 +520,10 @@ def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
 
 def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
     """k2 of each draw's whole log-probability, divided by the completion's length; averaged over draws (GDSD)."""
-    difference = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
-    log_d = inputs.by_draw(difference)
-    log_d = log_d.shape[1] * log_d
-    return (log_d**2 / 2 / inputs.lengths.unsqueeze(1)).mean()
+    difference_RVT = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
+    log_d_RD = inputs.by_draw(difference_RVT)
+    log_d_RD = log_d_RD.shape[1] * log_d_RD  # weights are divided by the number of draws
+    return (log_d_RD**2 / 2 / inputs.lengths.unsqueeze(1)).mean()
 
 
 PENALTIES: dict[str, Penalty] = {
@@ -522,17 +538,14 @@ PENALTIES: dict[str, Penalty] = {
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
 #
-# How TRL's advantages are changed; the setting `advantage` names one of these functions of (groups, completions per
-# prompt), which return the same shape.
-#
-# TRL's advantages are rewards minus their group's mean, divided as `scale_rewards` says. A new advantage is a function
-# and a row of `ADVANTAGES`, here or in a file of yours.
+# The setting `advantage` names one of these functions of TRL's advantages, (groups, completions per prompt): rewards
+# minus their group's mean, divided as `scale_rewards` says.
 
 
 def leave_one_out(advantages: Tensor) -> Tensor:
     """A reward minus the mean of the other rewards in its group (RLOO, arXiv 2402.14740)."""
     generations = advantages.shape[1]
-    return advantages * generations / (generations - 1)
+    return advantages * generations / (generations - 1)  # r_i - mean of the others = n / (n - 1) (r_i - m)
 
 
 def signed_softmax(advantages: Tensor) -> Tensor:

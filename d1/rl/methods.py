@@ -1,4 +1,4 @@
-"""The published RL methods, as settings of the trainer. A method is a row here, with a few choices:
+"""The published RL methods, as settings of the trainer. A method is an entry here, with a few choices:
 
 - `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
 - `scored_tokens`: which of its tokens count in the loss (`d1/rl/batch.py`);
@@ -7,7 +7,8 @@
 - `advantage`: how TRL's advantages are changed (`d1/rl/losses.py`);
 - the number of updates per rollout, and the sampling temperature.
 
-`--method NAME` sets all values of the row; `docs/methods.md` gives the source of each value. Needs no torch.
+`--method NAME` sets all values of the entry. A new method needs an entry here, its formula in
+`tests/d1/rl/test_published.py` and a row of `docs/methods.md`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table.
+    """An entry of the table.
 
     Attributes:
         paper: the method's name and where it is published.
@@ -37,208 +38,461 @@ class Method:
         return {**self.scale, **canvas, **given, **self.values}
 
 
-CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}  # d1's
-# d1's own values, the defaults. Every other row starts from them, so that no value of a method chosen before is kept.
+# d1, dllm-reasoning/d1@837888f diffu-grpo: slurm_scripts/train.yaml; block_length is 32 there
+CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}
+# d1's values are the defaults. Every entry starts from them, so that no value of a method chosen before is kept.
 D1: dict[str, Any] = {
-    "estimator": "one_step",
-    "p_mask_prompt": 0.15,
+    "estimator": "one_step",  # paper, section 3: one view in which the whole canvas is hidden
+    "p_mask_prompt": 0.15,  # train.yaml
     "scored_tokens": "ended",
     "score_as_sampled": False,
-    "objective": "trl",
-    "loss_type": "bnpo",
+    "objective": "trl",  # -min(rho A, clip(rho) A) with rho = exp(l - old) of each token
+    "loss_type": "bnpo",  # diffu_grpo_trainer.py: the mean over the tokens of a micro-batch
     "importance_sampling_level": "token",
-    "epsilon": 0.5,
-    "kl": "k3",
-    "beta": 0.04,
+    "epsilon": 0.5,  # train.yaml
+    "kl": "k3",  # to the reference, per token
+    "beta": 0.04,  # train.yaml
     "advantage": "trl",
-    "scale_rewards": "none",
-    "num_iterations": 12,
+    "scale_rewards": "none",  # A = r - m, where m is the group's mean
+    "num_iterations": 12,  # train.yaml [8 on Countdown and Sudoku]
     "split_views": False,
-    "temperature": 0.9,
+    "temperature": 0.9,  # the default of diffu_grpo_config.py
     "top_k": 0,
     "top_p": 1.0,
     "remasking": "low_confidence",
-    "max_grad_norm": 0.2,
+    "max_grad_norm": 0.2,  # train.yaml
 }
 
 
-def estimator(name: str, scored: str = "ended", *, p_mask_prompt: float = 0.0, **values: Any) -> dict[str, Any]:
-    return {"estimator": name, "scored_tokens": scored, "p_mask_prompt": p_mask_prompt, **values}
-
-
-def loss(objective: str, loss_type: str, *, epsilon: float = 0.2, beta: float = 0.0, **values: Any) -> dict[str, Any]:
-    return {"objective": objective, "loss_type": loss_type, "epsilon": epsilon, "beta": beta, **values}
-
-
-def advantage(name: str, scale_rewards: str = "none") -> dict[str, Any]:
-    return {"advantage": name, "scale_rewards": scale_rewards}
-
-
-def run(mu: int, temperature: float = 0.9, max_grad_norm: float = 0.2, **values: Any) -> dict[str, Any]:
-    return {"num_iterations": mu, "temperature": temperature, "max_grad_norm": max_grad_norm, **values}
-
-
-def scale(learning_rate: float, num_generations: int, **values: Any) -> dict[str, Any]:
-    return {"learning_rate": learning_rate, "num_generations": num_generations, **values}
+def method(paper: str, scale: dict[str, Any], **values: Any) -> Method:
+    """An entry: d1's values, except for those given here."""
+    return Method(paper, D1 | values, scale)
 
 
 def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
     return {"max_completion_length": tokens, "diffusion_steps": steps, "block_length": block}
 
 
-FULL = {"weight_decay": 0.0, "lr_scheduler_type": "constant"}
-DARE = {"weight_decay": 0.01, "lr_scheduler_type": "constant"}  # values of the framework DARE
-Z, GROUP = advantage("trl", "group"), advantage("standardised")
-MEAN_STEP = estimator("replay", "steps", num_views=24, mean_step=True) | loss("clipped_views", "sum")
-AGRPO = D1 | MEAN_STEP | run(1, 0.6, 1.0, top_p=0.99, top_k=150, remasking="random", score_as_sampled=True)
-AGRPO_SCALE = scale(5e-06, 8, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps=0.01) | canvas(384, 128, 12)
-TRACERL = loss("clipped_views", "views", kl="k3_to_old", beta=0.01, right_share=[0.2, 0.8]) | GROUP
-TRACERL |= run(4, 0.8, 1.0, split_views=True)
-THRESHOLD = {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.9}
-EGSPO = D1 | estimator("replay", "canvas", num_views=8, draw_steps="top") | run(4, split_views=True)
-EGSPO |= loss("clipped_steps", "views", epsilon_high=0.5, kl="k3_steps", beta=0.04)
-BOUNDS = {"eubo_beta": 1.5, "eubo_share": 0.5}
+# --- Values that several entries share --------------------------------------------------------------------------------
+
+# AGRPO, probablyabot/agrpo@98f1182: train.yaml, agrpo_trainer.py
+AGRPO: dict[str, Any] = dict(
+    estimator="replay",
+    p_mask_prompt=0.0,
+    scored_tokens="steps",  # last_step: up to the last step with a token other than EOS, also after the first EOS
+    score_as_sampled=True,  # temperature, top-k and top-p of the rollout also apply to scoring
+    objective="clipped_views",
+    loss_type="sum",  # sum / (mc_samples x num_generations): a sum over tokens, the mean over rows
+    epsilon=0.2,
+    beta=0.0,
+    num_iterations=1,
+    temperature=0.6,
+    top_k=150,
+    top_p=0.99,
+    remasking="random",
+    max_grad_norm=1.0,
+    num_views=24,  # mc_samples; low_discrepancy: random numbers are spread evenly over all draws
+    mean_step=True,  # weight 1 / n, or 1 / (S n p_s) of a step s drawn with probability p_s among S steps
+)
+AGRPO_SCALE = dict(  # train.yaml
+    learning_rate=5e-06,
+    num_generations=8,
+    weight_decay=0.01,
+    lr_scheduler_type="cosine",
+    warmup_steps=0.01,
+    **canvas(tokens=384, steps=128, block=12),
+)
+
+# TraceRL, Gen-Verse/dLLM-RL@10b4fd1: configs/rl_llada.yaml, train/rl_llada.py, reward/rl_reward.py
+TRACERL: dict[str, Any] = dict(
+    p_mask_prompt=0.0,
+    scored_tokens="text",  # post_num 0: <|endoftext|> is not scored, <|eot_id|> is
+    objective="clipped_views",
+    loss_type="views",  # the mean over a view's tokens, then over views
+    epsilon=0.2,  # eps
+    kl="k3_to_old",  # use_kl_estimator_k3: summed over a view's tokens, averaged over views
+    beta=0.01,
+    advantage="standardised",  # (r - m) / s, where s divides by n
+    num_iterations=4,  # optimizer steps per rollout; in the release, one per 256 views (2 x 128)
+    split_views=True,  # each view is used once
+    max_grad_norm=1.0,
+)
+RIGHT_SHARE = [0.2, 0.8]  # rl_reward.py: prompts with fewer or more correct completions are dropped
+TRACERL_SCALE = dict(  # rl_llada.yaml; its cosine with min_lr_scale 1.0 is constant
+    learning_rate=1e-06,
+    num_generations=8,  # num_response_per_task
+    weight_decay=0.0,
+    lr_scheduler_type="constant",
+)
+
+# EGSPO, vishnutez/egspo-dllm-rl@a7d618b egspo: slurm_scripts/train.yaml, train.sh
+EGSPO: dict[str, Any] = dict(
+    estimator="replay",
+    p_mask_prompt=0.0,
+    scored_tokens="canvas",
+    objective="clipped_steps",  # one ratio per step, of the product of its tokens' probabilities
+    loss_type="views",
+    epsilon=0.2,  # train.sh EPSILON
+    kl="k3_steps",
+    beta=0.04,  # train.yaml
+    num_iterations=4,  # egspo_trainer.py: 4 optimizer steps per rollout, each on 2 of the 8 states
+    split_views=True,
+    num_views=8,  # train.yaml logps_eval_num_steps
+    draw_steps="top",  # logps_eval_time_steps_mode high_entropy: unweighted, so biased by design
+    epsilon_high=0.5,  # train.sh EPSILON_HIGH
+)
+EGSPO_SCALE = dict(learning_rate=3e-05, num_generations=8)  # train.yaml, train.sh
+
+# DARE, yjyddq/DARE@83ae8a3: recipe/llada/run_*.sh
+DARE = dict(learning_rate=5e-07, num_generations=8, weight_decay=0.01, lr_scheduler_type="constant")
+
+# --- The table --------------------------------------------------------------------------------------------------------
+#
+# Above an entry: its released code, and what differs from it on purpose. After a value: its source, or what it means;
+# values for other tasks in brackets. A: advantage. G: tokens of the canvas. L: scored tokens of a completion. l: a
+# log-probability. n: num_views. old, ref: l of the policy that sampled, and of the reference. r: reward. s: the
+# standard deviation of a group's rewards. z: (r - m) / (s + 1e-4). "d1's" is a value of D1 or of d1's train.yaml.
+#
+# With one optimizer step per rollout every ratio is 1, and clips, ratio caps and penalties to the old policy do
+# nothing: agrpo, agrpo-entropy, cj-grpo, just-grpo, bgpo, dipo, ebpo, trajectory.
+#
+# Divisors count over the whole rollout, on all processes, where releases count per micro-batch; except for `bnpo`
+# (d1, coupled-grpo, d2, dipo) and rldf, which count per micro-batch here, too.
 
 METHODS: dict[str, Method] = {
-    "d1": Method("d1, arXiv 2504.12216", D1, scale(3e-06, 6)),
-    "wd1": Method(
+    # The prompt mask of a row depends on the update, not on the micro-step. All differences: docs/differences.md
+    "d1": method(
+        "d1, arXiv 2504.12216",
+        scale=dict(learning_rate=3e-06, num_generations=6),  # train.yaml
+    ),
+    # xiaohangt/wd1@0898985 wd1: train.yaml, trainers/rev_grpo_trainer.py, run/wll_NP_*.sh
+    # The softmax is over the group; in the release, over the rows of a device.
+    "wd1": method(
         "wd1, arXiv 2507.08838",
-        D1 | loss("reinforce", "sum", epsilon=0.5) | advantage("signed_softmax"),
-        scale(3e-06, 6),
+        objective="reinforce",  # section 3: no ratio, no clip, no KL
+        loss_type="sum",
+        beta=0.0,
+        advantage="signed_softmax",  # section 3: softmax(A) - softmax(-A)
+        scale=dict(learning_rate=3e-06, num_generations=6),  # train.yaml; mu 12 of d1 is NUM_ITER [8 on Sudoku]
     ),
-    "coupled-grpo": Method(
+    # apple/ml-diffucoder@f735e01: recipes/config_coupled_code.yaml, src/open_r1/coupled_grpo.py
+    # Tokens after the EOS are hidden. The reference is not updated: sync_ref_model with 64 steps and .6 does it.
+    "coupled-grpo": method(
         "DiffuCoder, arXiv 2506.20639",
-        D1
-        | estimator("coupled")
-        | loss("trl", "bnpo", epsilon=0.5, beta=0.01)
-        | advantage("leave_one_out")
-        | run(2, 1.0, top_p=0.95, remasking="entropy"),
-        scale(1e-06, 10, lr_scheduler_type="cosine") | canvas(256, 256, 256),
+        estimator="coupled",  # all hidden; each token hidden with rho in [.2, .8], per row; its complement
+        p_mask_prompt=0.0,
+        beta=0.01,
+        advantage="leave_one_out",
+        num_iterations=2,
+        temperature=1.0,  # generation_temperature
+        top_p=0.95,  # sampling only
+        remasking="entropy",  # tokens of lowest entropy first
+        scale=dict(
+            learning_rate=1e-06,
+            num_generations=10,
+            lr_scheduler_type="cosine",  # cosine_with_min_lr, down to a tenth; here to 0
+            **canvas(tokens=256, steps=256, block=256),  # one block
+        ),
     ),
-    "espo": Method(
+    # ML-GSAI/ESPO@b5f2dac: recipes/train.yaml, recipes/run_gsm8k_llada.sh, espo/espo_trainer.py
+    # The counts x of hidden tokens are spread evenly over all rows of the rollout.
+    "espo": method(
         "ESPO, arXiv 2512.03759",
-        D1
-        | estimator("espo", "canvas", num_views=2, antithetic=True, stratified=True)
-        | loss("trl", "grpo", importance_sampling_level="sequence", kl="k2_sequence", beta=0.001)
-        | advantage("leave_one_out")
-        | run(8, 1.0),
-        scale(3e-06, 6, weight_decay=0.01) | canvas(256, 256, 32),
+        estimator="espo",  # x uniform on 0..G hidden, weight (G + 1) / (2 n x), and the complement
+        p_mask_prompt=0.0,
+        scored_tokens="canvas",
+        loss_type="grpo",
+        importance_sampling_level="sequence",  # exp((ELBO - old) / G)
+        epsilon=0.2,  # train.yaml [0 on Countdown]
+        kl="k2_sequence",  # (ELBO - ref)^2 / (2 G)
+        beta=0.001,  # run_gsm8k_llada.sh [.003 on Countdown, .01 on Sudoku]
+        advantage="leave_one_out",
+        num_iterations=8,  # run_gsm8k_llada.sh NUM_ITER
+        temperature=1.0,  # train.yaml generation_temperature
+        num_views=2,  # run_gsm8k_llada.sh num_mc
+        antithetic=True,  # train.yaml reduce_var
+        stratified=True,
+        # run_gsm8k_llada.sh [128 steps on Countdown and Sudoku]
+        scale=dict(
+            learning_rate=3e-06, num_generations=6, weight_decay=0.01, **canvas(tokens=256, steps=256, block=32)
+        ),
     ),
-    "spg": Method(
+    # facebookresearch/SPG@a1c7120 spg: slurm_scripts/spg_mix/gsm_base_spg_mix_beta1.5_weight0.5.sbatch, spg_trainer.py
+    # Divided by the tokens of the rollout, not of the micro-batch.
+    "spg": method(
         "SPG, arXiv 2510.09541",
-        D1 | estimator("spg", p_mask_prompt=0.15, num_views=2) | loss("spg", "dapo", epsilon=0.5, **BOUNDS) | run(4),
-        scale(3e-06, 6),
+        estimator="spg",  # forward_type block_random; prompt masks are d1's
+        objective="spg",  # section 3: the lower form for A > 0, else a mixture of both
+        loss_type="dapo",  # -A x bound x L / (sum of L); no clip, so epsilon is not read
+        beta=0.0,
+        num_iterations=4,  # NUM_ITER
+        num_views=2,  # num_t
+        eubo_beta=1.5,  # [1.0 on Sudoku]
+        eubo_share=0.5,  # mix_weight; the temperature is d1's [.3 on Sudoku]
+        scale=dict(learning_rate=3e-06, num_generations=6),
     ),
-    "agrpo": Method("AGRPO, arXiv 2510.04019, steps drawn uniformly", AGRPO | {"draw_steps": "uniform"}, AGRPO_SCALE),
-    "agrpo-entropy": Method(
-        "AGRPO, arXiv 2510.04019, steps drawn by entropy, as released", AGRPO | {"draw_steps": "entropy"}, AGRPO_SCALE
+    # One rollout per optimizer step, not per micro-batch. The release fails on a completion of EOS alone.
+    "agrpo": method("AGRPO, arXiv 2510.04019, steps drawn uniformly", AGRPO_SCALE, **AGRPO, draw_steps="uniform"),
+    # train.yaml unchanged, importance_sampling entropy; entropies are at temperature 1
+    "agrpo-entropy": method(
+        "AGRPO, arXiv 2510.04019, steps drawn by entropy, as released", AGRPO_SCALE, **AGRPO, draw_steps="entropy"
     ),
-    "cj-grpo": Method(
+    # DARE: verl/workers/actor/llada_dp_actor_cj_grpo.py. Exact sampler; z adds 1e-4, not 1e-6, to s.
+    # The authors' first code (yjyddq/EOSER-ASS-RL) has clip .5, beta .04 for k3, A = r - m, T 1 and mu 12 [8].
+    "cj-grpo": method(
         "CJ-GRPO, arXiv 2509.23924, as in DARE",
-        D1 | estimator("replay", "canvas") | loss("clipped_views", "views", delta=3.0) | Z | run(1, 0.6, 1.0),
-        scale(5e-07, 8, **DARE) | canvas(256, 128, 32),
+        estimator="replay",  # every step
+        p_mask_prompt=0.0,
+        scored_tokens="canvas",
+        objective="clipped_views",
+        loss_type="views",  # the mean over a step's tokens, then over steps
+        epsilon=0.2,
+        beta=0.0,
+        scale_rewards="group",  # z
+        num_iterations=1,
+        temperature=0.6,
+        max_grad_norm=1.0,
+        delta=3.0,  # a second clip for A < 0
+        scale=dict(**DARE, **canvas(tokens=256, steps=128, block=32)),
     ),
-    "d2": Method(
+    # kuleshov-group/d2@381b9f1 diffu-grpo: bash_scripts/sudoku_d2stepmerge_N16.sh, train.yaml, diffu_grpo_trainer.py
+    # One micro-batch scores all segments of its rows.
+    "d2": method(
         "d2-StepMerge, arXiv 2509.21474",
-        D1
-        | estimator("segments", p_mask_prompt=0.15, segments=16)
-        | loss("clipped_views", "bnpo", epsilon=0.5, beta=0.04)
-        | run(8, 0.3),
-        scale(3e-06, 6) | canvas(128, 64, 32),
+        estimator="segments",  # all of them in every update, each in the state at its beginning
+        objective="clipped_views",  # clip, beta and prompt masks are d1's: train.yaml
+        num_iterations=8,  # NUM_ITER [12 on GSM8K]
+        temperature=0.3,  # [.9 on GSM8K]
+        segments=16,  # N [8 on GSM8K]
+        # sudoku_d2stepmerge_N16.sh [256 tokens and 128 steps on GSM8K]
+        scale=dict(learning_rate=3e-06, num_generations=6, **canvas(tokens=128, steps=64, block=32)),
     ),
-    "tracerl": Method(
+    # Views are divided among updates at random; one optimizer for the run. Left out: the value model, and the rule that
+    # a completion within 5 tokens of the limit is wrong.
+    "tracerl": method(
         "TraceRL, arXiv 2509.06949",
-        D1 | estimator("replay", "text", segment_steps=8) | TRACERL,
-        scale(1e-06, 8, **FULL) | canvas(512, 512, 32),
+        **TRACERL,
+        estimator="replay",
+        temperature=0.8,  # rl_llada.yaml
+        segment_steps=8,  # shrink
+        right_share=RIGHT_SHARE,
+        scale=dict(**TRACERL_SCALE, **canvas(tokens=512, steps=512, block=32)),
     ),
-    "just-grpo": Method(
+    # LeapLabTHU/JustGRPO@eebe50e: train.py, grpo.py
+    # The mean, not the sum, over accumulated micro-batches; rows with A = 0 are counted over the rollout.
+    "just-grpo": method(
         "JustGRPO, arXiv 2601.15165",
-        D1
-        | estimator("left_to_right", "canvas")
-        | loss("clipped_views", "active", block_length=1, diffusion_steps=None)
-        | Z
-        | run(1, 1.0, 1.0),
-        scale(5e-06, 16, **FULL),
+        estimator="left_to_right",  # grpo.py: one view per token of the canvas, the chain rule
+        p_mask_prompt=0.0,
+        scored_tokens="canvas",
+        objective="clipped_views",
+        loss_type="active",  # gain / gen_length / (valid_samples + 1e-5): by G and the rows with A other than 0
+        epsilon=0.2,  # eps
+        beta=0.0,
+        scale_rewards="group",  # z
+        num_iterations=1,
+        temperature=1.0,
+        max_grad_norm=1.0,
+        block_length=1,
+        diffusion_steps=None,  # one per token
+        scale=dict(
+            learning_rate=5e-06,
+            num_generations=16,  # 8 x repeat_times 2
+            weight_decay=0.0,
+            lr_scheduler_type="constant",
+        ),
     ),
-    "unigrpo": Method(
+    # TraceRL's code with method random_masking, which MMaDA names as the implementation
+    "unigrpo": method(
         "UniGRPO, of MMaDA, arXiv 2505.15809",
-        D1 | estimator("random_masks", "text", num_views=35) | TRACERL,
-        scale(1e-06, 8, **FULL) | canvas(512, 512, 32),
+        **TRACERL,
+        estimator="random_masks",  # lower_p .1, upper_p .9: t uniform in (.1, .9) per view
+        temperature=0.8,
+        num_views=35,  # mask_times_per_sample
+        right_share=RIGHT_SHARE,
+        scale=dict(**TRACERL_SCALE, **canvas(tokens=512, steps=512, block=32)),
     ),
-    "bgpo": Method(
+    # DARE: verl/trainer/ppo/dllm_core_algos.py, run_bgpo_*.sh. z as in cj-grpo; the mean is over rows.
+    "bgpo": method(
         "BGPO, arXiv 2510.11683, as in DARE",
-        D1
-        | estimator("counts", "canvas", num_views=16, stratified=True)
-        | loss("bgpo", "sum", delta=3.0)
-        | Z
-        | run(1, 0.6, 1.0),
-        scale(5e-07, 8, **DARE) | canvas(512, 256, 32),
+        estimator="counts",  # exactly x hidden tokens, weight G / x
+        p_mask_prompt=0.0,
+        scored_tokens="canvas",
+        objective="bgpo",  # section 3: 1 + d for A > 0, else exp(d); the release's log(1 + d) is NaN for d < -1
+        loss_type="sum",
+        epsilon=0.2,
+        beta=0.0,
+        scale_rewards="group",  # z
+        num_iterations=1,
+        temperature=0.6,
+        max_grad_norm=1.0,
+        num_views=16,
+        stratified=True,  # x spread evenly over 1..G
+        delta=3.0,  # a second clip for A < 0
+        scale=dict(**DARE, **canvas(tokens=512, steps=256, block=32)),
     ),
-    "stable-drl": Method(
+    # JianyuanZhong/StableDRL@26ad014: configs/*_spg_snis.yaml, networks/llada_svpo.py. For full fine-tuning.
+    # Old and new bounds share their masks; in the release they do not, so its weights are mask noise.
+    "stable-drl": method(
         "StableDRL, arXiv 2603.06743",
-        D1
-        | estimator("spg", p_mask_prompt=0.15, num_views=2)
-        | loss("stable_drl", "sum", epsilon=0.5, ratio_cap=5.0, **BOUNDS)
-        | run(2),
-        scale(1e-06, 16, lr_scheduler_type="linear"),
+        estimator="spg",  # p_mask_perturb .15 is d1's prompt mask
+        objective="stable_drl",  # w = softmax over a prompt's completions of min(bound - old bound, log ratio_cap)
+        loss_type="sum",
+        beta=0.0,
+        num_iterations=2,
+        num_views=2,  # num_mc_samples
+        ratio_cap=5.0,  # ais_clip_iw
+        eubo_beta=1.5,  # spg_beta
+        eubo_share=0.5,  # spg_omega
+        scale=dict(
+            learning_rate=1e-06,  # [2e-6 on GSM8K and MATH]
+            num_generations=16,  # 8 x repeat_times 2
+            lr_scheduler_type="linear",  # linear_decay, to 0
+        ),
     ),
-    "egspo": Method("EGSPO, arXiv 2603.12554", EGSPO, scale(3e-05, 8)),
-    "egspo-sa": Method(
-        "EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO | {"state_reward": 0.5}, scale(3e-05, 8)
-    ),
-    "gdpo": Method(
+    # States are divided among updates at random, not by rank.
+    "egspo": method("EGSPO, arXiv 2603.12554", EGSPO_SCALE, **EGSPO),
+    # train.sh LAMBDA1 and NORMALIZE_RETURNS: A = [r + lam (r - r_s)] / (1 + lam) minus its mean over the group; r_s is
+    # the reward if the model finishes state s greedily in one pass
+    "egspo-sa": method("EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO_SCALE, **EGSPO, state_reward=0.5),
+    # NVIDIA-NeMo/RL, pull request 3550, research/gdpo: configs/gdpo_llada_8b.yaml, gdpo/elbo.py. No known difference.
+    "gdpo": method(
         "GDPO, arXiv 2510.08554",
-        D1 | estimator("gauss") | loss("trl", "grpo", epsilon=0.5, importance_sampling_level="sequence") | run(12),
-        scale(3e-07, 6),
+        estimator="gauss",  # quadrature gauss-3: max(1, floor(t L)) hidden tokens, weight w / t
+        p_mask_prompt=0.0,
+        loss_type="grpo",
+        importance_sampling_level="sequence",  # exp((ELBO - old) / L); ratio_clip_min and _max .5 and mu 12 are d1's
+        beta=0.0,
+        scale=dict(learning_rate=3e-07, num_generations=6),
     ),
-    "gdsd": Method(
+    # GaryBall/GDSD@3fb6780: scripts/train_gdsd.yaml, run_gdsd_llada_gsm8k.sh, gdsd_trainer_batchll.py
+    # Counts are spread over all rows of the rollout.
+    "gdsd": method(
         "GDSD, arXiv 2605.29398, as its code is written",
-        D1
-        | estimator("complements", "canvas", num_views=2, stratified=True)
-        | loss("gdsd", "sum", epsilon=4e-4, kl="k2_draws", beta=0.001)
-        | advantage("leave_one_out")
-        | run(8, 1.0),
-        scale(3e-06, 16, weight_decay=0.01) | canvas(256, 256, 32),
+        estimator="complements",  # a mask over the canvas and its complement, the mean of both
+        p_mask_prompt=0.0,
+        scored_tokens="canvas",
+        objective="gdsd",  # (clamp(l - old, log(1 +- epsilon)) / G - 10 A)^2; PSI=10.0
+        loss_type="sum",  # over draws
+        epsilon=4e-4,  # train_gdsd.yaml: six orders of magnitude below the target
+        kl="k2_draws",
+        beta=0.001,  # BETA_KL_DIV
+        advantage="leave_one_out",
+        num_iterations=8,
+        temperature=1.0,
+        num_views=2,  # SAMPLE_STEPS
+        stratified=True,
+        scale=dict(
+            learning_rate=3e-06,
+            num_generations=16,  # WORLD_SIZE * 2 on 8 GPUs
+            weight_decay=0.01,
+            **canvas(tokens=256, steps=256, block=32),
+        ),
     ),
-    "rldf": Method(
+    # ant-research/Drift@7abd99b: configs/llada_math.yaml, trainer/main_rl.py, trainer/masking_strategy.py
+    # Groups are trained on in their order, not by decreasing spread of rewards.
+    "rldf": method(
         "RLDF, of ant-research/Drift",
-        D1
-        | estimator("states", num_views=4)
-        | loss("rldf", "sum", kl="k3_likely", beta=0.01)
-        | advantage("floored")
-        | run(1, 1.0, 1.0, **THRESHOLD),
-        scale(1e-06, 4, **FULL) | canvas(256, 256, 32),
+        estimator="states",  # sequential_masking, sample_temperature 1: p ~ exp(mean surprisal), without replacement
+        p_mask_prompt=0.0,
+        objective="rldf",  # -A l of tokens revealed there, and of hidden ones with p >= low_prob_threshold .6
+        loss_type="sum",
+        epsilon=0.2,  # not read: there is no ratio
+        kl="k3_likely",  # kl_type k3
+        beta=0.01,
+        advantage="floored",  # (r - m) / max(s, .01)
+        num_iterations=1,
+        temperature=1.0,
+        max_grad_norm=1.0,  # this library's choice
+        num_views=4,  # mask_num
+        sampler="parallel",  # remasking_strategy low_confidence_dynamic
+        reveal="threshold",
+        reveal_level=0.9,  # dynamic_threshold
+        scale=dict(
+            learning_rate=1e-06,
+            num_generations=4,
+            weight_decay=0.0,
+            lr_scheduler_type="constant",
+            **canvas(tokens=256, steps=256, block=32),
+        ),
     ),
-    "dipo": Method(
+    # OpenMOSS/DiRL@ec4bfb3: configs/rl.yaml, scripts/dapo.sh, train/dapo.py; clip as in modeling_sdar.py
+    # The canvas is as configured, not 8192 tokens; the entry sets no learning rate (1e-6 in dapo.sh).
+    "dipo": method(
         "DiPO, of DiRL, for block-causal models",
-        D1
-        | estimator("replay")
-        | loss("clipped_views", "bnpo", epsilon_high=0.28, beta=0.1, right_share=[1e-6, 1 - 1e-6])
-        | GROUP
-        | run(1, 1.0, 1.0, top_k=50),
-        {"num_generations": 8},
+        estimator="replay",  # every step: one view holds the k-th step of every block
+        p_mask_prompt=0.0,
+        objective="clipped_views",
+        epsilon=0.2,
+        beta=0.1,  # to the reference; dapo.sh sets KL to 0
+        advantage="standardised",
+        num_iterations=1,  # ITERATIONS
+        temperature=1.0,
+        top_k=50,
+        max_grad_norm=1.0,  # this library's choice
+        epsilon_high=0.28,
+        right_share=[1e-6, 1 - 1e-6],  # prompts with only correct or only wrong completions are dropped
+        scale=dict(num_generations=8),
     ),
-    "ebpo": Method(
+    # DARE: verl/trainer/ppo/dllm_core_algos.py, for LLaDA2.1 (arXiv 2602.08676). z as in cj-grpo.
+    "ebpo": method(
         "EBPO, of LLaDA2.1, for block-causal models, as in DARE",
-        D1
-        | estimator("counts", num_views=16, stratified=True)
-        | loss("clipped_sequences", "sum")
-        | Z
-        | run(1, 0.6, 1.0),
-        scale(5e-07, 8, **DARE),
+        estimator="counts",  # exactly x hidden tokens per block of length len, weight len / x
+        p_mask_prompt=0.0,
+        objective="clipped_sequences",  # exp(ELBO - old), not divided by the length
+        loss_type="sum",
+        epsilon=0.2,
+        beta=0.0,
+        scale_rewards="group",  # z
+        num_iterations=1,
+        temperature=0.6,  # [1.0 in the Math-Hard recipes]
+        max_grad_norm=1.0,
+        num_views=16,
+        stratified=True,  # the share x / len is the same in all blocks
+        scale=DARE,
     ),
-    "trajectory": Method(
+    # This library's own: the weights S / n and 1 / (n p_s) are unbiased for the sum over S steps; the released ones
+    # give 1 / S of it (tests/d1/scoring/test_replay.py enumerates both).
+    "trajectory": method(
         "the sum over a trajectory's steps; AGRPO, arXiv 2510.04019, takes their mean",
-        D1 | estimator("replay", num_views=24, draw_steps="entropy") | loss("clipped_views", "sum") | run(1),
-        scale(5e-06, 8),
+        estimator="replay",
+        p_mask_prompt=0.0,
+        objective="clipped_views",
+        loss_type="sum",
+        epsilon=0.2,
+        beta=0.0,
+        num_iterations=1,
+        num_views=24,
+        draw_steps="entropy",
+        scale=dict(learning_rate=5e-06, num_generations=8),
     ),
-    "quick-replay": Method(
+    # This library's own, for the leaderboard, which it does not top
+    "quick-replay": method(
         "TraceRL's loss on the rollouts of RLDF; of this library, from studies/leaderboard",
-        D1 | estimator("replay", "text", segment_steps=8, num_views=4) | TRACERL | THRESHOLD | {"temperature": 1.0},
-        scale(1e-06, 8, **FULL) | canvas(256, 256, 32),
+        **TRACERL,
+        estimator="replay",
+        temperature=1.0,  # rldf
+        segment_steps=8,  # tracerl
+        num_views=4,  # of the merged steps; unbiased for the sum over all
+        right_share=RIGHT_SHARE,
+        sampler="parallel",  # rldf
+        reveal="threshold",
+        reveal_level=0.9,
+        scale=dict(**TRACERL_SCALE, **canvas(tokens=256, steps=256, block=32)),
     ),
-    "reinforce": Method(
+    # A reference method: -A ELBO / L, without ratio, clip or KL. LLaDA's bound, arXiv 2502.09992
+    "reinforce": method(
         "the policy gradient of LLaDA's bound, Williams 1992, arXiv 2502.09992",
-        D1 | estimator("elbo", num_views=4, antithetic=True, stratified=True) | loss("reinforce", "grpo") | run(1),
+        estimator="elbo",
+        p_mask_prompt=0.0,
+        objective="reinforce",
+        loss_type="grpo",
+        epsilon=0.2,  # not read: there is no ratio
+        beta=0.0,
+        num_iterations=1,
+        num_views=4,  # with their complements, at stratified times
+        antithetic=True,
+        stratified=True,
+        scale={},
     ),
 }

@@ -28,7 +28,7 @@ from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_
 from d1.show.film import Film, verdict, without_folders
 from d1.show.page import Scene, film_page
 
-PANELS = {
+PANELS = {  # a metric in the logs -> the title of its panel, in the report and the picture
     "reward": "reward",
     "rewards/accuracy/mean": "accuracy (strict)",
     "kl": "KL to the reference",
@@ -36,12 +36,12 @@ PANELS = {
 }
 SMOOTH = 5  # points in the running mean
 FEW = 30  # points that are marked, because a line alone hides them
-LINES: dict[str, tuple[str, dict[str, Any]]] = {  # what is drawn of a metric: its name, its look
+LINES: dict[str, tuple[str, dict[str, Any]]] = {  # key -> what it shows of a metric, its style
     "thin": ("each logged value", {"linewidth": 0.8, "alpha": 0.6, "markersize": 3}),
     "bold": (f"mean of the last {SMOOTH}", {"linewidth": 1.8}),
     "dashed": ("validation", {"linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 1.2}),
 }
-SHOWN_FILE = "shown_problems.json"  # written by `shown_problems.py`
+SHOWN_FILE = "shown_problems.json"  # written by `ShowProblems` (`d1/rl/stage.py`)
 ORDER = """Below: the first problems of the validation data, or of the training data if the run has no validation.
 Those that are solved only before or only after the run come first, then the others, each in the order of the data."""
 
@@ -67,16 +67,19 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
     return history, micro_steps / settings["gradient_accumulation_steps"]
 
 
-def series(history: list[dict[str, Any]], name: str, steps_a_rollout: float) -> tuple[list[float], list[float]]:
+def series(history: list[dict[str, Any]], name: str, steps_per_rollout: float) -> tuple[list[float], list[float]]:
     """Number of rollouts so far and value of every log entry that has a value for `name`."""
-    points = [(entry["step"] / steps_a_rollout, float(entry[name])) for entry in history if entry.get(name) is not None]
+    points = [
+        (entry["step"] / steps_per_rollout, float(entry[name])) for entry in history if entry.get(name) is not None
+    ]
     return [x for x, _ in points], [y for _, y in points]
 
 
 def drawn(runs: list[Path], name: str) -> dict[str, bool]:
-    """Which of `LINES` some run has for a metric."""
+    """Which of `LINES` some run has for a metric; there is no KL in validation."""
+    histories = [read_run(run)[0] for run in runs]
     own, validation = (
-        max((len(series(read_run(run)[0], metric, 1)[1]) for run in runs), default=0)
+        max((len(series(history, metric, 1)[1]) for history in histories), default=0)
         for metric in (name, f"eval_{name}")
     )
     return {"thin": own > 0, "bold": own > 1, "dashed": validation > 0 and name != "kl"}
@@ -113,13 +116,13 @@ def draw(runs: list[Path], labels: list[str], output: Path) -> None:
 def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str]) -> None:
     """The curves of one metric, one colour per run (see `LINES`)."""
     for run, label in zip(runs, labels, strict=True):
-        history, steps_a_rollout = read_run(run)
-        x, y = series(history, name, steps_a_rollout)
+        history, steps_per_rollout = read_run(run)
+        x, y = series(history, name, steps_per_rollout)
         thin, bold, dashed = (look for _, look in LINES.values())
         (line,) = axis.plot(x, running_mean(y, SMOOTH), label=label, **bold)
         axis.plot(x, y, color=line.get_color(), marker="o" if len(x) <= FEW else "", **thin)
         if name != "kl":
-            axis.plot(*series(history, f"eval_{name}", steps_a_rollout), color=line.get_color(), **dashed)
+            axis.plot(*series(history, f"eval_{name}", steps_per_rollout), color=line.get_color(), **dashed)
     axis.set(title=PANELS[name], xlabel="rollouts")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     widen(axis)
@@ -142,11 +145,11 @@ def report_page(runs: list[Path], labels: list[str]) -> str:
 
 def about_run(run: Path, label: str) -> str:
     """The panels' metrics, as means over the first and the last tenth of the logs, and all settings, collapsed."""
-    history, steps_a_rollout = read_run(run)
+    history, steps_per_rollout = read_run(run)
     label = html.escape(label)
     stats = f"<li>{label}, first and last tenth of the run:</li>"
     for name, title in PANELS.items():
-        if values := series(history, name, steps_a_rollout)[1]:
+        if values := series(history, name, steps_per_rollout)[1]:
             tenth = max(1, len(values) // 10)
             before, after = fmean(values[:tenth]), fmean(values[-tenth:])
             stats += f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>"

@@ -1,5 +1,7 @@
 """Reward functions: a reward is a number that is finite as float32, or None if the function does not apply (TRL's
 convention). Anything else ends the run with an error that names the function, the task and the row.
+
+Before a run, `check_rewards` calls each function once; during the run, `guarded` watches its calls.
 """
 
 from __future__ import annotations

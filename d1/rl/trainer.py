@@ -468,7 +468,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             )
         if not args.has_trls_kl:
             self.beta = 0.0  # so that TRL adds no KL and reads no reference of its own
-        check_trainer(self)
+        block_causal = block_size(self.model.config) is not None
+        split = self.weights_are_split, self.samples_in_step
+        check_trainer(args, self.sampling, self.reward_funcs, block_causal, *split)
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0

@@ -21,6 +21,7 @@ from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guarded, rewards_of, weighted_sum
 from d1.tasks import load_task, with_rewards
+from tests.tiny_grpo import SETTINGS
 
 LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
@@ -200,23 +201,8 @@ def test_accuracy_is_the_tasks_first_metric() -> None:
 
 def run_task(task: Path, model: Path, folder: Path, **changes: Any) -> list[dict[str, float]]:
     """The training logs of a run with four completions per step on a task file."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "model_path": str(model),
-        "dataset": str(task),
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "num_iterations": 1,
-        "max_completion_length": 8,
-        "block_length": 4,
-        "diffusion_steps": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "gradient_checkpointing": False,
-        "beta": 0.0,
-        **changes,
-    }
+    own = {"output_dir": str(folder), "model_path": str(model), "dataset": str(task), "num_iterations": 1, "beta": 0.0}
+    settings: dict[str, Any] = SETTINGS | own | changes
     trainer = diffu_grpo_train.main(DiffuGRPOConfig(**settings), ModelConfig())
     assert trainer is not None
     return [entry for entry in trainer.state.log_history if "loss" in entry]

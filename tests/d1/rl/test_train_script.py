@@ -1,6 +1,9 @@
-"""The entry point: what it accepts, what it refuses and with which message, before a model is loaded."""
+"""The entry point: what it accepts, what it refuses before a model is loaded and with which message, what the scripts
+around it launch, and its reports."""
 
+import contextlib
 import fnmatch
+import itertools
 import json
 import re
 import shutil
@@ -11,24 +14,27 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from trl import ModelConfig
 
 from d1 import __main__ as d1_main
 from d1.models import load_model
+from d1.models.kinds import native_config
 from d1.rl import checks as grpo_checks
+from d1.rl import stage as grpo_stage
 from d1.rl import train as diffu_grpo_train
-from d1.rl import train as grpo_setup
-from d1.rl.checks import check_config, settle_canvas
+from d1.rl.checks import check_config, check_prompts
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.methods import CANVAS, METHODS
 from d1.rl.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
+from d1.rl.report import main as report_main
+from d1.rl.report import make_parser as report_parser
 from d1.runs.record import Past
 from d1.show.curves import panels
 from tests import forks
+from tests.commands import ROOT, calls_of, check_python
 
-ROOT = Path(__file__).parents[3]
 STAGE = ROOT / "diffu-grpo"
 
 
@@ -53,30 +59,6 @@ TINY = {
     "diffusion_steps": 4,
     "gradient_checkpointing": False,
 }
-
-
-def test_the_defaults_are_d1s():
-    args = DiffuGRPOConfig(output_dir="unused", per_device_train_batch_size=6)
-    expected = {
-        "loss_type": "bnpo",
-        "scale_rewards": "none",
-        "use_bias_correction_kl": False,
-        "beta": 0.04,
-        "epsilon": 0.5,
-        "num_iterations": 12,
-        "num_generations": 6,
-        "max_completion_length": 256,
-        "max_prompt_length": 200,
-        "diffusion_steps": 128,
-        "temperature": 0.9,
-        "p_mask_prompt": 0.15,
-        "random_masking": True,
-        "remasking": "low_confidence",
-        "learning_rate": 3e-6,
-        "disable_dropout": True,
-    }
-    assert {name: getattr(args, name) for name in expected} == expected
-    assert args.sampling_settings().block_length == 32
 
 
 def bare(*words):
@@ -128,22 +110,20 @@ def test_a_message_about_groups_names_what_was_given():
 def test_a_canvas_that_was_given_is_not_made_shorter():
     for given in (["--max_completion_length", "256"], ["--max_completion_length", "64", "--diffusion_steps", "32"]):
         args = bare(*given)
-        settle_canvas(args)
+        args.settle_canvas(native_config(args.model_path)[0])
         assert args.max_completion_length == int(given[1])
     with pytest.raises(ValueError, match=r"18 tokens of text and 256 .*: lower --max_completion_length$"):
-        check_config(18, bare("--max_completion_length", "256"))
+        check_config(native_config(args.model_path)[0], 18, bare("--max_completion_length", "256"))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"max_completion_length": 30, "block_length": 32}, "must be a multiple of block_length"),
-        ({"diffusion_steps": 0}, "--diffusion_steps 0"),
         ({"max_completion_length": 128, "diffusion_steps": 3}, "between 4 and 128 steps, got 3"),
         ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
         ({"num_generations": 3}, "divisible by num_generations"),
         ({"remasking": "margin"}, "low_confidence, random, entropy"),
-        ({"p_mask_prompt": 1.0}, r"must be in \[0, 1\)"),
         ({"min_p": 0.1}, "min_p=0.1 belongs to autoregressive decoding"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 belongs"),
         ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
@@ -186,7 +166,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     ],
 )
 def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr("d1.rl.train.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("d1.rl.stage.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     of_model = {name: change[name] for name in change.keys() & ModelConfig.__dataclass_fields__}
     own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -216,43 +196,37 @@ def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_pat
         run_main(tmp_path, output_dir=str(tmp_path), resume_from_checkpoint="true")
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_task_without_rows_is_refused(tmp_path, split):
+TASK = """
+from datasets import Dataset
+def load_rows(split, data_file=None): return Dataset.from_list({row}[split == {empty!r}:])
+def extract(text): return text
+def score(text, row): return {{"accuracy": 1.0}}
+def equal(completions, {reads}**columns): return [0.0]
+REWARDS = [equal]
+"""
+
+
+def task_file(folder, empty="", reads=""):
+    """A task whose split `empty` has no rows, and whose reward reads a column that the rows do not have."""
+    row = [{"prompt": [{"role": "user", "content": "x"}], "question": "x"}]
+    (folder / "own.py").write_text(TASK.format(row=row, empty=empty, reads=reads))
+    return str(folder / "own.py")
+
+
+@pytest.mark.parametrize(("split", "verb", "flag"), [("train", "train", ""), ("validation", "validate", "eval_")])
+def test_a_task_without_rows_is_refused(tmp_path, split, verb, flag):
     """A data set without rows, as after a filter in a user's own task; the error names a file without rows."""
-    task = tmp_path / "filtered.py"
-    row = "[{'prompt': [{'role': 'user', 'content': 'x'}]}]"
-    task.write_text(
-        "from datasets import Dataset\n"
-        f"def load_rows(split, data_file=None):\n    return Dataset.from_list({row}[split == '{split}':])\n"
-        "def extract(text): return text\n"
-        "def score(text, row): return {'accuracy': 1.0}\n"
-        "def equal(completions, **columns): return [0.0]\n"
-        "REWARDS = [equal]\n"
-    )
-    with pytest.raises(
-        ValueError, match=r"task .*filtered.py has no rows to (train|validate) on \(--(eval_)?data_file"
-    ):
-        run_main(tmp_path, dataset=str(task), eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ValueError, match=rf"task .*own.py has no rows to {verb} on \(--{flag}data_file"):
+        run_main(tmp_path, dataset=task_file(tmp_path, split), eval_strategy="steps", eval_steps=1)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"empty.jsonl has no rows"):
         run_main(tmp_path, dataset="sudoku", data_file=str(tmp_path / "empty.jsonl"))
 
 
 def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
-    task = tmp_path / "lacking.py"
-    task.write_text(
-        "from datasets import Dataset\n"
-        "def load_rows(split, data_file=None):\n"
-        "    return Dataset.from_list([{'prompt': [{'role': 'user', 'content': 'x'}], 'question': 'x'}])\n"
-        "def extract(text): return text\n"
-        "def score(text, row): return {'accuracy': 1.0}\n"
-        "def equal(completions, ground_truth, **columns): return [0.0]\n"
-        "REWARDS = [equal]\n"
-    )
-    with pytest.raises(
-        ValueError, match=r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
-    ):
-        run_main(tmp_path, dataset=str(task))
+    says = r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
+    with pytest.raises(ValueError, match=says):
+        run_main(tmp_path, dataset=task_file(tmp_path, reads="ground_truth, "))
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -318,25 +292,24 @@ def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
         run_main(tmp_path, model_path=str(folder), plain_chat_template=True, max_prompt_length=1)
 
 
-def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_model_dir, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a" * n}]} for n in (5, 40, 60)])
+def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tmp_path):
     args = DiffuGRPOConfig(**settings(tmp_path, max_prompt_length=20))
+    assert check_prompts([8, 20], args) == 20
     with pytest.raises(ValueError, match=r"2 of 3 prompts are longer .* first is row 1, the longest has 63"):
-        grpo_checks.check_prompts(rows, tokenizer, args)
+        check_prompts([8, 43, 63], args)
     args.truncate_prompts = True
-    grpo_checks.check_prompts(rows, tokenizer, args)
+    assert check_prompts([8, 43, 63], args) == 20
 
 
 def test_one_name_of_a_module_is_a_name_and_no_pattern(tiny_model_dir):
     model = load_model(str(tiny_model_dir))
     for typed, targets in (["q_proj"], {"q_proj"}), (["q_proj", "v_proj"], {"q_proj", "v_proj"}):
-        config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
+        config = grpo_stage.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
         assert config.target_modules == targets
-    config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
+    config = grpo_stage.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
     assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert grpo_setup.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
-    assert grpo_setup.adapter_config(ModelConfig(), model) is None
+    assert grpo_stage.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
+    assert grpo_stage.adapter_config(ModelConfig(), model) is None
 
 
 def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_dir, tmp_path):
@@ -465,61 +438,32 @@ def test_shipped_settings_are_accepted(path, tmp_path):
     ModelConfig(**{k: v for k, v in content.items() if k in ModelConfig.__dataclass_fields__})
 
 
-def test_without_a_gpu_and_a_model_run_sh_shows_the_pocket_command():
-    done = subprocess.run(
-        ["bash", "run.sh"],
-        cwd=STAGE,
-        env={"PATH": "/usr/bin:/bin", "GPUS": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "CONFIG=pocket.yaml bash run.sh" in done.stderr
+# --- Reports and figures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("task", "temperature", "mu"),
-    [("gsm8k", "0.9", "12"), ("math", "0.9", "12"), ("countdown", "0.9", "8"), ("sudoku", "0.3", "8")],
-)
-@pytest.mark.parametrize("script", ["run.sh", "slurm_scripts/{task}_base.sbatch", "slurm_scripts/{task}_sft.sbatch"])
-def test_each_task_gets_d1s_temperature_and_mu_unless_the_environment_says_otherwise(script, task, temperature, mu):
-    def launched(**settings):
-        environment = {"PATH": "/usr/bin:/bin", "GPUS": "8", "PYTHON": "echo", "SLURM_SUBMIT_DIR": str(STAGE)}
-        return subprocess.run(
-            ["bash", script.format(task=task)],
-            cwd=STAGE,
-            env={**environment, "DATASET": task, **settings},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+def logged(folder, *entries, updates=1):
+    """A run's folder with these log entries, one per rollout, of `updates` optimizer steps each."""
+    folder.mkdir()
+    history = [{"step": updates * number, **entry} for number, entry in enumerate(entries, 1)]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    record = {"steps_per_generation": 1, "num_iterations": updates, "gradient_accumulation_steps": 1}
+    (folder / "run.json").write_text(json.dumps({"settings": record | {"data_file": "/home/me/data.csv"}}))
+    return folder
 
-    assert f"--dataset {task} --num_iterations {mu} --temperature {temperature} " in launched()
-    assert "--num_iterations 3 --temperature 0.5 " in launched(NUM_ITER="3", TEMPERATURE="0.5")
+
+def written_in(path):
+    return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
 
 
 def test_curves_are_drawn_against_rollouts(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    history = [{"step": 4 * (i + 1), "reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
-    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    record = {"settings": {"steps_per_generation": 1, "num_iterations": 4, "gradient_accumulation_steps": 1}}
-    (run / "run.json").write_text(json.dumps(record))
-    read, steps = read_run(run)
-    assert series(read, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
-    assert series(read, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
+    entries = [{"reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
+    run = logged(tmp_path / "run", *entries, updates=4)
+    history, steps = read_run(run)
+    assert series(history, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert series(history, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
     assert running_mean([1, 2, 6], 2) == [1, 1.5, 4]
-    draw([run], ["a"], tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
-
-    words = [str(STAGE / "plot_curves.py"), str(run), "--output", "c.png", "--html", "r.html"]
-    said = forks.finish(forks.start(forks.script, *words, log=tmp_path / "log", folder=tmp_path), tmp_path / "log")
-    assert [line.split(" (")[0] for line in said.splitlines()] == [
-        f"Written: {tmp_path / name}" for name in ("r.html", "c.png")
-    ]
     page = report_page([run], ["<a>"])
     assert page.count("<figure><svg ") == 1  # only the reward was logged
     assert "Lines: thin: each logged value; bold: mean of the last 5; dashed: validation.</p>" in page
@@ -527,20 +471,15 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert "<span>reward</span> <b>0 → 0.5</b>" in page
     assert "<b>num_iterations</b> 4" in page
     assert "--report true" in page
-    film = {
-        "title": "",
-        "prompt": "",
-        "note": "",
-        "tokens": ["</script>"],
-        "steps": [0],
-        "logps": [0],
-        "entropies": [0],
-    }
-    kept = {"before": [film | {"title": "before", "solved": False}] * 2}
-    kept["after"] = [film | {"title": "after", "solved": solved} for solved in (False, True)]
-    (run / SHOWN_FILE).write_text(json.dumps(kept))
-    record["settings"]["data_file"] = "/home/me/data.csv"
-    (run / "run.json").write_text(json.dumps(record))
+    assert "/home/me" not in page
+
+
+def test_the_report_shows_problems_whose_verdict_changed_first(tmp_path):
+    run = logged(tmp_path / "run", {"reward": 0.5})
+    film = {"title": "before", "prompt": "", "note": "", "tokens": ["</script>"], "solved": False}
+    film |= {"steps": [0], "logps": [0], "entropies": [0]}
+    after = [film | {"title": "after", "solved": solved} for solved in (False, True)]
+    (run / SHOWN_FILE).write_text(json.dumps({"before": [film] * 2, "after": after}))
     page = report_page([run], ["a"])
     scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert [scene["title"] for scene in scenes] == [
@@ -550,22 +489,7 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert [film["title"] for film in scenes[0]["films"]] == ["before", "after"]
     assert "solved of the 2 problems below</span> <b>0 → 1</b>" in page
     assert ORDER in page
-    assert "/home/me" not in page
     assert "--report true" not in page
-
-
-def logged(folder, *entries):
-    """A run's folder with these log entries, one per rollout."""
-    folder.mkdir()
-    history = [{"step": number, **entry} for number, entry in enumerate(entries, 1)]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    record = {"settings": {"steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1}}
-    (folder / "run.json").write_text(json.dumps(record))
-    return folder
-
-
-def written_in(path):
-    return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
 
 
 def test_a_spike_is_drawn_as_high_as_it_is_next_to_the_mean(tmp_path):
@@ -579,9 +503,8 @@ def test_a_spike_is_drawn_as_high_as_it_is_next_to_the_mean(tmp_path):
     assert raw.get_color() == mean.get_color()
     assert raw.get_linewidth() < mean.get_linewidth()
     draw([run], ["run"], tmp_path / "curves.svg")
-    texts = written_in(tmp_path / "curves.svg")
-    assert {"run", "each logged value", "mean of the last 5"} <= {*texts}
-    assert "validation" not in texts
+    texts = {*written_in(tmp_path / "curves.svg")}
+    assert {"run", "each logged value", "mean of the last 5"} <= texts - {"validation"} == texts
 
 
 def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_path):
@@ -591,7 +514,6 @@ def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_p
     assert [title for title in PANELS.values() if title in texts] == ["reward", "tokens to the first EOS"]
     assert {"each logged value", "validation"} <= {*texts}
     assert "mean of the last 5" not in texts  # a single value
-    assert report_page([run], ["run"]).count("<figure>") == 2
     _, (axis,) = panels(1, 1, size=(4, 3))
     draw_panel(axis, "reward", [run], ["run"])
     assert [(line.get_marker(), list(line.get_ydata())) for line in axis.lines[1:]] == [("o", [0.5]), ("o", [0.25])]
@@ -601,19 +523,18 @@ def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_p
     assert "<figure>" not in report_page([nothing], ["nothing"])
 
 
-@pytest.mark.parametrize("count", [1, 5, 6])
-def test_any_number_of_panels_is_drawn(tmp_path, monkeypatch, count):
-    names = [f"metric {number}" for number in range(count)]
-    for name in [*PANELS]:
-        monkeypatch.delitem(PANELS, name)
-    for name in names:
-        monkeypatch.setitem(PANELS, name, f"title of {name}")
-    run = logged(tmp_path / "run", *[dict.fromkeys(names, 1.0)] * 3)
-    draw([run], ["run"], tmp_path / "curves.svg")
-    texts = written_in(tmp_path / "curves.svg")
-    assert [text for text in texts if text.startswith("title")] == [*PANELS.values()]
-    assert texts.count("rollouts") == count
-    assert report_page([run], ["run"]).count("<figure>") == count
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_users_panel_is_in_the_picture_and_in_the_report(tmp_path, monkeypatch, more):
+    """A fifth and a sixth entry of `PANELS`, as CONTRIBUTING says."""
+    for number in range(more):
+        monkeypatch.setitem(PANELS, f"metric {number}", f"title {number}")
+    run = logged(tmp_path / "run", *[dict.fromkeys(PANELS, 1.0)] * 3)
+    files = {flag: tmp_path / name for flag, name in (("--output", "curves.svg"), ("--html", "report.html"))}
+    words = [str(word) for flag in files.items() for word in flag]
+    report_main(report_parser().parse_args([str(run), *words]))
+    texts = written_in(files["--output"])
+    assert [text for text in texts if text in PANELS.values()] == [*PANELS.values()]
+    assert texts.count("rollouts") == files["--html"].read_text().count("<figure>") == 4 + more
 
 
 def test_curves_go_into_the_folder_of_the_run_and_not_into_the_current_one(tmp_path):
@@ -646,3 +567,146 @@ def test_abbreviated_flags_are_refused_and_the_whole_one_is_named(flag, meant):
     says = rf"there is no such setting: {flag} 1 \(the nearest is {meant}\) \(--help_all lists them\)"
     with pytest.raises(ValueError, match=says):
         diffu_grpo_train.make_parser().parse_args_and_config(["--output_dir", "x", flag, "1"])
+
+
+# --- What run.sh and the sbatch scripts launch ------------------------------------------------------------------------
+
+
+def flags_of(call: list[str]) -> dict[str, str]:
+    return {flag: value for flag, value in itertools.pairwise(call) if flag.startswith("--")}
+
+
+def test_without_a_gpu_and_a_model_run_sh_shows_the_pocket_command():
+    done = subprocess.run(
+        ["bash", "run.sh"],
+        cwd=STAGE,
+        env={"PATH": "/usr/bin:/bin", "GPUS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "CONFIG=pocket.yaml bash run.sh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "temperature", "mu"),
+    [("gsm8k", "0.9", "12"), ("math", "0.9", "12"), ("countdown", "0.9", "8"), ("sudoku", "0.3", "8")],
+)
+@pytest.mark.parametrize("script", ["run.sh", "slurm_scripts/{task}_base.sbatch", "slurm_scripts/{task}_sft.sbatch"])
+def test_each_task_gets_d1s_temperature_and_mu_unless_the_environment_says_otherwise(
+    tmp_path, script, task, temperature, mu
+):
+    own = {"NUM_ITER": "3", "TEMPERATURE": "0.5"}
+    for environment, expected in (({}, (mu, temperature)), (own, ("3", "0.5"))):
+        *_, call = calls_of(STAGE / script.format(task=task), [], {"DATASET": task, **environment}, tmp_path, gpus=8)
+        flags = flags_of(call)
+        assert (flags["--dataset"], flags["--num_iterations"], flags["--temperature"]) == (task, *expected)
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "processes"),
+    [("run.sh", 1, 1), ("run.sh", 2, 2), ("run.sh", 4, 4), ("run.sh", 8, 8), ("*2nodes.sbatch", 8, 16)],
+)
+def test_the_effective_batch_does_not_depend_on_the_number_of_gpus(script, gpus, processes, tmp_path):
+    for path in STAGE.rglob(script):
+        tmp_path.joinpath("calls.jsonl").unlink(missing_ok=True)
+        (call,) = calls_of(path, [], {}, tmp_path, gpus)
+        flags = flags_of(call)
+        rows, accumulation = int(flags["--per_device_train_batch_size"]), int(flags["--gradient_accumulation_steps"])
+        assert (int(flags["--num_processes"]), processes * rows * accumulation) == (processes, 96)
+    assert tmp_path.joinpath("calls.jsonl").exists()
+
+
+def test_a_named_model_runs_without_a_gpu_and_a_config_of_its_own_keeps_its_batch(tmp_path):
+    run = STAGE / "run.sh"
+    settings = {"GPUS": "0", "MODEL_PATH": "../pocket/base", "DATASET": "sudoku"}
+    (call,) = calls_of(run, ["--max_steps", "1"], settings, tmp_path)
+    found = flags_of(call)
+    assert (Path(found["--config_file"]).name, found["--load_in_4bit"], found["--bf16"]) == ("cpu.yaml", *["false"] * 2)
+    assert (found["--num_processes"], found["--max_steps"]) == ("1", "1")
+    *_, call = calls_of(run, [], {"CONFIG": "pocket.yaml"}, tmp_path, gpus=8)
+    assert flags_of(call)["--num_processes"] == "1"
+
+
+@pytest.mark.parametrize("engine", ["d1", "sglang"])
+def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
+    """Of three nodes two train; a GPU of the third serves the model to all of them."""
+    settings = {"TRAINERS": "2", "ENGINE": engine, "GPUS": "4", "OUTPUT_DIR": str(tmp_path / "out")}
+    calls = calls_of(STAGE / "slurm_scripts" / "gsm8k_servers.sbatch", ["--seed", "3"], settings, tmp_path, gpus=4)
+    (train,) = [call for call in calls if "accelerate.commands.launch" in call]
+    (serve,) = [call for call in calls if call != train]
+    flags, urls = flags_of(train), [word for word in train if word.startswith("http")]
+    assert urls == [f"http://node2:{port}" for port in range(30000, 30004)]
+    assert (flags["--num_processes"], flags["--main_process_ip"], flags["--seed"]) == ("8", "node0", "3")
+    assert serve[2] == {"d1": "d1", "sglang": "sglang.launch_server"}[engine]
+    if engine == "d1":
+        check_python("python", serve[1:], STAGE)
+        assert flags_of(serve)["--weights_dir"] == flags["--output_dir"]
+
+
+def settings_of(script, tmp_path, **environment):
+    """The settings that the training script gets, on a machine with one GPU."""
+    tmp_path.joinpath("calls.jsonl").unlink(missing_ok=True)
+    (call,) = calls_of(STAGE / script, [], environment, tmp_path, gpus=1)
+    arguments = call[call.index("diffu_grpo_train.py") + 1 :]
+    here = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false"]
+    with contextlib.chdir(STAGE):
+        return diffu_grpo_train.make_parser().parse_args_and_config([*arguments, *here])[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_from_the_environment_is_the_whole_method(name, tmp_path):
+    """Among the settings that depend on the size of the model, those that train.yaml sets to d1's values."""
+    method, config = METHODS[name], yaml.safe_load((STAGE / "slurm_scripts" / "train.yaml").read_text())
+    args = settings_of("run.sh", tmp_path, METHOD=name, DATASET="sudoku")
+    own = {setting: value for setting, value in method.scale.items() if setting not in CANVAS}
+    given = own | {setting: config[setting] for setting in config.keys() & method.scale} | method.values
+    if name == "d1":
+        given |= {"num_iterations": 8, "temperature": 0.3}  # d1's own of this task
+    if name == "just-grpo":
+        given["diffusion_steps"] = 256  # one a token
+    assert {setting: getattr(args, setting) for setting in given} == given
+    assert args.output_dir == f"../runs/sudoku_LLaDA-8B-Instruct_{'mu8' if name == 'd1' else name}"
+    assert args.gradient_accumulation_steps * args.per_device_train_batch_size % args.num_generations == 0
+
+
+def test_what_the_environment_says_beside_a_method_stands_above_it(tmp_path):
+    args = settings_of("run.sh", tmp_path, METHOD="espo", NUM_ITER="3", MODEL_PATH="a/model")
+    assert (args.num_iterations, args.run_name) == (3, "gsm8k_model_espo_mu3")
+    own = str(ROOT / "tests" / "my_method.py")
+    args = settings_of("slurm_scripts/math_sft.sbatch", tmp_path, METHOD=own)
+    assert (args.objective, args.num_iterations, args.run_name) == ("push", 2, "math_sft_my_method")
+    args = settings_of("run.sh", tmp_path, CONFIG="pocket.yaml", METHOD="coupled-grpo")
+    assert (args.estimator, args.num_iterations, args.learning_rate, args.num_generations) == ("coupled", 2, 3e-4, 8)
+
+
+def test_without_a_method_all_is_d1s(tmp_path):
+    args = settings_of("run.sh", tmp_path)
+    expected = {
+        "method": "d1",
+        "run_name": "gsm8k_LLaDA-8B-Instruct_mu12",
+        "learning_rate": 3e-6,
+        "num_generations": 6,
+        "num_iterations": 12,
+        "temperature": 0.9,
+        "beta": 0.04,
+        "epsilon": 0.5,
+        "p_mask_prompt": 0.15,
+        "random_masking": True,
+        "loss_type": "bnpo",
+        "objective": "trl",
+        "estimator": "one_step",
+        "max_completion_length": 256,
+        "diffusion_steps": 128,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.2,
+        "scale_rewards": "none",
+        "use_bias_correction_kl": False,
+        "max_prompt_length": 200,
+        "remasking": "low_confidence",
+        "disable_dropout": True,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert args.sampling_settings().block_length == 32
+    assert settings_of("slurm_scripts/sudoku_base.sbatch", tmp_path).run_name == "sudoku_base_mu8"

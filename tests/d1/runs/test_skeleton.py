@@ -130,7 +130,7 @@ def test_a_checkpoint_that_lacks_or_damaged_a_file_is_refused_by_its_name(
         file = file.with_name("model.safetensors") if file.name == weights and older else file
     else:
         file.write_bytes(damage(file.read_bytes()))
-    loads = {"sft": "d1.runs.stage", "rl": "d1.rl.train"}[run.stage]
+    loads = {"sft": "d1.runs.stage", "rl": "d1.rl.stage"}[run.stage]
     monkeypatch.setattr(f"{loads}.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     earlier = folder / "checkpoint-1"
     with pytest.raises(ValueError, match=rf"{file} {problem}.*; continue from .* --resume {earlier}$"):

@@ -1,4 +1,5 @@
-"""Objectives, compared with loops over tokens with gradients in closed form, and with TRL if TRL has the loss."""
+"""Objectives, KL penalties and advantages, compared with loops over tokens with gradients in closed form, and with TRL
+if TRL has them."""
 
 import math
 from collections import Counter
@@ -7,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.losses import MEANS, OBJECTIVES, LossInputs, evidence_bounds, likely, sequence_log_ratios
+from d1.rl.batch import Everyone, keep_prompts, reshaped
+from d1.rl.losses import (
+    ADVANTAGES,
+    MEANS,
+    OBJECTIVES,
+    PENALTIES,
+    LossInputs,
+    evidence_bounds,
+    likely,
+    sequence_log_ratios,
+)
 from tests import losses
 from tests.losses import (
     clipped,
@@ -30,7 +41,14 @@ EACH_MEAN = [
     for name in OURS
     for loss_type in (OBJECTIVES[name].loss_types if "loss_type" in OBJECTIVES[name].settings else ["sum"])
 ]
-IN_A_MICRO_BATCH = [(name, loss_type) for name, loss_type in EACH_MEAN if loss_type == "bnpo" or name == "rldf"]
+EACH_PENALTY = [(name, loss_type) for name in PENALTIES for loss_type in (MEANS if name == "k3" else ["sum"])]
+BOTH = OBJECTIVES | PENALTIES
+
+
+def in_a_micro_batch(one):
+    """Whether it is a mean over the tokens of a micro-batch, as published."""
+    name, loss_type = one
+    return name in ("rldf", "k3_likely") or (loss_type == "bnpo" and (name == "k3" or name in OURS))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +107,35 @@ def squared_distance(inputs, run):
     return summed(inputs, losses.draws(inputs, run, per_token=False), of, inputs.view_old)
 
 
+def k3(terms, to="view_reference"):
+    """d - log d - 1 of each term, d the other model's probability over the policy's."""
+
+    def of(log_ratio, row):
+        return math.exp(-log_ratio) + log_ratio - 1, 1 - math.exp(-log_ratio)
+
+    return lambda inputs, run: summed(inputs, terms(inputs, run), of, getattr(inputs, to))
+
+
+def k2(terms):
+    """Half the square of each term's log-ratio, over the completion's length."""
+
+    def written_out(inputs, run):
+        def of(log_ratio, row):
+            length = int(inputs.mask[row].sum())
+            return log_ratio**2 / 2 / length, log_ratio / length
+
+        return summed(inputs, terms(inputs, run, per_token=False), of, inputs.view_reference)
+
+    return written_out
+
+
+def sums_over_tokens(inputs, run):
+    """A term for each token: their sum in a view, whatever the weights, and the mean over views."""
+    for row, tokens, share in losses.steps(inputs, run):
+        for place in tokens:
+            yield losses.Term(row, {place: 1.0}, share * len(tokens))
+
+
 WRITTEN_OUT = {
     "reinforce": policy_gradient(losses.tokens_in_views),
     "clipped_views": ppo(losses.tokens_in_views),
@@ -97,6 +144,12 @@ WRITTEN_OUT = {
     "bgpo": ppo(losses.draws, bounded_below),
     "gdsd": squared_distance,
     "rldf": policy_gradient(losses.likely_tokens),
+    "k3": k3(losses.tokens_in_views),
+    "k3_to_old": k3(sums_over_tokens, "view_old"),
+    "k3_steps": k3(losses.steps),
+    "k3_likely": k3(losses.likely_tokens),
+    "k2_sequence": k2(losses.completions),
+    "k2_draws": k2(losses.draws),
 }
 
 
@@ -126,15 +179,6 @@ def test_clipped_views_is_ppos_loss_of_every_token_in_every_view(loss_type, epsi
     metrics = check("clipped_views", inputs, run, held=held)
     assert min(held["up"], held["down"]) > 0
     assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
-
-
-def test_the_dual_clip_holds_back_what_a_single_one_lets_through():
-    """For tokens that are to become less likely, a ratio far above 1 is limited by delta (arXiv 1912.09729)."""
-    inputs, single, dual = random_inputs(), Counter(), Counter()
-    for held, delta in ((single, None), (dual, 1.5)):
-        check("clipped_views", inputs, settings(loss_type="views", delta=delta), held=held)
-    assert dual["down"] > single["down"]
-    assert dual["up"] == single["up"]
 
 
 @pytest.mark.parametrize("delta", [None, 1.5, 1.2])
@@ -318,17 +362,6 @@ def test_stable_drl_weighs_each_row_against_those_of_its_prompt(rows):
         assert all(0 < (part.log_ratios == parts[0].log_ratios[0]).all(1).sum() < 3 for part in parts)
 
 
-def test_stable_drls_weights_of_a_prompt_sum_to_one():
-    """Rows with one advantage and one bound: the loss is their product, whatever the ratios."""
-    inputs = random_inputs(views=1, weights="one")
-    inputs = replace(
-        inputs, advantages=torch.ones(6).double(), mask=torch.ones(6, 5), weights=torch.full((6, 1, 5), 0.2)
-    )
-    same = inputs.view_logps.detach()[:1].expand(6, 1, 5)
-    loss, _ = OBJECTIVES["stable_drl"](of_prompts(replace(inputs, view_logps=same)), settings())
-    torch.testing.assert_close(loss, -same[0].mean(), **SINGLE)
-
-
 # --- TRL's ------------------------------------------------------------------------------------------------------------
 
 
@@ -357,26 +390,28 @@ def test_espo_and_gdpo_are_trls_ratio_of_sequences_of_the_weighted_sum_over_view
 # --- All of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "loss_type"), [one for one in EACH_MEAN if one not in IN_A_MICRO_BATCH])
-def test_a_steps_loss_does_not_depend_on_its_micro_batches(name, loss_type):
-    inputs, run = of_prompts(random_inputs()), settings(loss_type=loss_type)
-    whole, _ = OBJECTIVES[name](inputs, run)
+@pytest.mark.parametrize("one", [one for one in EACH_MEAN + EACH_PENALTY if not in_a_micro_batch(one)], ids="-".join)
+def test_a_steps_loss_does_not_depend_on_its_micro_batches(one):
+    entry, inputs, run = BOTH[one[0]], of_prompts(random_inputs()), settings(loss_type=one[1])
+    whole = in_parts(entry, inputs, run, 6)
     assert gradient(whole, inputs).abs().sum() > 0
     for rows in (3, 2, 1):
-        loss = in_parts(OBJECTIVES[name], inputs, run, rows)
+        loss = in_parts(entry, inputs, run, rows)
         torch.testing.assert_close(loss, whole, **EXACT)
         torch.testing.assert_close(gradient(loss, inputs), gradient(whole, inputs), **EXACT)
 
 
-@pytest.mark.parametrize(("name", "loss_type"), [one for one in IN_A_MICRO_BATCH if one[0] in WRITTEN_OUT])
-def test_bnpo_and_rldf_are_means_over_micro_batches_of_means_in_them(name, loss_type):
-    inputs, run = random_inputs(), settings(loss_type=loss_type)
-    whole, _ = OBJECTIVES[name](inputs, run)
+@pytest.mark.parametrize(
+    "one", [one for one in EACH_MEAN + EACH_PENALTY if in_a_micro_batch(one) and one[0] in WRITTEN_OUT], ids="-".join
+)
+def test_bnpo_and_rldf_are_means_over_micro_batches_of_means_in_them(one):
+    name, inputs, run = one[0], random_inputs(), settings(loss_type=one[1])
+    whole = in_parts(BOTH[name], inputs, run, 6)
     for rows in (3, 2, 1):
         parts = [WRITTEN_OUT[name](part, run)[0] for part in micro_batches(inputs, rows)]
-        loss = in_parts(OBJECTIVES[name], inputs, run, rows)
+        loss = in_parts(BOTH[name], inputs, run, rows)
         torch.testing.assert_close(loss.item(), sum(parts) / len(parts), **EXACT)
-        assert (loss - whole).abs() > 1e-3
+        assert (loss - whole).abs() > 1e-4
 
 
 OTHER = {"epsilon": 0.01, "epsilon_high": 0.02, "delta": 1.1, "ratio_cap": 4.0}
@@ -412,3 +447,130 @@ def test_a_row_that_is_out_of_the_loss_moves_nothing(objective):
     other = replace(inputs, advantages=inputs.advantages + 5 * (inputs.mask.sum(-1) == 0))
     torch.testing.assert_close(OBJECTIVES[objective](other, settings())[0], loss, **EXACT)
     assert gradient(loss, inputs)[inputs.mask.sum(-1) == 0].abs().sum() == 0
+
+
+# --- KL penalties -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("views_per_draw", [1, 2, 0])
+@pytest.mark.parametrize(("name", "loss_type"), EACH_PENALTY)
+def test_a_penalty_is_its_formula(name, loss_type, views_per_draw):
+    inputs, run = random_inputs(views=4), settings(loss_type=loss_type)
+    likelier = (0.3 * inputs.view_logps).detach().requires_grad_()
+    inputs = replace(inputs, view_logps=likelier, views_per_draw=views_per_draw)
+    expected, slope = WRITTEN_OUT[name](inputs, run)
+    penalty = PENALTIES[name](inputs, run)
+    torch.testing.assert_close(penalty.item(), expected, **EXACT)
+    torch.testing.assert_close(gradient(penalty, inputs), slope, **EXACT)
+    assert slope.abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_k3_in_one_view_of_weight_one_is_trls_kl(trainer, loss_type):
+    inputs = random_inputs(views=1, weights="one")
+    (with_kl, _), (without, _) = (trl_loss(trainer, inputs, loss_type=loss_type, beta=beta) for beta in (0.3, 0.0))
+    ours, theirs = 0.3 * PENALTIES["k3"](inputs, settings(loss_type=loss_type)), with_kl - without
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    torch.testing.assert_close(gradient(ours, inputs), gradient(theirs, inputs), **EXACT)
+
+
+@pytest.mark.parametrize(("name", "loss_type"), EACH_PENALTY)
+def test_a_penalty_is_zero_between_equals(name, loss_type):
+    inputs, run = random_inputs(), settings(loss_type=loss_type)
+    same = inputs.view_logps.detach()
+    equal = replace(inputs, view_old=same, view_reference=same)
+    assert PENALTIES[name](equal, run) == 0
+    assert gradient(PENALTIES[name](equal, run), inputs).abs().sum() == 0
+    assert PENALTIES[name](inputs, run) > 0
+
+
+# --- Advantages -------------------------------------------------------------------------------------------------------
+
+# The second group has no spread, and the last has less than a hundredth.
+REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 0.504]]
+# What TRL passes with scale_rewards none: rewards minus their group's mean.
+CENTRED = torch.tensor(REWARDS, dtype=torch.float64)
+CENTRED = CENTRED - CENTRED.mean(1, keepdim=True)
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def leave_one_out(rewards):
+    return [reward - mean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
+
+
+def signed_softmax(rewards):
+    """wd1's weights of one group, softmax(A) - softmax(-A), for rows that are averaged (arXiv 2507.08838)."""
+    centred = [reward - mean(rewards) for reward in rewards]
+    up, down = ([math.exp(sign * a) for a in centred] for sign in (1, -1))
+    return [len(rewards) * (u / sum(up) - d / sum(down)) for u, d in zip(up, down, strict=True)]
+
+
+def standardised(rewards):
+    """(r - m) / s, s the root of the mean square; 0 if all are right or all are wrong (arXiv 2509.06949)."""
+    square = mean([(reward - mean(rewards)) ** 2 for reward in rewards])
+    return [(reward - mean(rewards)) / math.sqrt(square) if square else 0.0 for reward in rewards]
+
+
+def floored(rewards):
+    """(r - m) / max(s, 0.01), s of n - 1."""
+    square = sum((reward - mean(rewards)) ** 2 for reward in rewards) / (len(rewards) - 1)
+    return [(reward - mean(rewards)) / max(math.sqrt(square), 0.01) for reward in rewards]
+
+
+OF_A_GROUP = {
+    "leave_one_out": leave_one_out,
+    "signed_softmax": signed_softmax,
+    "standardised": standardised,
+    "floored": floored,
+}
+
+
+@pytest.mark.parametrize("name", OF_A_GROUP)
+def test_advantages_are_those_of_the_formula(name):
+    expected = [OF_A_GROUP[name](rewards) for rewards in REWARDS]
+    torch.testing.assert_close(
+        ADVANTAGES[name](CENTRED), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
+    """In fp32, where equal rewards minus their mean may differ from 0."""
+    rewards = torch.tensor([0.1, 0.7, 1 / 3, -2.2, 1e6]).unsqueeze(1).expand(-1, size)
+    assert not ADVANTAGES["standardised"](rewards - rewards.mean(1, keepdim=True)).any()
+    assert not ADVANTAGES["standardised"](rewards / 3 - rewards.mean(1, keepdim=True) / 3 - 1e-8).any()
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["trl", *OF_A_GROUP])
+def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
+    """A softmax over the rows of a process, in place of those of the group, gives other weights: a fault of released
+    code."""
+    everything = CENTRED.flatten()
+    expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
+    for first in range(0, 16, rows):
+        everyone = Everyone(gather=lambda here: everything, first=first)
+        found = reshaped(everything[first : first + rows], name, 4, everyone)
+        torch.testing.assert_close(found, expected[first : first + rows], rtol=0, atol=0)
+
+
+def test_an_evaluation_of_one_completion_a_prompt_has_no_group():
+    alone = torch.zeros(3)
+    assert reshaped(alone, "leave_one_out", 1, Everyone(lambda here: here, 0)) is alone
+
+
+def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss():
+    right = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, torch.nan, 1, 0])
+    batch = {
+        "completion_is_right": right,
+        "advantages": torch.ones(16),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1]] * 8),
+    }
+    kept = keep_prompts(batch, (0.2, 0.7), 4, Everyone(lambda here: here, 0))
+    assert kept == 0.5  # shares 0, 1/4, 1 and 2/3 (of the three that could be judged)
+    expected = torch.tensor([0, 1, 0, 1]).repeat_interleave(4)
+    assert torch.equal(batch["completion_mask"].any(1).long(), expected)
+    assert batch["num_items_in_batch"] == 2 * (2 + 3 + 2 + 3)

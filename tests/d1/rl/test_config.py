@@ -12,7 +12,7 @@ from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig, idle, most_views, passes, plan
 from d1.rl.methods import METHODS
-from d1.rl.train import prepare
+from d1.rl.stage import stage
 from d1.rl.trainer import DiffuGRPOTrainer
 
 ROWS = 4
@@ -95,17 +95,6 @@ def test_settings_are_idle_where_a_rollout_has_one_optimizer_step(tmp_path, give
     assert args.needs_old_logps == (args.reads_old_logps and not args.is_on_policy)
 
 
-TASK = """
-from datasets import Dataset
-ROW = {"prompt": [{"role": "user", "content": "ab"}], "question": "ab", "ground_truth": "c"}
-def load_rows(split, data_file=None): return Dataset.from_list([ROW] * 8)
-def extract(text): return text
-def score(text, row): return {"accuracy": 1.0}
-def equal(completions, **columns): return [0.0]
-REWARDS = [equal]
-"""
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -115,14 +104,13 @@ REWARDS = [equal]
         ({"num_iterations": 2}, None),
     ],
 )
-def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, tmp_path, caplog, given, said):
-    task = tmp_path / "task.py"
-    task.write_text(TASK)
+def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, caplog, given, said):
+    task = Path(__file__).with_name("letters_task.py")
     shape = {"per_device_train_batch_size": 48, "max_completion_length": 32, "diffusion_steps": 16}
     args = DiffuGRPOConfig(output_dir="unused", model_path=str(tiny_model_dir), dataset=str(task), **shape, **given)
-    caplog.set_level("INFO", "d1.rl.train")
-    prepare(args, ModelConfig(), None)
-    lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.train"]
+    caplog.set_level("INFO", "d1.rl.stage")
+    stage(args, ModelConfig(), None).prepare()
+    lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.stage"]
     assert sum(line.startswith("Plan:") for line in lines) == 1
     assert [
         line.partition("because each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line

@@ -9,7 +9,7 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.report import SHOWN_FILE
-from d1.rl.train import ShowProblems, drafts_of
+from d1.rl.stage import ShowProblems, drafts_of
 from d1.rl.trainer import STREAMS
 from d1.sampling import generate
 from d1.show.film import piece

@@ -1,0 +1,239 @@
+"""RL as a `Stage` of `d1.runs.stage`: its problems, its model, its trainer, and the problems that a report shows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from trl import ModelConfig, get_peft_config
+
+from d1.files import write_atomically
+from d1.models import load_model, load_tokenizer
+from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
+from d1.models.kinds import native_config
+from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
+from d1.rl.batch import evaluating, recorded
+from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts, find_method
+from d1.rl.config import DiffuGRPOConfig, idle, plan
+from d1.rl.report import SHOWN_FILE, report_page
+from d1.rl.rewards import accuracy_of, check_rewards
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, check_rollout, is_spent
+from d1.runs.record import ROWS, of_rows
+from d1.runs.stage import Prepared, Stage, check_start, evaluation
+from d1.show.film import Film, judge_of, piece
+from d1.tasks import load_task, under_protocol, with_rewards, with_shots
+
+logger = logging.getLogger(__name__)
+
+
+def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
+    check_model_settings(args, model_args)
+    check_start(str(args.model_path))
+    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
+    args.settle_canvas(config)
+    return Stage(
+        training=args,
+        settings=lambda: {**args.to_dict(), "model": vars(model_args)},
+        on_resume=ON_RESUME,
+        ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
+        check=lambda checkpoint: check_rollout(checkpoint, args),
+        prepare=lambda: prepare(args, model_args, config, callbacks),
+        next_command=lambda: next_command(args),
+        conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
+    )
+
+
+def prepare(
+    args: DiffuGRPOConfig, model_args: ModelConfig, config: Any, callbacks: list[TrainerCallback] | None
+) -> Prepared:
+    """The plan of a run with checked problems, and a function that makes the trainer; `config` is the model's."""
+    task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
+    train_rows, eval_rows = load_problems(task, args)
+    check_rewards(task, train_rows, args.dataset)
+    args.reward_weights = reward_weights(task, args)
+    tokenizer = tokenizer_of(args)
+    longest = max(longest_prompt(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
+    numbers = plan(args, len(train_rows), check_config(config, longest, args))
+    if args.should_save:
+        log_plan(numbers, args)
+
+    def start() -> DiffuGRPOTrainer:
+        model = start_model(args, model_args)
+        trainer = DiffuGRPOTrainer(
+            model=model,
+            reward_funcs=[*task.REWARDS, accuracy_of(task)],
+            args=args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+            peft_config=adapter_config(model_args, model),
+            task_name=args.dataset,
+            callbacks=callbacks,
+        )
+        if args.report:
+            trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
+        if args.max_compute_tokens:
+            trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
+        return trainer
+
+    facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper}
+    facts[ROWS + "dataset"] = of_rows(train_rows)
+    return facts | {"validation_problems": len(eval_rows or [])}, start
+
+
+def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Training rows and, if the run evaluates, validation rows. Raises ValueError if there are none, or no prompts."""
+    train = task.load_rows("train", args.data_file)
+    evaluation = None
+    if args.eval_strategy != "no":
+        try:
+            evaluation = task.load_rows("validation", args.eval_data_file)
+        except ConnectionError as error:  # its message names the flag of the training rows
+            raise ConnectionError(str(error).replace("--data_file", "--eval_data_file")) from error
+        evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
+    for rows, what, flag in ((train, "train", "data_file"), (evaluation, "validate", "eval_data_file")):
+        if rows is not None and not len(rows):
+            raise ValueError(f"task {args.dataset} has no rows to {what} on (--{flag} {getattr(args, flag)})")
+    if "prompt" not in train.column_names:
+        raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
+    return with_shots(task, train, args.data_file, evaluation)
+
+
+def reward_weights(task: ModuleType, args: DiffuGRPOConfig) -> list[float]:
+    """The weights of the task's rewards, and 0 for the accuracy, which is only logged."""
+    weights = args.reward_weights or [1.0] * len(task.REWARDS)
+    if len(weights) != len(task.REWARDS):
+        count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
+        raise ValueError(f"--reward_weights needs one number per reward: {count}, got {len(weights)}")
+    return [*weights, 0.0]
+
+
+def tokenizer_of(args: DiffuGRPOConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, which must have a chat template and a mask token."""
+    tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
+    check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
+    if args.mask_id is not None:
+        check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
+    return tokenizer
+
+
+def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
+    """The length of the longest prompt in tokens, once cut. Raises ValueError if one is too long."""
+    texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
+    return check_prompts([len(encode_prompt(tokenizer, text)) for text in texts], args)
+
+
+def log_plan(numbers: dict[str, Any], args: DiffuGRPOConfig) -> None:
+    logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
+    if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
+        logger.info("Idle, because each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless))
+
+
+def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
+    """The model to train. An SFT adapter is merged into its base, so that RL starts from the SFT model."""
+    model = load_model(
+        str(args.model_path),
+        dtype=model_args.dtype if model_args.dtype != "float32" else None,
+        quantization="nf4" if model_args.load_in_4bit else None,
+        attn_implementation=model_args.attn_implementation,
+    )
+    if isinstance(model, PeftModel):
+        if model_args.load_in_4bit:
+            raise ValueError(
+                "an adapter cannot be merged into 4-bit weights exactly: first run "
+                f"`python -m d1 merge BASE {args.model_path} OUT` and pass OUT as --model_path"
+            )
+        model = merge_adapter(model, str(args.model_path))
+    return model
+
+
+def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
+    """The LoRA adapter to train, None for all weights; `--lora_target_modules` has the same meaning as in SFT."""
+    config: Any = get_peft_config(model_args)
+    if config is not None and config.target_modules is not None:  # TRL 1.16 turns a list of one name into a pattern
+        config.target_modules = set(lora_targets(model, config.target_modules))
+    return config
+
+
+def next_command(args: DiffuGRPOConfig) -> str:
+    """The command that evaluates the model on the task of the run, with its sampling."""
+    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
+    flags |= {"diffusion_steps": args.diffusion_steps}
+    return evaluation(str(args.output_dir), args.dataset, flags)
+
+
+def write_report(folder: Path) -> None:
+    """Writes report.html into the folder of a finished run."""
+    (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
+    logger.info("Report: %s", folder / "report.html")
+
+
+# --- Problems that a report shows -------------------------------------------------------------------------------------
+
+PROBLEMS = 8  # the first ones
+COLUMNS = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
+WRITES = ("steps", "ids", "logps")  # of a sampler that edits
+
+
+class ShowProblems(TrainerCallback):
+    """With `--report true`, writes the films of a few problems before and after training into the run's folder.
+
+    Both times the random numbers are the same, so that only the weights differ. They are numbers of their own: a run
+    with the report takes the same steps as one without it. A resumed run keeps the films from before.
+
+    Args:
+        task: judges the completions.
+        rows: the task's rows; the first ones are shown.
+    """
+
+    def __init__(self, trainer: DiffuGRPOTrainer, task: ModuleType, rows: Dataset) -> None:
+        self.trainer, self.task = trainer, task
+        self.rows = rows.select(range(min(PROBLEMS, len(rows))))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.global_step:
+            self.keep("before", {})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = Path(args.output_dir) / SHOWN_FILE
+        self.keep("after", json.loads(path.read_text()) if path.exists() else {})
+
+    def keep(self, when: str, kept: dict[str, Any]) -> None:
+        films = self.films(when)  # in every process, because the weights may be divided among them
+        path = Path(str(self.trainer.args.output_dir)) / SHOWN_FILE
+        if self.trainer.accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(kept | {when: [asdict(film) for film in films]}))
+
+    def films(self, when: str) -> list[Film]:
+        """One film per problem, sampled as in an evaluation during training."""
+        trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
+        trainer.evaluation_rollouts = 0
+        prompts = trainer.encoded(list(self.rows["prompt"]))
+        with evaluating(trainer.model):
+            sampled = trainer.sample(*trainer.padded(prompts))
+        trainer.compute = compute  # counts training only
+        record = {name: part.tolist() for name, part in recorded(sampled)[0].items()}
+        films = []
+        for index, (prompt, row) in enumerate(zip(prompts, self.rows, strict=True)):
+            ids, *numbers = (record[name][index] for name in COLUMNS)
+            tokens = [piece(tokenizer, token) for token in ids]
+            film = Film(when, tokenizer.decode(prompt), "", tokens, *numbers)
+            if "write_ids" in record:
+                film.drafts = drafts_of([record[f"write_{name}"][index] for name in WRITES], tokenizer)
+            judge_of(self.task, row, tokenizer, end_ids(tokenizer))(film, ids)
+            films.append(film)
+        return films
+
+
+def drafts_of(writes: list[list[Any]], tokenizer: Any) -> list[list[list[Any]]]:
+    """`Film.drafts` of a completion, from the steps, ids and log-probabilities written at each position."""
+    of_position = [[write for write in zip(*at, strict=True) if write[0] >= 0] for at in zip(*writes, strict=True)]
+    return [[[step, piece(tokenizer, token), logp] for step, token, logp in of[:-1]] for of in of_position]

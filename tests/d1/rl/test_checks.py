@@ -1,0 +1,618 @@
+"""Methods, combinations of settings and users' own entries: what a name sets, what overrides it, what is refused with
+which message, and that an entry's attributes decide what is checked and computed."""
+
+import ast
+import inspect
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from d1.rl import checks
+from d1.rl.batch import loss_inputs
+from d1.rl.bridge import rollout_buffer
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, Advantage, Objective, Penalty
+from d1.rl.methods import D1, METHODS
+from d1.rl.train import make_parser
+from d1.scoring import ESTIMATORS, Estimator, Scores
+from d1.scoring.masks import draw_one_step as draw
+from d1.scoring.spg import draw as draw_blocks
+from tests.losses import gradient, random_inputs, settings
+from tests.tiny_grpo import SETTINGS, logged, make_method, make_trainer, weights
+
+BATCH = 240  # a multiple of every method's completions per prompt
+HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
+
+
+def config(**given) -> DiffuGRPOConfig:
+    return DiffuGRPOConfig(**{**HERE, **given})
+
+
+def parsed(*words: str, yaml: str | None = None, tmp_path=None) -> DiffuGRPOConfig:
+    """The settings that a command line gives, with a config file of these lines."""
+    flags = [str(word) for name, value in HERE.items() for word in (f"--{name}", value)]
+    if yaml is not None:
+        (tmp_path / "run.yaml").write_text(yaml)
+        flags += ["--config", str(tmp_path / "run.yaml")]
+    return make_parser().parse_args_and_config([*flags, *words])[0]
+
+
+def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
+    """The settings of `args` that differ; not `logging_dir`, which contains the time."""
+    names = [field.name for field in fields(args) if field.name not in ("logging_dir", "run_name")]
+    values = {name: getattr(args, name) for name in names}
+    return {
+        name: value for name, value in values.items() if value != getattr(other, name) and name != "accelerator_config"
+    }
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+# From the authors' main run: updates per rollout, temperature, largest norm of a gradient, rate, completions per
+# prompt; None if their sources do not say.
+MAIN_RUNS = {
+    "d1": (12, 0.9, 0.2, 3e-6, 6),
+    "wd1": (12, 0.9, 0.2, 3e-6, 6),
+    "coupled-grpo": (2, 1.0, 0.2, 1e-6, 10),
+    "espo": (8, 1.0, 0.2, 3e-6, 6),
+    "spg": (4, 0.9, 0.2, 3e-6, 6),
+    "agrpo": (1, 0.6, 1.0, 5e-6, 8),
+    "agrpo-entropy": (1, 0.6, 1.0, 5e-6, 8),
+    "cj-grpo": (1, 0.6, 1.0, 5e-7, 8),
+    "d2": (8, 0.3, 0.2, 3e-6, 6),
+    "tracerl": (4, 0.8, 1.0, 1e-6, 8),
+    "just-grpo": (1, 1.0, 1.0, 5e-6, 16),
+    "unigrpo": (4, 0.8, 1.0, 1e-6, 8),
+    "bgpo": (1, 0.6, 1.0, 5e-7, 8),
+    "stable-drl": (2, 0.9, 0.2, 1e-6, 16),
+    "egspo": (4, 0.9, 0.2, 3e-5, 8),
+    "egspo-sa": (4, 0.9, 0.2, 3e-5, 8),
+    "gdpo": (12, None, None, 3e-7, None),
+    "gdsd": (8, 1.0, 0.2, 3e-6, 16),
+    "rldf": (1, 1.0, None, 1e-6, 4),
+    "dipo": (1, 1.0, None, None, 8),
+    "ebpo": (1, 0.6, 1.0, 5e-7, 8),
+}
+
+
+@pytest.mark.parametrize("name", MAIN_RUNS)
+def test_a_row_has_the_values_of_its_authors_main_run(name):
+    args = config(method=name)
+    names = ("num_iterations", "temperature", "max_grad_norm", "learning_rate", "num_generations")
+    for setting, value in zip(names, MAIN_RUNS[name], strict=True):
+        assert value in (None, getattr(args, setting))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
+    method = METHODS[name]
+    known = {field.name for field in fields(DiffuGRPOConfig)}
+    assert {"temperature", "top_k", "top_p", "remasking", "max_grad_norm", "scored_tokens"} <= D1.keys()
+    assert D1.keys() <= method.values.keys()  # so that no value of another method is left
+    assert {*method.values, *method.scale} <= known
+    assert not method.values.keys() & method.scale.keys()
+    for args in (config(method=name), parsed("--method", name)):
+        given = {**method.values, **method.scale}
+        if given.get("diffusion_steps", 0) is None:  # one a token
+            given["diffusion_steps"] = args.max_completion_length
+        assert {setting: getattr(args, setting) for setting in given} == given
+        assert args.method == name
+
+
+def test_d1_is_the_defaults_field_by_field():
+    assert differing(config(method="d1"), config()) == {}
+    assert differing(parsed("--method", "d1"), parsed()) == {}
+    assert differing(parsed(), config()) == {}
+    defaults = {field.name: field.default for field in fields(DiffuGRPOConfig)}
+    d1 = METHODS["d1"]
+    assert {**d1.values, **d1.scale} == {name: defaults[name] for name in {**d1.values, **d1.scale}}
+
+
+# --- What stands above what -------------------------------------------------------------------------------------------
+
+
+def test_the_later_wins_of_defaults_scale_yaml_method_and_flags(tmp_path):
+    espo = METHODS["espo"].values
+    yaml = "learning_rate: 0.5\nepsilon: 0.1\nbeta: 0.7\nblock_length: 8\n"
+    args = parsed("--method", "espo", "--beta", "0.9", yaml=yaml, tmp_path=tmp_path)
+    assert (args.learning_rate, args.block_length) == (0.5, 8)  # the yaml's, above the paper's scale and the default
+    assert (args.epsilon, args.beta) == (espo["epsilon"], 0.9)  # the method's above the yaml's; a flag above both
+    assert args.estimator == "espo"
+    assert args.num_generations == METHODS["espo"].scale["num_generations"]
+    args = parsed("--method", "agrpo", yaml="block_length: 8", tmp_path=tmp_path)
+    assert (args.learning_rate, args.num_generations) == (5e-6, 8)  # the paper's scale, above the default
+
+
+def test_a_method_in_a_yaml_comes_before_its_other_lines_wherever_it_stands(tmp_path):
+    args = parsed(yaml="epsilon: 0.1\nlearning_rate: 0.5\nmethod: espo\n", tmp_path=tmp_path)
+    assert (args.method, args.estimator, args.epsilon, args.learning_rate) == ("espo", "espo", 0.1, 0.5)
+    args = parsed("--beta", "0.9", yaml="method: espo\nbeta: 0.7", tmp_path=tmp_path)
+    assert args.beta == 0.9
+    # A method on the command line replaces the yaml's: no value of the yaml's row is left.
+    args = parsed("--method", "agrpo", yaml="method: espo\nlearning_rate: 0.5", tmp_path=tmp_path)
+    assert differing(args, parsed("--method", "agrpo", "--learning_rate", "0.5")) == {}
+
+
+def test_in_python_what_is_given_stands_above_the_method():
+    args = config(method="espo", epsilon=0.3, learning_rate=0.5)
+    assert (args.epsilon, args.learning_rate, args.estimator) == (0.3, 0.5, "espo")
+    assert differing(args, parsed("--method", "espo", "--epsilon", "0.3", "--learning_rate", "0.5")) == {}
+
+
+@pytest.mark.parametrize("words", [("--method=espo",), ("--method", "d1", "--method", "espo")])
+def test_a_method_spelled_another_way_is_the_whole_method(words):
+    assert differing(parsed(*words), parsed("--method", "espo")) == {}
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------------
+
+IMPORTS = """
+from d1.rl.losses import Advantage, Objective, Penalty
+from d1.scoring import Estimator
+def f(*given): return None
+METHOD = {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (None, "no method file .*mine.py"),
+        ("OBJECTIVES = {}", "mine.py: METHOD must be a dictionary of settings, METHOD = {...}, got None"),
+        ("METHOD = ['espo']", r"METHOD must be a dictionary of settings, .* got \['espo'\]"),
+        ("METHOD = {1: 2}", "METHOD must be a dictionary of settings, .* got {1: 2}"),
+        ("METHOD = {'epsilon_hihg': 1}", "mine.py: METHOD has epsilon_hihg, which is not a setting"),
+        ("METHOD = {'method': 'espo'}", "mine.py: METHOD has method, which is not a setting"),
+        ("METHOD = {}; import no_such_thing", "mine.py: ModuleNotFoundError: No module named 'no_such_thing'"),
+        (IMPORTS + "OBJECTIVES = [f]", r"OBJECTIVES must be a dictionary .* = {\"name\": Objective\("),
+        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary from names to entries"),
+        (IMPORTS + "OBJECTIVES = {'spg': Objective(f)}", "OBJECTIVES already has spg; choose another name"),
+        (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS already has replay"),
+        (IMPORTS + "ESTIMATORS = {'mine': f}", r"ESTIMATORS\['mine'\] must be an entry: .* d1.scoring;"),
+        (IMPORTS + "OBJECTIVES = {'mine': f}", r"mine.py: OBJECTIVES\['mine'\] must be an entry: .* d1\.rl;"),
+        (IMPORTS + "ESTIMATORS = {'mine': Estimator(3)}", r"ESTIMATORS\['mine'\]: draw must be a function, got 3"),
+        (IMPORTS + "ESTIMATORS = {'mine': Estimator(f, views=3)}", r"ESTIMATORS\['mine'\]: views must be a function"),
+        (IMPORTS + "OBJECTIVES = {'mine': Objective(None)}", r"OBJECTIVES\['mine'\]: loss must be a function"),
+        (IMPORTS + "PENALTIES = {'mine': Penalty('k3')}", r"PENALTIES\['mine'\]: value must be a function"),
+        (IMPORTS + "Penalty(f, to='base')", "a Penalty must have to='reference' or to='old', got 'base'"),
+        (IMPORTS + "Objective(f, reads_old=False, over_group=True)", "over_group compares with the old policy"),
+        (
+            IMPORTS + "OBJECTIVES = {'mine': Objective(f, settings=('epsilom',))}",
+            "reads epsilom, which is not a setting",
+        ),
+        (IMPORTS + "METHOD = {'objective': 'yours'}; OBJECTIVES = {'its': Objective(f)}", "--objective must be .*its"),
+    ],
+)
+def test_a_method_file_that_is_no_method_is_refused_with_the_reason(tmp_path, file, message):
+    path = tmp_path / "mine.py"
+    if file is not None:
+        path.write_text(file)
+    for make in (lambda: config(method=str(path)), lambda: parsed("--method", str(path))):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            make()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        parsed(yaml=f"method: {path}", tmp_path=tmp_path)
+
+
+def test_a_method_file_that_failed_is_read_again_when_it_is_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    path = tmp_path / "mended.py"
+    failing = "METHOD = {'epsilon': 0.3}\nraise ValueError('no')"
+    path.write_text(failing)
+    os.utime(path, (1, 1))
+    with pytest.raises(ValueError, match="no"):
+        config(method=str(path))
+    path.write_text("METHOD = {'epsilon': 0.3}".ljust(len(failing)))
+    os.utime(path, (1, 1))  # Python's cache of bytecode compares the size and the second of the change
+    assert config(method=str(path)).epsilon == 0.3
+
+
+@pytest.mark.parametrize("name", ["esop", "my_method", ""])
+def test_an_unknown_method_is_refused_with_those_there_are(name, tmp_path):
+    with pytest.raises(ValueError, match=f"--method must be one of d1, wd1, .*, or a path to a .py file, got '{name}'"):
+        parsed("--method", name)
+    with pytest.raises(ValueError, match=r"--method must be one of d1, .* got None"):
+        parsed(yaml="method:", tmp_path=tmp_path)
+
+
+def test_method_without_a_name_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--method")
+    assert "argument --method: expected one argument" in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- Combinations -----------------------------------------------------------------------------------------------------
+
+SERVER = {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"]}
+BUDGET = {"max_compute_tokens": 100}
+REFUSED = [
+    ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
+    (SERVER | {"rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
+    (SERVER | {"rollout_server_timeout": 7200}, "--rollout_server_timeout 7200: processes wait for each other"),
+    ({"method": "espo", "estimator": "replay", "num_views": 2}, "a ratio of whole completions needs all of their"),
+    ({"estimator": "replay", "num_views": 2}, "trl would raise each ratio to the power of a draw's weight"),
+    ({"estimator": "random_masks"}, "--objective clipped_views, clipped_steps, bgpo, gdsd or rldf, or one without"),
+    ({"method": "spg", "objective": "reinforce"}, "spg gives means over hidden tokens, .* and reinforce needs"),
+    ({"method": "spg", "estimator": "elbo"}, "the objective spg computes its bounds from means .* --estimator spg"),
+    ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes each draw .* --estimator elbo, espo, counts, complements"),
+    ({"method": "gdsd", "estimator": "replay"}, "gdsd takes each draw as an estimate of the whole completion"),
+    (
+        {"method": "stable-drl", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        r"stable_drl weighs a row against the others .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
+    ),
+    ({"method": "wd1", "loss_type": "luspo"}, "reinforce has no loss_type luspo: use one of sum, grpo"),
+    ({"method": "wd1", "loss_type": "views"}, "reinforce has no loss_type views: use one of sum, grpo"),
+    ({"loss_type": "active"}, "the objective trl has no loss_type active: use one of grpo, "),
+    ({"method": "spg", "beta": 0.1}, "and no KL can be computed from bounds: set --beta 0"),
+    ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged by loss_type, and cispo is not one of sum, "),
+    ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
+    (BUDGET | {"lr_scheduler_type": "cosine"}, "cosine changes the learning rate over max_steps, .* linear"),
+    (BUDGET | {"lr_scheduler_type": "linear", "warmup_steps": 3}, "warmup_steps: a linear learning rate .* 0"),
+    ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
+    ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
+    ({"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"}, "signed_softmax .* use sum_then_norm"),
+    ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
+    ({"right_share": [0.2]}, "right_share needs two shares"),
+    ({"method": "tracerl", "loss_type": "grpo"}, "some of a row's views, but clipped_views with loss_type grpo"),
+    ({"split_views": True}, "some of a row's views, but trl with loss_type bnpo needs all"),
+    (
+        {"method": "bgpo", "num_iterations": 2, "split_views": True},
+        "some of a row's views, but bgpo with loss_type sum",
+    ),
+    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely or k3_again"),
+    ({"method": "egspo-sa", "objective": "clipped_views"}, "egspo-sa .* reads none of it: .*--objective clipped_steps"),
+    ({"method": "egspo-sa", "split_views": False}, "state_reward needs one draw of views for all updates"),
+    ({"score_as_sampled": True, "temperature": 0.0}, "at temperature 0 each token has probability 1"),
+    ({"scored_tokens": "canvas", "eos_stop": True}, "canvas counts tokens after an EOS, which eos_stop skips"),
+    ({"method": "agrpo", "eos_stop": True}, "scored_tokens steps counts tokens after an EOS"),
+    ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the sampler's states .* set --cfg_scale 0"),
+    ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap weighs single tokens and vespo"),
+    ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
+    ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
+    # What would do nothing
+    ({"num_views": 3}, "the estimator one_step does not read it; elbo, espo, counts, .* would"),
+    ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),
+    ({"method": "cj-grpo", "mean_step": True}, "would do nothing: replay scores every step unless num_views"),
+    ({"method": "egspo", "mean_step": True}, "would do nothing: the steps of highest entropy are not drawn"),
+    ({"method": "cj-grpo", "split_views": True}, "--split_views True would do nothing: there is one update"),
+    ({"score_as_sampled": True, "temperature": 1.0}, "--score_as_sampled True would do nothing: at temperature 1"),
+    ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
+    ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it; spg, stable"),
+    ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it; trl, clipped_views, .* would"),
+    ({"method": "agrpo", "kl": "k3_to_old"}, "--kl k3_to_old would do nothing: it says what beta weighs"),
+]
+UNREAD = {  # method -> settings that neither its estimator nor its objective reads
+    "d1": {"segments": 4, "stratified": True},
+    "wd1": {"top_entropy_quantile": 0.2},
+    "espo": {"draw_steps": "entropy"},
+    "spg": {"stratified": True, "ratio_cap": 2.0, "epsilon_high": 0.3, "entropy_coef": 0.1, "sampling_weight_cap": 2.0}
+    | {"use_adaptive_entropy": True},
+    "agrpo": {"off_policy_mask_threshold": 0.1},
+    "cj-grpo": {"antithetic": True, "state_reward": 0.5},
+    "d2": {"segment_steps": 2},
+    "just-grpo": {"num_views": 4},
+    "bgpo": {"antithetic": True, "segment_steps": 4, "eubo_share": 1.0, "loss_type": "grpo"}
+    | {"importance_sampling_level": "sequence", "sampling_weight_cap": 2.0},
+    "gdpo": {"num_views": 4},
+    "gdsd": {"epsilon_high": 0.3},
+    "rldf": {"epsilon": 0.3},
+    "ebpo": {"delta": 3.0},
+}
+
+
+@pytest.fixture
+def own_penalty(monkeypatch):
+    """A user's penalty that is averaged according to loss_type."""
+    monkeypatch.setitem(PENALTIES, "k3_again", replace(PENALTIES["k3"]))
+
+
+@pytest.mark.usefixtures("own_penalty")
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_means_nothing_is_refused_with_the_reason(given, message):
+    with pytest.raises(ValueError, match=message):
+        config(**given)
+
+
+@pytest.mark.parametrize("method", UNREAD)
+def test_a_setting_that_nothing_reads_is_refused_with_those_that_would(method):
+    for name, value in UNREAD[method].items():
+        said = rf"--{name} {value} would do nothing: the (estimator|objective) \w+ does not read it; \w+.* would$"
+        with pytest.raises(ValueError, match=said):
+            config(method=method, **{name: value})
+
+
+def refusal(**given) -> str:
+    """The error for these settings; "" if they are accepted."""
+    try:
+        config(**given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.usefixtures("own_penalty")
+def test_every_contradiction_has_a_test(monkeypatch):
+    met = set()
+
+    def noting(about):
+        def noted(settings):
+            for reason in (found := about(settings)):
+                met.add(found.gi_frame.f_lineno)
+                yield reason
+
+        return noted
+
+    monkeypatch.setattr(checks, "CONTRADICTIONS", [noting(about) for about in checks.CONTRADICTIONS])
+    assert all(refusal(**given) for given, _ in REFUSED)
+    elsewhere = ("about_staleness", "about_edits")  # in test_staleness.py and test_editing.py
+    functions = [node for node in ast.parse(inspect.getsource(checks)).body if isinstance(node, ast.FunctionDef)]
+    subjects = [node for node in functions if node.name.startswith("about_") and node.name not in elsewhere]
+    yields = [node for subject in subjects for node in ast.walk(subject) if isinstance(node, ast.Yield)]
+    assert len(yields) > 25
+    assert [one.lineno for one in yields if met.isdisjoint(range(one.lineno, one.end_lineno + 1))] == []
+
+
+def test_a_check_of_ones_own_is_a_function_of_the_list(monkeypatch):
+    def about_heat(s):
+        if s.temperature > 2:
+            yield f"temperature {s.temperature:g} is noise: set at most 2"
+
+    monkeypatch.setattr(checks, "CONTRADICTIONS", [*checks.CONTRADICTIONS, about_heat])
+    assert refusal(temperature=2.0) == ""
+    assert refusal(temperature=2.5) == "temperature 2.5 is noise: set at most 2"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(monkeypatch, name):
+    """A flag given together with a method is refused only if it causes a contradiction; the row itself does not prevent
+    it."""
+    monkeypatch.setattr("d1.rl.config.try_entries", lambda args: None)  # with rows that other tests cover
+    changes = [{"estimator": other} for other in ESTIMATORS] + [{"objective": other} for other in OBJECTIVES]
+    said = [refusal(method=name, **change) for change in [*changes, {"objective": "trl"}, {"beta": 0.0}]]
+    assert not [text for text in said if "would do nothing" in text]
+    assert said.count("") >= 4
+
+
+def test_flags_beside_a_method_are_said_to_do_nothing_only_if_they_are_not_its_own():
+    args = config(method="espo", estimator="one_step")
+    assert (args.num_views, args.antithetic, args.importance_sampling_level) == (2, True, "sequence")
+    assert config(method="espo", estimator="one_step", num_views=2).num_views == 2
+    with pytest.raises(ValueError, match="--num_views 4 would do nothing"):
+        config(method="espo", estimator="one_step", num_views=4)
+
+
+def test_a_users_own_rows_may_read_any_setting(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw))
+    monkeypatch.setitem(OBJECTIVES, "mine", Objective(OBJECTIVES["reinforce"].loss))
+    reads = {"num_views": 3, "segments": 4, "antithetic": True, "stratified": True, "draw_steps": "entropy"}
+    more = {"eubo_beta": 2.0, "ratio_cap": 2.0, "epsilon": 0.3, "delta": 3.0, "importance_sampling_level": "sequence"}
+    assert config(estimator="mine", objective="mine", **reads, **more).ratio_cap == 2.0
+
+
+# --- A trial of a user's functions ------------------------------------------------------------------------------------
+
+PUSH = Path(__file__).parents[2] / "my_method.py"
+HEAD = """
+import torch
+from d1.rl.losses import Advantage, Objective, Penalty
+from d1.scoring import Estimator, Views
+
+def per_row(inputs): return (inputs.logps * inputs.mask).sum(-1)
+"""
+
+
+# What a file defines around the expression that its function f returns.
+LOSS = "def f(inputs, settings): {}\nMETHOD = {{'objective': 'mine', 'beta': 0}}\nOBJECTIVES = {{'mine': Objective(f)}}"
+FREE = LOSS.replace("(f)", "(f, reads_old=False)")
+KL = "def f(inputs, settings): {}\nMETHOD = {{'kl': 'mine', 'beta': 0.1}}\nPENALTIES = {{'mine': Penalty(f)}}"
+TO_OLD = KL.replace("(f)", "(f, to='old')")
+ADVANTAGE = "def f(groups): {}\nMETHOD = {{'advantage': 'mine'}}\nADVANTAGES = {{'mine': Advantage(f)}}"
+VIEWS = "def f(sampled, random, settings): {}\nMETHOD = {{'estimator': 'mine'}}\nESTIMATORS = {{'mine': Estimator(f)}}"
+TWO = "noise = torch.ones(3, 2, 11, dtype=bool); weights = torch.ones(3, 2, 8); "
+GROWING = VIEWS.replace("(f)}", "(f, views=lambda settings: 2)}")
+FOURTH = "size = sampled.gen_length; noise = torch.ones(3, size // 4, 3 + size, dtype=bool); "
+FOURTH += "weights = torch.ones(3, size // 4, size); "
+ENTRY = "[A-Z]+\\['mine'\\]: f \\(.*mine.py, line 7\\)"
+MISTAKES = [
+    (LOSS, "return None", "returned None: expected a pair"),
+    (LOSS, "return per_row(inputs).mean()", r"returned a tensor of shape \(\): expected a pair \(loss, metrics\)"),
+    (LOSS, "return per_row(inputs), {}", r"returned a tensor of shape \(3,\): expected a scalar tensor with"),
+    (LOSS, "return per_row(inputs).mean().detach(), {}", r"returned a tensor of shape \(\) without gradient"),
+    (LOSS, "return 0.0, {}", "returned float 0.0: expected a scalar tensor"),
+    (LOSS, "return per_row(inputs).mean(), {'text': 'much'}", "gave the metric 'text': str 'much', expected a number"),
+    (LOSS, "return per_row(inputs).mean(), {'mean': inputs.lengths}", r"the metric 'mean': a tensor of shape \(3,\)"),
+    (LOSS, "return inputs.no_such_thing", "AttributeError in line 7: .* no attribute 'no_such_thing'"),
+    (LOSS, "return settings.no_such_thing", "AttributeError in line 7: .* no attribute 'no_such_thing'"),
+    (LOSS, "return inputs.view_logps.exp_().exp_().mean() * inputs.logps.mean(), {}", "RuntimeError in line"),
+    (FREE, "return (per_row(inputs) - inputs.old).mean(), {}", "not scored: the entry must say reads_old=True"),
+    (FREE, "return (inputs.view_logps - inputs.view_old).mean(), {}", "TypeError in line 7: unsupported operand"),
+    (KL, "return None", "returned None: expected a scalar tensor with a gradient"),
+    (KL, "return per_row(inputs)", r"returned a tensor of shape \(3,\): expected a scalar"),
+    (KL, "return (inputs.logps - inputs.old).pow(2).mean()", "not scored: .* to='old' or 'reference'"),
+    (TO_OLD, "return (inputs.logps - inputs.reference).pow(2).mean()", "TypeError in line 7"),
+    (ADVANTAGE, "return None", r"returned None: expected floats of shape \(3, 6\)"),
+    (ADVANTAGE, "return groups.mean(1)", r"returned a tensor of shape \(3,\).*: expected floats of shape \(3, 6\)"),
+    (ADVANTAGE, "return groups > 0", "expected floats"),
+    (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
+    (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its entry says at most 1"),
+    (GROWING, FOURTH + "return Views(noise, weights)", "gave 6 views, but its entry says at most 2"),
+    (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),
+    (VIEWS, TWO + "return Views(noise[:, :, :8], weights)", r"views.noise must be \(3, views, 11\)"),
+    (VIEWS, TWO + "return Views(noise[:, 0], weights)", r"views.noise must be \(3, views, 11\), got \(3, 11\)"),
+    (VIEWS, TWO + "return Views(noise.float(), weights)", "views need bool noise and float weights, got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("file", "body", "message"), MISTAKES)
+def test_a_mistake_in_a_users_function_is_one_line_before_anything_is_loaded(tmp_path, file, body, message):
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + file.format(body))
+    with pytest.raises(ValueError, match=f"^{ENTRY}.*{message}") as error:
+        config(method=str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_trial_leaves_the_global_generator_alone(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + LOSS.format("return (per_row(inputs) * torch.rand(len(inputs.mask))).mean(), {}"))
+    before = torch.get_rng_state()
+    config(method=str(path))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_trial_cannot_show_is_one_line_at_the_step_at_which_it_happens(tiny_model_dir, tmp_path, monkeypatch):
+    calls = []
+
+    def tires(inputs, settings):
+        calls.append(inputs)
+        loss = OBJECTIVES["reinforce"].loss(inputs, settings)[0]
+        return (loss if len(calls) < 3 else loss.detach()), {}
+
+    monkeypatch.setitem(OBJECTIVES, "mine", Objective(tires))
+    trainer = make_method(tiny_model_dir, tmp_path, "d1", objective="mine", beta=0.0)
+    with pytest.raises(ValueError, match=r"^tires \(.*\) returned a tensor of shape \(\) without gradient: expected a"):
+        trainer.train()
+
+
+def test_weights_that_would_be_broadcast_over_views_are_refused():
+    inputs = random_inputs()
+    with pytest.raises(ValueError, match=r"weights must be \(6, 3, 5\), got \(6, 1, 5\)"):
+        replace(inputs, weights=inputs.weights[:, :1])
+
+
+def test_what_a_loss_counts_is_an_average_over_micro_batches_and_at_least_one_in_all():
+    """Six micro-batches of one row: four have an advantage, three views score something, or nothing does."""
+    ones = torch.ones(1, 8)
+    batch = {"prompt_mask": torch.ones(1, 4).long(), "completion_mask": ones.long(), "advantages": torch.ones(1)}
+    batch |= {"view_weights": ones.view(1, 1, 1, 8), "reveal_steps": torch.tensor([[1, 0, 2, 3, 5, 4, 7, 6]])}
+    scores = Scores(-ones, -ones.unsqueeze(1), torch.tensor(8))
+    for counted, expected in (((4, 3, 20), (4 / 6, 3 / 6, 20 / 6)), ((0, 0, 0), (1 / 6, 1 / 6, 1 / 6))):
+        active, views, tokens = map(torch.tensor, counted)
+        batch |= {"active_rows": active[None], "scoring_views": views[None, None], "num_items_in_batch": tokens}
+        inputs = loss_inputs(batch, scores, 0, parts=6)
+        found = [inputs.active_rows.item(), inputs.scoring_views.item(), inputs.tokens.item()]
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(inputs.reveal_steps, batch["reveal_steps"])
+    in_blocks = loss_inputs(batch, scores, 0, block=4).reveal_steps  # two blocks of four tokens
+    assert in_blocks.tolist() == [[1, 0, 2, 3, 1, 0, 3, 2]]
+
+
+# --- What an entry states ---------------------------------------------------------------------------------------------
+
+
+def trained(model_dir, folder, method, **changes):
+    trainer = make_method(model_dir, folder, method, **changes)
+    trainer.train()
+    return trainer
+
+
+def assert_same_run(one, other):
+    assert all(torch.equal(weight, weights(other.model)[name]) for name, weight in weights(one.model).items())
+    assert [entry["compute_tokens"] for entry in logged(one)] == [entry["compute_tokens"] for entry in logged(other)]
+
+
+def k3_by_hand(inputs, settings):
+    d = (inputs.view_old - inputs.view_logps).exp()
+    return ((d - d.log() - 1) * (inputs.weights != 0)).sum() / inputs.views
+
+
+def test_a_users_penalty_to_the_sampling_policy_pulls_like_ours(tiny_model_dir, tmp_path, monkeypatch):
+    inputs, run = random_inputs(), settings(loss_type="dapo")
+    found, expected = Penalty(k3_by_hand, to="old")(inputs, run), PENALTIES["k3_to_old"](inputs, run)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient(found, inputs), gradient(expected, inputs), rtol=1e-10, atol=1e-14)
+    monkeypatch.setitem(PENALTIES, "mine", Penalty(PENALTIES["k3_to_old"].value, to="old"))
+    given = {"objective": "reinforce", "beta": 10.0, "loss_type": "grpo"}  # alone it would score no old log-probs
+    mine, ours = (trained(tiny_model_dir, tmp_path / kl, "d1", kl=kl, **given) for kl in ("mine", "k3_to_old"))
+    assert_same_run(mine, ours)
+    assert logged(mine)[1]["kl"] > 1e-4
+    assert {"old_view_logps", "ref_view_logps"} & rollout_buffer(mine)[0].keys() == {"old_view_logps"}
+    assert mine.ref_model is None
+    without = trained(tiny_model_dir, tmp_path / "without", "d1", **{**given, "beta": 0.0})
+    assert "old_view_logps" not in rollout_buffer(without)[0]
+    assert any(not torch.equal(weight, weights(without.model)[name]) for name, weight in weights(mine.model).items())
+
+
+def test_a_users_estimator_of_bounds_goes_with_objectives_of_bounds(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw_blocks, linear=False))
+    for name, row in [*OBJECTIVES.items()]:
+        for loss, kind in ((name, row), ("of mine", replace(row, loss=OBJECTIVES["spg"].loss, own_kl=None))):
+            monkeypatch.setitem(OBJECTIVES, loss, kind)
+            given = {"estimator": "mine", "objective": loss, "beta": 0.0}
+            if kind.linear:
+                with pytest.raises(ValueError, match=f"mine gives means .* needs --objective spg.* and {loss} needs"):
+                    config(**given)
+            else:
+                assert config(**given).objective == loss
+                with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
+                    config(**{**given, "beta": 0.1})
+                with pytest.raises(
+                    ValueError, match=f"{loss} computes its bounds from means .* --estimator spg or mine"
+                ):
+                    config(**{**given, "estimator": "elbo"})
+
+
+def test_a_users_draws_with_inverse_chances_need_an_objective_of_views(monkeypatch):
+    drawn = replace(ESTIMATORS["random_masks"], settings=None)
+    monkeypatch.setitem(ESTIMATORS, "mine", drawn)
+    for row, accepted in (
+        (Objective(OBJECTIVES["clipped_views"].loss), False),
+        (Objective(OBJECTIVES["clipped_views"].loss, per_view=True), True),
+        (Objective(OBJECTIVES["reinforce"].loss, reads_old=False), True),
+    ):
+        monkeypatch.setitem(OBJECTIVES, "its", row)
+        if accepted:
+            assert config(estimator="mine", objective="its").objective == "its"
+        else:
+            with pytest.raises(ValueError, match="its would raise each ratio to the power of a draw's weight"):
+                config(estimator="mine", objective="its")
+
+
+def test_a_users_objective_over_a_group_gets_its_ratios(tiny_model_dir, tmp_path, monkeypatch):
+    row = OBJECTIVES["stable_drl"]
+    monkeypatch.setitem(OBJECTIVES, "mine", Objective(row.loss, over_group=True, linear=False))
+    mine, ours = (
+        trained(tiny_model_dir, tmp_path / name, "stable-drl", objective=name) for name in ("mine", "stable_drl")
+    )
+    assert_same_run(mine, ours)
+    assert logged(mine)[1]["weight_max"] == logged(ours)[1]["weight_max"] != 1.0
+    with pytest.raises(ValueError, match="mine weighs a row against the others of its prompt"):
+        make_method(tiny_model_dir, tmp_path, "stable-drl", objective="mine", steps_per_generation=2)
+
+
+def test_a_users_advantage_of_plain_rewards_takes_any_scale(monkeypatch):
+    monkeypatch.setitem(ADVANTAGES, "mine", Advantage(lambda groups: groups.sign(), centred=False))
+    monkeypatch.setitem(ADVANTAGES, "centred", Advantage(lambda groups: groups.sign()))
+    assert config(advantage="mine", scale_rewards="group").advantage == "mine"
+    with pytest.raises(
+        ValueError, match="centred is computed from rewards minus their group's mean: set --scale_rewards"
+    ):
+        config(advantage="centred", scale_rewards="group")
+
+
+def test_the_readmes_objective_pays_for_no_old_log_probs(tiny_model_dir, tmp_path):
+    """Tokens computed: 4 passes in sampling, 3 times a view in each of two updates, and 2 views for both's old
+    log-probs."""
+    base = {name: value for name, value in SETTINGS.items() if name not in ("p_mask_prompt", "num_iterations")}
+    paid, text = tmp_path / "paid.py", PUSH.read_text().replace("push, reads_old=False", "push")
+    paid.write_text(text.replace('"push"', '"paid"').replace('"half"', '"halves"'))
+    trainers = []
+    for file, pays in ((PUSH, False), (paid, True)):
+        trainers.append(make_trainer(tiny_model_dir, tmp_path / file.stem, base=base, method=str(file)))
+        trainers[-1].train()
+        assert ("old_view_logps" in rollout_buffer(trainers[-1])[0]) == pays
+        assert ("ratio_max" in logged(trainers[-1])[-1]) == pays
+    compute, more = (logged(trainer)[-1]["compute_tokens"] for trainer in trainers)
+    assert more / compute == (4 + 6 + 2) / (4 + 6)
+    free, paying = (weights(trainer.model) for trainer in trainers)
+    assert all(torch.equal(weight, paying[name]) for name, weight in free.items())
+
+
+def test_a_users_objective_reads_any_setting_of_the_run(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + LOSS.format("return per_row(inputs).mean(), {'t': settings.temperature}"))
+    assert config(method=str(path), temperature=0.3).objective == "mine"
