@@ -54,7 +54,7 @@ def test_the_plan_counts_what_d1_does(tmp_path):
 def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
     text = (Path(__file__).parents[3] / "docs" / "hardware.md").read_text().partition("## Methods")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    whats = ("sampling", "old log-probs", "reference log-probs", "weights of rows, before each later update")
+    whats = ("old log-probs", "reference log-probs", "weights of rows, before each later update")
     whats += ("updates, forward", "updates, backward")
     found = {}
     for name in METHODS:
