@@ -240,7 +240,6 @@ CHOICES: dict[str, Iterable[str]] = {
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "rollout_mode": ("trainer", "server"),
-    "rollout_weights": ("disk", "broadcast"),
     "draw_steps": DRAW_STEPS,
     "estimator": ESTIMATORS,
     "objective": OBJECTIVES,
@@ -307,8 +306,6 @@ def contradictions(s: Any) -> Iterator[str]:
     """The reasons why the settings contradict each other."""
     if (s.rollout_mode == "server") != bool(s.rollout_server_base_url):
         yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
-    if s.rollout_weights != "disk" and s.rollout_mode != "server":
-        yield f"--rollout_weights {s.rollout_weights} says how servers get weights: set --rollout_mode server"
     urls = s.rollout_server_base_url or ()
     if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
         yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"

@@ -35,7 +35,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.tokenizer import check_chat_template, check_mask_token, end_ids
 from d1.ranges import check_ranges, nearest
-from d1.rl.batch import evaluating, recorded
+from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts, find_method, settle_canvas
 from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE
@@ -102,7 +102,8 @@ class ShowProblems(TrainerCallback):
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only
-        record = {name: part.tolist() for name, part in recorded(sampled)[0].items()}
+        columns: dict[str, Any] = {**record_and_costs(sampled)[0]}
+        record = {name: part.tolist() for name, part in columns.items()}
         films = []
         for place, (prompt, row) in enumerate(zip(prompts, self.rows, strict=True)):
             ids, *numbers = (record[name][place] for name in COLUMNS)

@@ -57,9 +57,9 @@ SFT = [
 RL = [
     *SAMPLING,
     *SCORING,
-    Wait("d1/rl/trainer.py total_compute", 1, "log", "tokens processed, for the log"),
-    Wait("d1/rl/batch.py recorded", 1, "rollout", "passes, for the log"),
-    Wait("d1/rl/batch.py texts_of", 1, "rollout", "the completions"),
+    Wait("d1/rl/trainer.py DiffuGRPOTrainer.total_compute", 1, "log", "tokens processed, for the log"),
+    Wait("d1/rl/batch.py record_and_costs", 1, "rollout", "passes, for the log"),
+    Wait("d1/rl/batch.py completion_ids_of", 1, "rollout", "the completions"),
     Wait("d1/runs/trainer.py RunTrainer.require_finite", 1, "batch", "a loss that is not finite"),
     Wait("d1/rl/bridge.py CanvasGRPOTrainer._calculate_rewards", 1, "rollout", "the rewards, made on the host"),
     Wait("d1/rl/batch.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),

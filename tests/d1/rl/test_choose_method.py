@@ -243,7 +243,6 @@ SPG = {"method": "spg"}
 REFUSED = [
     ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
     ({"rollout_mode": "server", "rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
-    ({"rollout_weights": "broadcast"}, "--rollout_weights broadcast"),
     (
         {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"], "rollout_server_timeout": 7200},
         "--rollout_server_timeout 7200: processes wait for each other for --ddp_timeout",

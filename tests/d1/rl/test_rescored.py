@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from d1.rl.batch import recorded
-from d1.rl.engines import STATES, check_scores, states_of
+from d1.rl.batch import record_and_costs
+from d1.rl.engines import STATES, states_of
 from tests.tiny_grpo import make_method
 
 NUCLEUS = {"temperature": 1.0, "top_p": 0.8, "score_as_sampled": True}
@@ -19,12 +19,12 @@ HOW = {"exact": {}, "nucleus": NUCLEUS, "parallel": {"sampler": "parallel", "rev
 def sampled(trainer):
     """A rollout of the trainer's own, as `check_scores` reads it."""
     ids, mask = trainer.padded(trainer.encoded([row["prompt"] for row in trainer.train_dataset][:4]))
-    return {"prompt_ids": ids, "prompt_mask": mask} | recorded(trainer.sample(ids, mask))[0]
+    return {"prompt_ids": ids, "prompt_mask": mask, **record_and_costs(trainer.sample(ids, mask))[0]}
 
 
 def check(trainer, batch, exact=True, certain=True):
     rows = range(len(batch["canvas_ids"]))
-    check_scores(trainer, batch, rows, lambda row: f"engine, row {row}: ", exact, certain)
+    trainer.check_scores(batch, rows, lambda row: f"engine, row {row}: ", exact, certain)
 
 
 def changed(batch, name, change):
@@ -65,7 +65,7 @@ def test_where_a_difference_is_expected_it_is_at_most_a_warning(tiny_model_dir, 
     changes = {"a cache": {"sampler": "cached"}, "guidance": {"cfg_scale": 1.0}}.get(why, {})
     trainer = make_method(tiny_model_dir, tmp_path, "d1", eos_stop=False, **changes)
     batch = changed(sampled(trainer), "rollout_logps", lambda logps: logps * 0.1)
-    with caplog.at_level(logging.WARNING, "d1.rl.engines"):
+    with caplog.at_level(logging.WARNING, "d1.rl.trainer"):
         for _ in range(2):
             check(trainer, batch, certain=why != "older weights")
     assert sum("engine, row 0" in message for message in caplog.messages) == (why != "guidance")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.batch import evaluating, texts_of
+from d1.rl.batch import completion_ids_of, evaluating
 from d1.rl.checks import left_to_right_rows
-from d1.rl.engines import READ, RECORD, user_rollout
+from d1.rl.engines import READ, RECORD
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from tests.tiny_grpo import clockless, logged, make_method, weights
@@ -35,7 +35,7 @@ def engine(*keys, cut=False):
         parts = {"steps": sampled.reveal_steps, "logprobs": sampled.logps, "entropies": sampled.entropies}
         returned = {"prompt_ids": prompt_ids, "completion_ids": canvas.tolist(), "topic": ["letters"] * len(prompts)}
         if cut:
-            returned["completion_ids"] = texts_of(canvas, trainer.eos_token_ids)
+            returned["completion_ids"] = completion_ids_of(canvas, trainer.eos_token_ids)
         return returned | {name: parts[name].tolist() for name in keys}
 
     return sample
@@ -124,16 +124,16 @@ def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
     trainer = make_method(tiny_model_dir, tmp_path, "d1", diffusion_steps=4, ends=(END,))
     for returned, said in MALFORMED:
         with pytest.raises(ValueError, match=said) as caught:
-            user_rollout(lambda prompts, trainer, returned=returned: returned, ["a", "b"], trainer)
+            trainer.user_rollout(lambda prompts, trainer, returned=returned: returned, ["a", "b"], trainer)
         assert "\n" not in str(caught.value)
-    given = user_rollout(lambda prompts, trainer: GOOD | STEPS | {"logprobs": None}, ["a", "b"], trainer)
+    given = trainer.user_rollout(lambda prompts, trainer: GOOD | STEPS | {"logprobs": None}, ["a", "b"], trainer)
     assert given == GOOD | {"logprobs": None}
     assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
     assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     assert {*trainer.record} == {"canvas_ids", "reveal_steps"}
     replays = make_method(tiny_model_dir, tmp_path, "cj-grpo", ends=(END,))
     with pytest.raises(ValueError, match="row 0: 3 completion_ids, and --method cj-grpo reads what follows the EOS"):
-        user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
+        replays.user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
 
 
 @pytest.mark.parametrize("lie", ["tokens", "logprobs"])
