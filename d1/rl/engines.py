@@ -22,17 +22,15 @@ from torch import Tensor
 from transformers.trainer_utils import get_last_checkpoint
 
 from d1.models.convert import write_weights
-from d1.models.kinds import block_size
-from d1.rl.batch import SCORED, Batch, RolloutRecord
+from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.runs.checkpoints import reading
 from d1.runs.record import from_rank_0
 from d1.runs.stage import together
 from d1.sampling import Rollout
-from d1.scoring import ESTIMATORS, SampledRows, Scores, Views
+from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
-from d1.scoring.rollouts import blocks_of
 from d1.serve.client import CONNECT, Expected, Prompts, RolloutServer, Unavailable, Weights, check_ids, check_row
 from d1.serve.engine import RAM_DISK, has_room
 
@@ -72,7 +70,7 @@ class WeightsFolder:
             size = sum(weight.numel() * weight.element_size() for weight in weights)
             # The name is a function of the run, so that a resume removes what a killed run left.
             name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
-            self.path = place(self.output_dir, folders, size) / name
+            self.path = folder_with_room(self.output_dir, folders, size) / name
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)  # fails if it is someone else's
         if copy is not None:
@@ -90,7 +88,7 @@ class WeightsFolder:
             self.path = Path()
 
 
-def place(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
+def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
     """The folder for weights of `size` bytes: the RAM disk, else the run's own, else one that the servers name.
 
     Raises:
@@ -120,7 +118,7 @@ def place(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) 
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 1.0  # seconds until a server that failed is asked again
+PAUSE = 1.0  # seconds until a server that failed is tried again
 WATCH = 10.0  # seconds between questions to a server that has rows
 REMIND = 60.0  # seconds between messages while the run waits
 
@@ -250,8 +248,8 @@ class PolicyServers:
     def work(
         self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
     ) -> None:
-        """A thread of `sample`: sends parts to a server, one at a time, and asks a server that failed again. `held` are
-        the parts that servers have."""
+        """A thread of `sample`: sends parts to a server, one at a time, and tries a server that failed again. `held`
+        are the parts that servers have."""
         assert self.weights is not None
         while not over.is_set():
             try:
@@ -364,23 +362,13 @@ def differences(one: Batch, scores: Scores, views: Views, exact: bool) -> str:
 def states_of(one: Batch, config: Any, number: int) -> Views:
     """Up to `STATES` views of one row, evenly spaced over its steps: the states in which it was sampled, and the tokens
     that were revealed there."""
-    prompts, canvas = one["prompt_mask"], one["canvas_ids"]
-    sampled = SampledRows(
-        prompt_ids=one["prompt_ids"],
-        attention_mask=prompts,
-        maskable=prompts.bool(),
-        canvas_ids=canvas,
-        scored=one["reveal_steps"] >= 0,
-        reveal_steps=one["reveal_steps"],
-        logps=one["rollout_logps"],
-        entropies=one["rollout_logps"],
-        blocks=blocks_of(prompts, canvas.shape[1], block_size(config)),
-    )
+    prompts, device = one["prompt_mask"], one["canvas_ids"].device
+    sampled = sampled_rows(one | {"completion_mask": one["reveal_steps"] >= 0}, config)
     written = Written.of(sampled)
     steps = int(written.steps.max()) + 1
     count = min(STATES, steps)
-    chosen = (torch.arange(count, device=canvas.device) * steps // count + number) % steps
-    weights = torch.ones(1, count, device=canvas.device)
+    chosen = (torch.arange(count, device=device) * steps // count + number) % steps
+    weights = torch.ones(1, count, device=device)
     return replay_views(torch.zeros_like(prompts, dtype=torch.bool).unsqueeze(1), written, chosen.unsqueeze(0), weights)
 
 
@@ -465,8 +453,8 @@ def record_of(
     given: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
 ) -> RolloutRecord:
     """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that are given."""
-    behind = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
-    whole = f"--method {args.method} reads what follows the EOS" if behind else ""
+    beyond_end = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
+    whole = f"--method {args.method} reads what follows the EOS" if beyond_end else ""
     shape = len(given["completion_ids"]), int(args.max_completion_length or 0)
     # A canvas that is cut is filled with EOS, as under the EOS stop.
     record = {"canvas_ids": torch.full(shape, expected.ends[0]), "reveal_steps": torch.full(shape, -1)}
@@ -518,7 +506,7 @@ class Ahead:
     Attributes:
         kept: rollout number -> optimizer steps before it, and the folder with the weights from then.
         requests: rollout number -> its request. Both are used in the first process alone.
-        behind: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
+        stale_steps: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
     """
 
     def __init__(self, servers: PolicyServers, staleness: int, prompts_of: Callable[[int], Prompts | None]) -> None:
@@ -527,7 +515,7 @@ class Ahead:
         self.kept: dict[int, tuple[int, Path]] = {}
         self.requests: dict[int, Request] = {}
         self.thread = ThreadPoolExecutor(1)
-        self.at_work, self.behind = False, 0
+        self.at_work, self.stale_steps = False, 0
 
     def weights_of(self, number: int) -> int:
         """The rollout before whose updates the weights of rollout `number` were those of the trainer."""
@@ -553,7 +541,7 @@ class Ahead:
 
         self.at_work = True
         taken: Taken = from_rank_0(in_first_process)
-        self.behind = step - taken.step
+        self.stale_steps = step - taken.step
         return taken
 
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:

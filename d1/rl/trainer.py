@@ -261,7 +261,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if unpadded(taken.prompts.ids[own], taken.prompts.mask[own]) != unpadded(ids, mask):
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
         self.log_metric("sampling/staleness", self.rollout_number - self.ahead.weights_of(self.rollout_number))
-        self.log_metric("sampling/staleness_steps", self.ahead.behind)
+        self.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
         columns: dict[str, Any] = {
             name: of[own].to(ids.device) for name, of in vars(taken.rollout).items() if isinstance(of, Tensor)
         }
@@ -302,7 +302,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`check_scores` of a rollout whose rows these servers sampled."""
         assert self.servers is not None
         dtypes = {server.url: server.dtype for server in self.servers.servers}
-        stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.behind)
+        stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
         fp32 = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
         exact = fp32 and {dtypes[url] for url in sources} == {"float32"}
 

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from d1.rl import engines
-from d1.rl.engines import place
+from d1.rl.engines import folder_with_room
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.serve import KEY
 from d1.serve.client import RolloutServer
@@ -214,9 +214,9 @@ def test_weights_lie_where_all_servers_read_and_there_is_room(tmp_path):
     run, other = tmp_path / "runs" / "one", tmp_path / "weights"
     other.mkdir()
     ram = Path("/dev/shm")
-    assert place(run, [None, ["/"]], 1) == (ram if ram.is_dir() else run)
-    assert place(run, [[str(tmp_path)], None], 1) == run
-    assert place(run, [[str(other), "/gone"], [str(other)]], 1) == other
+    assert folder_with_room(run, [None, ["/"]], 1) == (ram if ram.is_dir() else run)
+    assert folder_with_room(run, [[str(tmp_path)], None], 1) == run
+    assert folder_with_room(run, [[str(other), "/gone"], [str(other)]], 1) == other
     for folders, size in (([[str(other)], [str(run)]], 1), ([None, ["/"]], 1 << 60)):
         with pytest.raises(ValueError, match="--weights_dir"):
-            place(run, folders, size)
+            folder_with_room(run, folders, size)
