@@ -1,16 +1,25 @@
-"""The batch of a rollout on its way to the loss: record, scored tokens, views of the updates, their scores, metrics."""
+"""The batch of a rollout on its way to the loss: record, scored tokens, views of the updates, their scores, metrics.
+
+A batch is a dictionary of tensors, made by TRL. Shapes: R rows, U inner updates, V views, P prompt, T tokens of the
+canvas, W writes. To TRL's columns are added
+- `canvas_ids` R T and what else a rollout notes of the whole canvas (`RolloutRecord`);
+- `view_noise` R U V P+T and `view_weights` R U V T, of which [:, k] are the views of inner update k; so are
+  `view_shown` and `view_targets` R U V T where views have these;
+- `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
+- `view_advantages` R V, with `state_reward`; `log_ratios` R x (rows per prompt), for `Objective.over_group`;
+- `scoring_views` R U and `active_rows` R: their numbers in the whole rollout, the same for each row.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +32,162 @@ from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of, within_blocks
 
-# --- Updates ----------------------------------------------------------------------------------------------------------
-#
-# The views of each inner update on a rollout: drawn once, stored with their samples, scored when they are used.
-#
-# A batch is a dictionary of tensors, made by TRL, to which are added
-#   inner update k; so are `view_shown` and `view_targets` where views have these;
-
 Batch = dict[str, Any]
 VIEWS = tuple(field.name for field in fields(Views))
+
+
+class RolloutRecord(TypedDict, total=False):
+    """What a rollout notes of its canvases, as columns of a batch. Log-probs and entropies are those that `Rollout`
+    documents; a user's `rollout_func` may leave them out. A sampler that edits also notes all of its writes."""
+
+    canvas_ids: Tensor  # R T, int64: the whole canvas, including what follows a completion's end
+    reveal_steps: Tensor  # R T, int64; -1 where the EOS stop filled in
+    rollout_logps: Tensor  # R T, fp32
+    rollout_entropies: Tensor  # R T, fp32
+    write_ids: Tensor  # R T W, int64
+    write_steps: Tensor  # R T W, int64; -1 where nothing was written
+    write_logps: Tensor  # R T W, fp32
+    write_entropies: Tensor  # R T W, fp32
+
+
+class Everyone(NamedTuple):
+    """Access to the rows of all processes: a function that gathers tensors, and the number of this process's first
+    row."""
+
+    gather: Callable[[Tensor], Tensor]
+    first: int
+
+    def own(self, everyones: Tensor, rows: int) -> Tensor:
+        """The `rows` of this process among those of all."""
+        return everyones[self.first :][:rows]
+
+
+# --- Record -----------------------------------------------------------------------------------------------------------
+
+
+def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float]]:
+    """The record of a rollout, and what sampling took per row, on average. Waits for the device."""
+    counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
+    passes, fed, edits, most = torch.stack(counts).cpu()  # one wait for all numbers
+    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": fed}
+    record: dict[str, Any] = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :]}
+    record |= {"reveal_steps": sampled.reveal_steps, "rollout_logps": sampled.logps}
+    record["rollout_entropies"] = sampled.entropies
+    if sampled.writes is not None:
+        record |= {f"write_{name}": of[..., : int(most.max())] for name, of in sampled.writes._asdict().items()}
+        costs["sampling/edits"] = edits
+    return cast("RolloutRecord", record), {name: of.float().mean().item() for name, of in costs.items()}
+
+
+def completion_ids_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
+    """The ids of each row of canvases (rows, canvas) up to and including its first EOS."""
+    ids = canvas_ids.cpu()
+    return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
+
+
+def view_logps_as_sampled(batch: Batch) -> Tensor:
+    """R U V T, the sampler's log-prob of each token that a view scores, 0 elsewhere: old log-probs of an estimator that
+    scores tokens in the states in which they were revealed."""
+    return torch.where(batch["view_weights"] != 0, batch["rollout_logps"][:, None, None], 0.0)
+
+
+def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
+    """R T, the sampler's log-prob of each token. For a token that was written several times: the mean over these writes
+    if they are `replayed`, else the last one."""
+    if not replayed or "write_logps" not in batch:
+        return batch["rollout_logps"]
+    return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)
+
+
+# --- Scored tokens and advantages -------------------------------------------------------------------------------------
+# Which tokens of a canvas count in the loss, named by `scored_tokens`: methods differ in what they do with the tokens
+# after the first EOS. A new choice is a function and an entry of `SCORED`.
+
+
+class Sampled(NamedTuple):
+    """The sampled canvases and their special tokens, (rows, canvas) each.
+
+    Attributes:
+        ids: token ids of the whole canvas.
+        ended: bool, the tokens up to and including the first EOS.
+        steps: the step that revealed each token; -1 for tokens that were not revealed.
+        is_end: bool, the tokens that end a text.
+        is_padding: bool, the tokenizer's padding token, which may also end a text.
+    """
+
+    ids: Tensor
+    ended: Tensor
+    steps: Tensor
+    is_end: Tensor
+    is_padding: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An entry of `SCORED`.
+
+    Attributes:
+        of: the tokens (rows, canvas) bool that count in the loss.
+        behind_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
+        reads_steps: it reads `Sampled.steps`.
+    """
+
+    of: Callable[[Sampled], Tensor]
+    behind_the_end: bool = False
+    reads_steps: bool = False
+
+
+def to_the_last_text(sampled: Sampled) -> Tensor:
+    """All tokens revealed up to the step that revealed the last token other than EOS (AGRPO, as released)."""
+    last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
+    return (sampled.steps >= 0) & (sampled.steps <= last)
+
+
+SCORED: dict[str, Scored] = {
+    "ended": Scored(lambda sampled: sampled.ended),
+    "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
+    "steps": Scored(to_the_last_text, behind_the_end=True, reads_steps=True),
+    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
+}
+
+
+def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
+    """Makes the tokens that `SCORED[name]` chooses the batch's completions; rows that are out of the loss stay out."""
+    ids, mask = batch["canvas_ids"], batch["completion_mask"]
+    scored = SCORED[name].of(
+        Sampled(
+            ids=ids,
+            ended=fitted(mask, ids.shape[1]).bool(),
+            steps=batch["reveal_steps"],
+            is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
+            is_padding=ids == (-1 if pad_id is None else pad_id),
+        )
+    )
+    batch["completion_ids"] = ids
+    batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+
+
+def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
+    """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes."""
+    if ADVANTAGES[name].of is None or group == 1:
+        return advantages
+    everyones = ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()
+    return everyone.own(everyones, len(advantages))
+
+
+def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, everyone: Everyone) -> float:
+    """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
+    returns the share of prompts kept."""
+    right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
+    kept = (right >= shares[0]) & (right <= shares[1])
+    rows = everyone.own(kept.repeat_interleave(group), len(batch["advantages"]))
+    batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+    return kept.float().mean().item()
+
+
+# --- Views of the updates ---------------------------------------------------------------------------------------------
 
 
 def draw_updates(
@@ -53,7 +209,7 @@ def draw_updates(
         views = estimator(sampled, random, settings)
         counts = views.weights.ne(0).any(-1).sum(1)
         everyones = split.gather(counts.to(device)).cpu()
-        before = (everyones.cumsum(0) - everyones)[split.first :][: len(counts)]
+        before = split.own(everyones.cumsum(0) - everyones, len(counts))  # views of earlier rows
         drawn = shared_out(views, updates, random.rows, before.tolist())
     else:
         draws = 1 if shared else updates
@@ -71,9 +227,9 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
     differ by at most one."""
     turn = torch.full(views.weights.shape[:2], -1)
     for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), generators, strict=True)):
-        places = scoring.nonzero().squeeze(1)
-        places = places[torch.randperm(len(places), generator=generator)]
-        turn[row, places] = (torch.arange(len(places)) + before[row]) % updates
+        own = scoring.nonzero().squeeze(1)
+        own = own[torch.randperm(len(own), generator=generator)]
+        turn[row, own] = (torch.arange(len(own)) + before[row]) % updates
     return [replace(views, weights=views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
 
 
@@ -203,20 +359,6 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-def texts_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
-    """The ids of each row of canvases (rows, canvas) up to and including its first EOS."""
-    ids = canvas_ids.cpu()
-    return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
-
-
-def in_parts(
-    sample: Callable[..., Rollout], ids: Tensor, mask: Tensor, generators: Sequence[torch.Generator], size: int
-) -> Rollout:
-    """The rollout of prompts (rows, prompt), `size` rows at a time."""
-    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-    return Rollout.joined([sample(ids[part], mask[part], generator=generators[part]) for part in parts])
-
-
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     """(rows, prompt) bool, the tokenizer's special tokens."""
     # Special tokens without a named role, such as LLaDA's header tokens, are only flagged.
@@ -264,7 +406,7 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
     KL penalty is not weighted.
 
     Args:
-        sampled: (rows, tokens) log-probs that the sampler recorded when it revealed the tokens.
+        sampled: (rows, tokens) log-probs that the sampler noted when it revealed the tokens.
         old: (rows, tokens) the estimator's log-probs in the views of the current update, under the policy before the
             first update on the rollout; for an objective without a ratio, under the current policy.
     """
@@ -272,146 +414,7 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
     return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)
 
 
-class Everyone(NamedTuple):
-    """Access to the rows of all processes: a function that gathers tensors, and the number of this process's first
-    row."""
-
-    gather: Callable[[Tensor], Tensor]
-    first: int
-
-
-def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
-    """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes."""
-    if ADVANTAGES[name].of is None or group == 1:
-        return advantages
-    return ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()[everyone.first :][: len(advantages)]
-
-
-def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, everyone: Everyone) -> float:
-    """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
-    returns the share of prompts kept."""
-    right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
-    kept = (right >= shares[0]) & (right <= shares[1])
-    rows = kept.repeat_interleave(group)[everyone.first :][: len(batch["advantages"])]
-    batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
-    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
-    return kept.float().mean().item()
-
-
-# --- Scored -----------------------------------------------------------------------------------------------------------
-#
-# Which tokens of a canvas count in the loss, named by `scored_tokens`. Methods differ in what they do with the tokens
-# after the first EOS. A new choice is a function and a row of `SCORED`.
-
-
-class Sampled(NamedTuple):
-    """The sampled canvases and their special tokens, (rows, canvas) each.
-
-    Attributes:
-        ids: token ids of the whole canvas.
-        ended: bool, the tokens up to and including the first EOS.
-        steps: the step that revealed each token; -1 for tokens that were not revealed.
-        is_end: bool, the tokens that end a text.
-        is_padding: bool, the tokenizer's padding token, which may also end a text.
-    """
-
-    ids: Tensor
-    ended: Tensor
-    steps: Tensor
-    is_end: Tensor
-    is_padding: Tensor
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A row of the table.
-
-    Attributes:
-        of: the tokens (rows, canvas) bool that count in the loss.
-        behind_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
-        reads_steps: it reads `Sampled.steps`.
-    """
-
-    of: Callable[[Sampled], Tensor]
-    behind_the_end: bool = False
-    reads_steps: bool = False
-
-
-def to_the_last_text(sampled: Sampled) -> Tensor:
-    """All tokens revealed up to the step that revealed the last token other than EOS (AGRPO, as released)."""
-    last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
-    return (sampled.steps >= 0) & (sampled.steps <= last)
-
-
-SCORED: dict[str, Scored] = {
-    "ended": Scored(lambda sampled: sampled.ended),
-    "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
-    "steps": Scored(to_the_last_text, behind_the_end=True, reads_steps=True),
-    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
-}
-
-
-def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
-    """Makes the tokens that `SCORED[name]` chooses the batch's completions; rows that are out of the loss stay out."""
-    ids, mask = batch["canvas_ids"], batch["completion_mask"]
-    scored = SCORED[name].of(
-        Sampled(
-            ids=ids,
-            ended=fitted(mask, ids.shape[1]).bool(),
-            steps=batch["reveal_steps"],
-            is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
-            is_padding=ids == (-1 if pad_id is None else pad_id),
-        )
-    )
-    batch["completion_ids"] = ids
-    batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
-    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
-
-
-# --- Record -----------------------------------------------------------------------------------------------------------
-#
-# The record of a rollout as columns of a batch, and what sampling took.
-
-
-def recorded(sampled: Rollout) -> tuple[Batch, dict[str, float]]:
-    """The columns (rows, canvas) of a rollout, with editing also those of all writes, (rows, canvas, writes); and what
-    it took of each row, on average. Waits for the device."""
-    counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
-    passes, fed, edits, most = torch.stack(counts).cpu()
-    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": fed}
-    record = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :], "reveal_steps": sampled.reveal_steps}
-    record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
-    if sampled.writes is not None:
-        record |= {f"write_{name}": of[..., : int(most.max())] for name, of in sampled.writes._asdict().items()}
-        costs["sampling/edits"] = edits
-    return record, {name: of.float().mean().item() for name, of in costs.items()}
-
-
-def log_rollout(trainer: Any, started: float, tokens: int, costs: dict[str, float]) -> None:
-    """Logs what a rollout of so many tokens per process took since `started`, and its `costs`."""
-    seconds = time.perf_counter() - started
-    speed = tokens * trainer.accelerator.num_processes / seconds
-    for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
-        trainer.log_metric(name, value)
-
-
-def view_logps_as_sampled(batch: Batch) -> Tensor:
-    """(rows, mu, views, canvas) the sampler's log-prob of each token that a view scores, 0 elsewhere: old log-probs
-    of an estimator that scores tokens in the states in which they were revealed."""
-    return torch.where(batch["view_weights"] != 0, batch["rollout_logps"][:, None, None], 0.0)
-
-
-def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
-    """(rows, canvas) the sampler's log-prob of each token. For a token that was written several times: the mean over
-    these writes if they are `replayed`, else the last one."""
-    if not replayed or "write_logps" not in batch:
-        return batch["rollout_logps"]
-    return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)
-
-
 # --- Metrics ----------------------------------------------------------------------------------------------------------
-#
-# Metrics of an update: ratios, the gap between the policy that sampled and the one that is trained, faulty rows.
 
 
 def prompt_masked(batch: Batch) -> float:

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_ge
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
 from d1.models import load_model
-from d1.rl.batch import Batch, fitted
+from d1.rl.batch import Batch, RolloutRecord, fitted
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
@@ -49,7 +49,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. The class overrides
     - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
     - `_generate_single_turn`, to call `rollout`; `_generate_and_score_completions`, its caller, to add the rollout's
-      record to the batch (`record` keeps it until then) and to call `after_rollout`;
+      record and its rows' rewards to the batch and to call `after_rollout`;
     - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
@@ -64,14 +64,15 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         silence()  # in a notebook, too: TRL uses names that Transformers will remove
         super().__init__(*args, **kwargs)
-        self.record: Batch = {}
+        self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
+        self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
 
-    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], Batch]:
-        """A completion for each prompt, cut after its first EOS, and tensors (rows, ...) that join the batch."""
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], RolloutRecord]:
+        """A completion for each prompt, cut after its first EOS, and the record of the canvases."""
         raise NotImplementedError
 
     def after_rollout(self, batch: Batch) -> None:
@@ -119,8 +120,9 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         started = time.perf_counter()
         self.rows = inputs
-        batch = super()._generate_and_score_completions(inputs) | self.record
-        self.record = {}
+        batch = super()._generate_and_score_completions(inputs)
+        batch |= {**self.record, **self.row_rewards}
+        self.record, self.row_rewards = {}, {}
         self.after_rollout(batch)
         if self.model.training:
             self.rollout_seconds.append(time.perf_counter() - started)
@@ -134,7 +136,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
         own = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
         columns = {REWARD: weighted_sum(own, self.reward_weights.cpu())} | ({ACCURACY: own[:, -1]} if watched else {})
-        self.record |= {name: column.to(rewards.device, non_blocking=True) for name, column in columns.items()}
+        self.row_rewards = {name: column.to(rewards.device, non_blocking=True) for name, column in columns.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
@@ -151,15 +153,27 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         return self.loss(model, inputs)
 
     def train_sampler(self, dataset: Any) -> EpochSampler:
+        return self.order_of(dataset, lambda: int(self.state.epoch or 0), repeat_count=self.micro_steps_per_rollout)
+
+    def order_of(self, dataset: Any, epoch: Callable[[], int], **options: Any) -> EpochSampler:
+        """The order of the rows of an epoch."""
         return EpochSampler(
             dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.micro_steps_per_rollout,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
-            epoch=lambda: int(self.state.epoch or 0),
+            epoch=epoch,
+            **options,
         )
+
+    def rows_of(self, number: int) -> list[dict[str, Any]]:
+        """The rows of the dataset, of all processes, of training rollout `number`, before TRL asks for them."""
+        dataset: Any = self.train_dataset
+        size = self.args.generation_batch_size
+        epoch, before = divmod(number, len(dataset) // (size // self.num_generations))
+        order = islice(self.order_of(dataset, lambda: epoch), before * size, (before + 1) * size)
+        return [dataset[index] for index in order]
 
     # --- TRL's private state, and what it does with it ----------------------------------------------------------------
 
@@ -231,6 +245,23 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             yield
 
+    def trl_counters(self) -> dict[str, Any]:
+        """State besides `rollout_buffer` that TRL keeps between steps and leaves out of a checkpoint, for JSON."""
+        completions = self._logs if self.log_completions else {}
+        return {"step": self._step, "metrics": self._metrics["train"], "completions": completions}
+
+    def restore_trl(self, batches: list[Batch], counters: dict[str, Any]) -> None:
+        """Puts back what `rollout_buffer` and `trl_counters` gave."""
+        self._step, self._buffered_inputs = counters["step"], batches or None
+        self._metrics["train"].clear()
+        self._metrics["train"].update(counters["metrics"])
+        for group, columns in counters["completions"].items():
+            logs = self._logs[group]
+            for name, column in columns.items() if isinstance(columns, dict) else [(None, columns)]:
+                kept = logs if name is None else logs[name]
+                kept.clear()
+                kept.extend(column)
+
     def log_metric(self, name: str, value: float) -> None:
         """Averages a value with those until the next log, under `name`, or `eval_name` in an evaluation."""
         self._metrics["train" if self.model.training else "eval"][name].append(value)
@@ -252,29 +283,6 @@ class EpochSampler(RepeatSampler):
 def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
     """The micro-batches of the rollout in use."""
     return trainer._buffered_inputs or []
-
-
-def trl_counters(trainer: GRPOTrainer) -> dict[str, Any]:
-    """The other state that TRL keeps between steps and leaves out of a checkpoint, for JSON (columns are deques)."""
-    return {
-        "step": trainer._step,
-        "metrics": trainer._metrics["train"],
-        "completions": trainer._logs if trainer.log_completions else {},
-    }
-
-
-def restore_trl(trainer: GRPOTrainer, batches: list[Batch], counters: dict[str, Any]) -> None:
-    """Puts back what `rollout_buffer` and `trl_counters` gave."""
-    trainer._step = counters["step"]
-    trainer._buffered_inputs = batches or None
-    trainer._metrics["train"].clear()
-    trainer._metrics["train"].update(counters["metrics"])
-    for group, columns in counters["completions"].items():
-        logs = trainer._logs[group]
-        for name, column in columns.items() if isinstance(columns, dict) else [(None, columns)]:
-            kept = logs if name is None else logs[name]
-            kept.clear()
-            kept.extend(column)
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class DiffuGRPOConfig(GRPOConfig):
     rollout_mode: str = setting("trainer", "Where rollouts are sampled: trainer, or server (`d1 serve`).")
     rollout_server_base_url: list[str] | None = setting(None, "Addresses of the servers of rollout_mode server.")
     rollout_server_timeout: Annotated[float, POSITIVE] = setting(
-        240.0, "Seconds to wait while no rollout server answers; then the run is saved and ends."
+        240.0, "Seconds to wait while no rollout server answers; then the run ends."
     )
     rollout_staleness: Annotated[int, NATURAL] = setting(
         0, "Of rollout_mode server: sample with the weights of this many rollouts ago, while the trainer learns."

@@ -8,40 +8,37 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate import Accelerator
 from torch import Tensor
+from transformers.trainer_utils import get_last_checkpoint
 
 from d1.models.convert import write_weights
-from d1.models.kinds import block_size
-from d1.rl.batch import SCORED, Batch, evaluating, log_rollout, score_batch, texts_of
-from d1.rl.bridge import EpochSampler
+from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
+from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.runs.checkpoints import reading
-from d1.runs.cli import RunError
-from d1.sampling import Rollout, SamplingSettings
-from d1.scoring import ESTIMATORS, SampledRows, Views
+from d1.runs.record import from_rank_0
+from d1.runs.stage import together
+from d1.sampling import Rollout
+from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
-from d1.scoring.rollouts import blocks_of
 from d1.serve.client import CONNECT, Expected, Prompts, RolloutServer, Unavailable, Weights, check_ids, check_row
 from d1.serve.engine import RAM_DISK, has_room
 
-# --- Weights folder ---------------------------------------------------------------------------------------------------
-#
-# The folder through which a run's weights reach its servers: on a RAM disk where there is one with room.
+# --- The folder through which a run's weights reach its servers -------------------------------------------------------
 
 
 class WeightsFolder:
-    """Holds one version at a time, in a folder of its own.
+    """Holds one version at a time, in a folder of its own: on a RAM disk where there is one with room.
 
     Attributes:
         path: the folder; None until the first version is written.
@@ -58,17 +55,22 @@ class WeightsFolder:
         folders: Sequence[Sequence[str] | None],
         released: bool = False,
         copy: Path | None = None,
-    ) -> None:
+    ) -> Path:
         """Replaces what is there by the weights of `model`, or its adapter, or by those of its kind in the folder
-        `copy`. `folders` are those that each server reads, None for a server that reads all. `released`: whole weights,
-        with the adapter folded in, in the format that they were released in, for an engine."""
+        `copy`; returns the folder of this version.
+
+        Args:
+            folders: those that each server reads, None for a server that reads all.
+            released: whole weights, with the adapter folded in, in the format that they were released in, for an
+                engine.
+        """
         if self.path == Path():
-            whole = released or not is_adapted(model)
+            whole = released or not hasattr(model, "peft_config")
             weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
             size = sum(weight.numel() * weight.element_size() for weight in weights)
             # The name is a function of the run, so that a resume removes what a killed run left.
             name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
-            self.path = place(self.output_dir, folders, size) / name
+            self.path = folder_with_room(self.output_dir, folders, size) / name
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)  # fails if it is someone else's
         if copy is not None:
@@ -77,6 +79,7 @@ class WeightsFolder:
             write_weights(model, self.path / version)
         else:
             model.save_pretrained(self.path / version)
+        return self.path / version
 
     def remove(self) -> None:
         """Removes what this process wrote."""
@@ -85,11 +88,7 @@ class WeightsFolder:
             self.path = Path()
 
 
-def is_adapted(model: Any) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def place(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
+def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
     """The folder for weights of `size` bytes: the RAM disk, else the run's own, else one that the servers name.
 
     Raises:
@@ -113,15 +112,13 @@ def place(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) 
 
 
 # --- Servers ----------------------------------------------------------------------------------------------------------
-#
-# Rollouts on servers: rows go through a queue, and a server has the policy's weights before it gets rows.
-#
-# A server that fails is taken out, and its rows go to the others; it comes back with the current weights. Completions
-# do not depend on who sampled them, because a row's random numbers depend on its key alone.
+# Rows go through a queue, and a server has the policy's weights before it gets rows. A server that fails is taken out,
+# and its rows go to the others; it comes back with the current weights. Completions do not depend on who sampled them,
+# because a row's random numbers depend on its key alone.
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 1.0  # seconds until a server that failed is asked again
+PAUSE = 1.0  # seconds until a server that failed is tried again
 WATCH = 10.0  # seconds between questions to a server that has rows
 REMIND = 60.0  # seconds between messages while the run waits
 
@@ -139,34 +136,28 @@ class ServedRollout(Rollout):
     sources: tuple[str, ...] = ()
 
 
-class NoServer(ConnectionError):
-    """No server has answered for as long as the run waits."""
-
-
 class PolicyServers:
     """The servers that sample a run's rollouts. Every process uses all of them; the first one writes the weights.
 
     `publish` and `rollout` are called by all processes together; `sample` by any thread, between two `publish`.
 
-    Args:
+    Attributes:
         size: rows per request; None: an equal share of a rollout for each server.
         patience: seconds to wait while no server answers.
-        broadcasts: weights go over the network, from a folder of this machine that no server reads.
     """
 
-    def __init__(self, urls: Sequence[str], trainer: Any, size: int | None, patience: float, broadcasts: bool) -> None:
-        self.accelerator, self.mask_token_id = trainer.accelerator, trainer.mask_token_id
-        self.servers = [RolloutServer(url, broadcasts) for url in urls]
-        self.size, self.patience, self.broadcasts = size, patience, broadcasts
-        self.run = broadcast_object_list([uuid.uuid4().hex])[0]  # an earlier run's weights have other names
+    def __init__(self, args: DiffuGRPOConfig, accelerator: Accelerator, mask_token_id: int) -> None:
+        self.accelerator, self.mask_token_id = accelerator, mask_token_id
+        self.servers = [RolloutServer(url) for url in args.rollout_server_base_url or ()]
+        self.size, self.patience = args.rollout_batch_size, args.rollout_server_timeout
+        self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
         self.weights: Weights | None = None
-        self.folder = WeightsFolder(Path(str(trainer.args.output_dir)))
-        with self.together():
-            self.connect()
+        self.folder = WeightsFolder(Path(str(args.output_dir)))
+        together(self.connect)
 
     def connect(self) -> None:
         """Asks all servers what they serve, until one answers."""
-        waited = Waiting(self.servers, self.patience)
+        waited = Waiting(self)
         while True:
             with ThreadPoolExecutor(len(self.servers)) as pool:
                 [*pool.map(self.prepare, self.servers)]
@@ -185,58 +176,47 @@ class PolicyServers:
                 logger.warning("%s is back, with the current weights.", server.url)
             server.problem = None
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Raises in all processes what one of them raises inside: otherwise the others would wait for it."""
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            problem = error
-        told = gather_object([None if problem is None else (isinstance(problem, NoServer), str(problem))])
-        wrong = sorted(one for one in told if one is not None)  # first those that waiting longer would not help
-        if problem is not None and isinstance(problem, NoServer) == wrong[0][0]:
-            raise problem
-        if wrong:
-            raise (NoServer if wrong[0][0] else RunError)(wrong[0][1])
-
     def publish(self, model: Any, step: int) -> None:
-        """Has the servers take the weights of `model` after so many optimizer steps, or its adapter, unless they have
+        """Has the servers take the weights of `model`, or its adapter, after `step` optimizer steps, unless they have
         them. No process may be sampling."""
         version = f"{self.run}-{step}"
         if self.weights and self.weights.version == version:
             return
-        self.accelerator.wait_for_everyone()
-        with self.together():
-            if self.accelerator.is_main_process:
-                self.write(self.folder, model, version)
-        self.weights = Weights(self.run, version, Path(broadcast_object_list([str(self.folder.path)])[0], version))
-        with self.together():
-            if self.accelerator.is_main_process:
-                with ThreadPoolExecutor(len(self.servers)) as pool:
-                    [*pool.map(self.prepare, [server for server in self.servers if not server.problem])]
 
-    def write(self, folder: WeightsFolder, model: Any, version: str, copy: Path | None = None) -> None:
+        def in_first_process() -> Weights:
+            self.weights = Weights(self.run, version, self.write(self.folder, model, version))
+            with ThreadPoolExecutor(len(self.servers)) as pool:
+                [*pool.map(self.prepare, [server for server in self.servers if not server.problem])]
+            return self.weights
+
+        self.accelerator.wait_for_everyone()
+        self.weights = from_rank_0(in_first_process)
+
+    def write(self, folder: WeightsFolder, model: Any, version: str, copy: Path | None = None) -> Path:
         """Writes weights, as `WeightsFolder.write` does, where all servers read them and in a format that they read."""
-        if self.broadcasts:
-            folder.write(model, version, [None], copy=copy)
-            return
         known = [one for one in self.servers if one.folders != []]
         # An engine reads any folder of its own machine, and the run's where machines share it.
         shared = [str(folder.output_dir)]
         readable = [shared if one.folders is None and not one.is_local else one.folders for one in known]
-        folder.write(model, version, readable, any(one.folders is None for one in known), copy)
+        return folder.write(model, version, readable, any(one.folders is None for one in known), copy)
 
     def close(self) -> None:
         """Removes the weights that were written; a later `publish` writes again."""
         self.weights = None
         self.folder.remove()
 
+    def rollout(self, model: Any, step: int, prompts: Prompts) -> ServedRollout:
+        """Samples the prompts of this process with the weights that `model` has after `step` optimizer steps."""
+        self.publish(model, step)
+        sampled: list[ServedRollout] = []
+        together(lambda: sampled.append(self.sample(prompts)))
+        return sampled[0]
+
     def sample(self, prompts: Prompts) -> ServedRollout:
         """The rollout of prompts by the servers that answer, with the weights of the last `publish`.
 
         Raises:
-            NoServer: none has answered for `patience` seconds.
+            ConnectionError: none has answered for `patience` seconds.
             ValueError: a server refuses the rows.
         """
         assert self.weights is not None
@@ -249,7 +229,7 @@ class PolicyServers:
         for server in self.servers:
             Thread(target=self.work, args=(server, queue, held, over), name=server.url, daemon=True).start()
         Thread(target=watch, args=(queue, held, over), daemon=True).start()
-        waited, left = Waiting(self.servers, self.patience), {*futures}
+        waited, left = Waiting(self), {*futures}
         try:
             while left:
                 done, left = wait(left, timeout=PAUSE, return_when=FIRST_EXCEPTION)
@@ -268,8 +248,8 @@ class PolicyServers:
     def work(
         self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
     ) -> None:
-        """A thread of `sample`: sends parts to a server, one at a time, and asks a server that failed again. `held` are
-        the parts that servers have."""
+        """A thread of `sample`: sends parts to a server, one at a time, and tries a server that failed again. `held`
+        are the parts that servers have."""
         assert self.weights is not None
         while not over.is_set():
             try:
@@ -295,37 +275,6 @@ class PolicyServers:
                     future.set_exception(error)
             held.pop(server, None)
 
-    def rollout(
-        self,
-        model: Any,
-        step: int,
-        ids: Tensor,
-        mask: Tensor,
-        key: Sequence[int],
-        settings: SamplingSettings,
-        eos_token_ids: Sequence[int] | None,
-    ) -> ServedRollout:
-        """What `rollout` samples with the weights of `model` after so many optimizer steps, in the process that has the
-        generators (*key, row)."""
-        self.publish(model, step)
-        with self.together():
-            return self.sample(self.prompts(model, ids, mask, key, settings, eos_token_ids))
-
-    def prompts(
-        self,
-        model: Any,
-        ids: Tensor,
-        mask: Tensor,
-        key: Sequence[int],
-        settings: SamplingSettings,
-        eos_token_ids: Sequence[int] | None,
-    ) -> Prompts:
-        """The rows of this process."""
-        first = self.accelerator.process_index * len(ids)
-        keys = [(*key, first + row) for row in range(len(ids))]
-        of_model = block_size(model.config) is not None, model.config.vocab_size, self.mask_token_id
-        return Prompts(ids, mask, keys, settings, eos_token_ids or (), *of_model)
-
 
 def take_out(server: RolloutServer, error: Exception) -> None:
     """Notes why no rows go to a server."""
@@ -350,97 +299,48 @@ def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over
 class Waiting:
     """How long no server has answered; `since`: from when on, None if one has answered or finished rows."""
 
-    def __init__(self, servers: Sequence[RolloutServer], patience: float) -> None:
-        self.servers, self.patience = servers, patience
+    def __init__(self, policy: PolicyServers) -> None:
+        self.policy, self.told = policy, 0.0
         self.since: float | None = None
-        self.told = 0.0
 
     def someone_answers(self) -> bool:
-        """False while no server answers. Raises NoServer if this lasts too long."""
-        if not all(server.problem for server in self.servers):
+        """False while no server answers. Raises ConnectionError, with the last checkpoint, if this lasts too long."""
+        servers, patience = self.policy.servers, self.policy.patience
+        if not all(server.problem for server in servers):
             return True
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        problems = "; ".join(str(server.problem) for server in self.servers)
-        if now - self.since >= self.patience:
-            raise NoServer(f"no rollout server has answered for {self.patience:g} seconds: {problems}")
+        problems = "; ".join(str(server.problem) for server in servers)
+        if now - self.since >= patience:
+            output_dir = self.policy.folder.output_dir
+            last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+            way_on = f"continue from {last} with --resume" if last else "no checkpoint is complete: start again"
+            raise ConnectionError(f"no rollout server has answered for {patience:g} seconds: {problems}. {way_on}")
         if now - self.told >= REMIND or not self.told:
             self.told = now
-            logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
+            logger.warning("Waiting for a rollout server, for at most %g seconds: %s", patience, problems)
         return False
 
 
-def servers_of(trainer: Any) -> PolicyServers | None:
-    """The servers that `DiffuGRPOConfig.rollout_mode` asks for."""
-    args = trainer.args
-    if args.rollout_mode != "server":
-        return None
-    limits = args.rollout_batch_size, args.rollout_server_timeout
-    return PolicyServers(args.rollout_server_base_url, trainer, *limits, args.rollout_weights == "broadcast")
-
-
-# --- Rescored ---------------------------------------------------------------------------------------------------------
-#
-# Score a sampled row again: whether a server's or an engine's log-probabilities are the trainer's own.
-#
-# Of each rollout that another program sampled, one row per process is scored in some of the states that it was sampled
-# in, in one forward pass. The row and the states change from rollout to rollout. Nothing is drawn, the model and the
-# batch do not change, and the cost is not part of `compute_tokens`.
+# --- Score a row again ------------------------------------------------------------------------------------------------
+# Whether a server's or an engine's log-probabilities are the trainer's own (`DiffuGRPOTrainer.check_scores`).
 
 STATES = 8  # that a row is scored in
 EXACT = 1e-2  # nats between log-probabilities in fp32, the largest difference: their rounding is 1e-5 to 1e-3
 CLOSE = 0.5  # nats, the median difference: what another data type changes is about 0.02
 
 
-def check_servers(trainer: Any, batch: Batch, sources: Sequence[str]) -> None:
-    """`check_scores` of a rollout whose rows these servers sampled."""
-    dtypes = {server.url: server.dtype for server in trainer.servers.servers}
-    stale = trainer.mode == "train" and trainer.ahead is not None and bool(trainer.ahead.behind)
-    fp32 = trainer.accelerator.mixed_precision == "no" and trainer.model.dtype == torch.float32
-    exact = fp32 and {dtypes[url] for url in sources} == {"float32"}
-
-    def where(row: int) -> str:
-        number = trainer.accelerator.process_index * len(sources) + row
-        return f"{sources[row]}, row {row} (id {'-'.join(map(str, (*trainer.key('rollout')[1:], number)))}): "
-
-    check_scores(trainer, batch, range(len(sources)), where, exact, certain=not stale)
+def unpadded(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The ids of prompts (rows, prompt), without their padding."""
+    return [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
 
 
-def check_engine(trainer: Any, given: dict[str, Sequence[Any]], record: Batch) -> None:
-    """`check_scores` of what a `rollout_func` returned. A canvas that is cut is left out: its states are not known."""
-    rows = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == record["canvas_ids"].shape[1]]
-    ids, mask = trainer.padded([[*prompt] for prompt in given["prompt_ids"]])
-    batch = {"prompt_ids": ids, "prompt_mask": mask} | record
-    check_scores(trainer, batch, rows, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
-
-
-def check_scores(
-    trainer: Any, batch: Batch, rows: Sequence[int], where: Callable[[int], str], exact: bool, certain: bool
-) -> None:
-    """Scores one of the `rows` of a rollout again.
+def differences(one: Batch, scores: Scores, views: Views, exact: bool) -> str:
+    """How the record of one row differs from the trainer's own `scores` of it in `views`; "" if it does not.
 
     Args:
-        batch: `prompt_ids` and `prompt_mask` (rows, prompt), and the record of the rollout (rows, canvas):
-            `canvas_ids`, `reveal_steps`, `rollout_logps` and, if known, `rollout_entropies`.
-        where: from the number of a row, who sampled it.
-        exact: both programs compute in fp32.
-        certain: the weights are those that sampled. Then, unless the sampler approximates (a cache, or 4-bit weights in
-            the trainer), a difference is an error; else a warning.
-
-    Raises:
-        ValueError: log-probabilities or entropies are not those of the model in the states that the steps say.
+        exact: both programs compute in fp32 with the same weights, so that only rounding may differ.
     """
-    sampling = trainer.sampling
-    if not rows or sampling.cfg_scale:  # guidance samples from other log-probabilities
-        return
-    certain &= sampling.cache is None and not getattr(trainer.model, "is_loaded_in_4bit", False)
-    number = trainer.rollout_number if trainer.mode == "train" else trainer.evaluation_rollouts
-    row = rows[number % len(rows)]
-    one = {name: batch[name][row : row + 1] for name in batch}
-    views = states_of(one, trainer.model.config, number)
-    with trainer.without_checkpointing(), evaluating(trainer.model), trainer.accelerator.autocast():
-        options = {"mask_token_id": trainer.mask_token_id, "distribution": sampling.record_distribution}
-        scores = score_batch(trainer.model, one, views, views_at_once=STATES, with_entropies=True, **options)
     scored = views.weights.ne(0).any(1)
     pairs = {"log-probabilities": (one["rollout_logps"], scores.logps)}
     if "rollout_entropies" in one and scores.entropies is not None:
@@ -448,63 +348,52 @@ def check_scores(
     for what, (told, own) in pairs.items():
         gaps = (own.float() - told)[scored].abs().cpu()
         at = int(gaps.argmax())
-        if gaps.median() <= CLOSE and not (exact and certain and gaps[at] > EXACT):
+        if gaps.median() <= CLOSE and not (exact and gaps[at] > EXACT):
             continue
-        place = int(scored[0].nonzero()[at])
-        message = (
-            f"{where(row)}the {what} are not those of this run's model, which scored {len(gaps)} tokens again: the "
-            f"difference is {gaps.median():.3g} nats in the median, and at token {place} they are "
-            f"{told[0, place]:.4g} and {own[0, place]:.4g}"
+        position = int(scored[0].nonzero()[at])
+        return (
+            f"the {what} are not those of this run's model, which scored {len(gaps)} tokens again: the "
+            f"difference is {gaps.median():.3g} nats in the median, and at token {position} they are "
+            f"{told[0, position]:.4g} and {own[0, position]:.4g}"
         )
-        if certain:
-            raise ValueError(f"{message}: other weights, settings or tokens than those of the rows sampled them")
-        if not trainer.warned_of_scores:
-            logger.warning("%s. The sampler approximates, or its weights are older; this is said once.", message)
-            trainer.warned_of_scores = True
+    return ""
 
 
 def states_of(one: Batch, config: Any, number: int) -> Views:
     """Up to `STATES` views of one row, evenly spaced over its steps: the states in which it was sampled, and the tokens
     that were revealed there."""
-    prompts, canvas = one["prompt_mask"], one["canvas_ids"]
-    sampled = SampledRows(
-        prompt_ids=one["prompt_ids"],
-        attention_mask=prompts,
-        maskable=prompts.bool(),
-        canvas_ids=canvas,
-        scored=one["reveal_steps"] >= 0,
-        reveal_steps=one["reveal_steps"],
-        logps=one["rollout_logps"],
-        entropies=one["rollout_logps"],
-        blocks=blocks_of(prompts, canvas.shape[1], block_size(config)),
-    )
+    prompts, device = one["prompt_mask"], one["canvas_ids"].device
+    sampled = sampled_rows(one | {"completion_mask": one["reveal_steps"] >= 0}, config)
     written = Written.of(sampled)
     steps = int(written.steps.max()) + 1
     count = min(STATES, steps)
-    chosen = (torch.arange(count, device=canvas.device) * steps // count + number) % steps
-    weights = torch.ones(1, count, device=canvas.device)
+    chosen = (torch.arange(count, device=device) * steps // count + number) % steps
+    weights = torch.ones(1, count, device=device)
     return replay_views(torch.zeros_like(prompts, dtype=torch.bool).unsqueeze(1), written, chosen.unsqueeze(0), weights)
 
 
-# --- Rollout func -----------------------------------------------------------------------------------------------------
+# --- A user's rollout_func --------------------------------------------------------------------------------------------
+# TRL's `rollout_func(prompts, trainer)` gets the prompts of this process's rows, chat messages, and returns a dict of
+# lists, one element per row:
 #
-# Rollouts of an engine of the user's own: TRL's `rollout_func(prompts, trainer)`, and the check of what it returns.
-#
-# It gets the prompts of this process's rows, chat messages, and returns a dictionary of lists, one entry per row:
-#
+# - `prompt_ids`: ids of the prompt, at most `max_prompt_length`;
+# - `completion_ids`: ids of the canvas, `max_completion_length` at most. It may be cut anywhere after its first EOS,
 #   unless the method replays the sampler's states or scores tokens after an EOS;
+# - `steps` (optional), one per id: the number, from 0, of the row's own forward pass that revealed the token; -1 for
 #   tokens after the first EOS that were filled in and not revealed;
+# - `logprobs` and `entropies` (optional), one per id, in nats: of the distribution that `Rollout` documents.
 #
-# As in TRL, other keys go to the rewards, as columns. Keys are optional or None only if no row of the run reads them.
+# As in TRL, other keys go to the rewards, as columns. A key is optional, or None, if no entry of the run reads it.
 
+UserRollout = Callable[[list, Any], dict[str, Any]]
 TOKENS = ("prompt_ids", "completion_ids")
 RECORD = {"steps": "reveal_steps", "logprobs": "rollout_logps", "entropies": "rollout_entropies"}
 READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # of `SampledRows`
 COLUMNS = {"completion_ids": "canvas_ids", **RECORD}
 
 
-def readers(args: Any) -> dict[str, list[str]]:
-    """Which of `RECORD` the run's rows read: key -> settings that name these rows."""
+def readers(args: DiffuGRPOConfig) -> dict[str, list[str]]:
+    """Which of `RECORD` the run reads: key -> settings that name the entries which read it."""
     estimator, read = ESTIMATORS[args.estimator], {name: list[str]() for name in RECORD}
     for column in dict.fromkeys((*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings()))):
         read[READ[column]].append(f"estimator {args.estimator}")
@@ -519,7 +408,7 @@ def readers(args: Any) -> dict[str, list[str]]:
     return {key: names for key, names in read.items() if names}
 
 
-def check_rollout_func(args: Any) -> None:
+def check_rollout_func(args: DiffuGRPOConfig) -> None:
     """Raises ValueError for settings that no `rollout_func` can serve."""
     if args.rollout_mode == "server":
         raise ValueError("rollout_func samples the rollouts, and so would rollout_mode server: choose one of them")
@@ -529,229 +418,178 @@ def check_rollout_func(args: Any) -> None:
         raise ValueError("max_compute_tokens counts the tokens of rollouts, which a rollout_func does not tell")
 
 
-def user_rollout(function: Callable[[list, Any], dict[str, Any]], prompts: list, trainer: Any) -> dict[str, Any]:
-    """What TRL expects of a `rollout_func`; the record of the canvases becomes the trainer's.
+def read_returned(
+    returned: Any, rows: int, args: DiffuGRPOConfig, accelerator: Accelerator
+) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
+    """What a `rollout_func` returned for this number of rows: the keys that rollouts have, and others.
 
     Raises:
-        ValueError: the function returned something else, or not what the method reads.
+        ValueError: it is no dictionary of lists, or lacks a key that the run reads or that other processes have.
     """
-    started = time.perf_counter()
-    returned = function(prompts, trainer)
     if not isinstance(returned, dict):
         raise ValueError(f"rollout_func returned {type(returned).__name__}: expected a dictionary of lists")
     if returned.get("env_mask") is not None:
         raise ValueError("rollout_func returned env_mask: every token of a canvas is the model's, so leave it out")
     given = {name: returned[name] for name in (*TOKENS, *RECORD) if returned.get(name) is not None}
-    for name, rows in given.items():
-        if not isinstance(rows, Sequence) or len(rows) != len(prompts):
-            found = len(rows) if isinstance(rows, Sequence) else type(rows).__name__
-            raise ValueError(f"rollout_func got {len(prompts)} prompts: expected a list of as many {name}, got {found}")
-    check_keys(given, trainer)
-    record = record_of(given, trainer)
-    completions = texts_of(record["canvas_ids"], trainer.eos_token_ids)
-    trainer.record = {name: column.to(trainer.accelerator.device) for name, column in record.items()}
-    log_rollout(trainer, started, record["canvas_ids"].numel(), {})
-    if {"steps", "logprobs"} <= given.keys() and not trainer.weights_are_split:
-        check_engine(trainer, given, trainer.record)
-    others = {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, "env_mask")}
-    return {"prompt_ids": given["prompt_ids"], "completion_ids": completions, "logprobs": None} | others
-
-
-def check_keys(given: Iterable[str], trainer: Any) -> None:
-    """Raises ValueError if a key is missing that the run reads, or that other processes have."""
+    for name, values in given.items():
+        if not isinstance(values, Sequence) or len(values) != rows:
+            found = len(values) if isinstance(values, Sequence) else type(values).__name__
+            raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {found}")
     if missing := {*TOKENS}.difference(given):
         raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
-    for name, names in readers(trainer.args).items():
+    for name, names in readers(args).items():
         if name not in given:
             raise ValueError(
-                f"rollout_func returned no {name}, which --method {trainer.args.method} reads ({', '.join(names)}): "
+                f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
                 "return them, or choose a method that reads tokens alone, such as d1 or espo"
             )
-    own = torch.tensor([[name in given for name in RECORD]], device=trainer.accelerator.device)
-    if not (trainer.accelerator.gather(own) == own).all():
+    own = torch.tensor([[name in given for name in RECORD]], device=accelerator.device)
+    if not (accelerator.gather(own) == own).all():
         raise ValueError(f"rollout_func returned {', '.join(given)} here, and other keys in another process")
+    return given, {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, "env_mask")}
 
 
-def record_of(given: dict[str, Sequence[Any]], trainer: Any) -> Batch:
-    """The columns (rows, canvas) of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` given."""
-    args, config, ends = trainer.args, trainer.model.config, trainer.eos_token_ids
-    behind = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
-    whole = f"--method {args.method} reads what follows the EOS" if behind else ""
-    aligned = block_size(config) is not None
-    expected = Expected(config.vocab_size, trainer.mask_token_id, ends, trainer.sampling, aligned, by_our_rules=False)
-    shape = len(given["completion_ids"]), int(args.max_completion_length)
-    record = {"canvas_ids": torch.full(shape, ends[0]), "reveal_steps": torch.full(shape, -1)}
+def record_of(
+    given: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
+) -> RolloutRecord:
+    """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that are given."""
+    beyond_end = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
+    whole = f"--method {args.method} reads what follows the EOS" if beyond_end else ""
+    shape = len(given["completion_ids"]), int(args.max_completion_length or 0)
+    # A canvas that is cut is filled with EOS, as under the EOS stop.
+    record = {"canvas_ids": torch.full(shape, expected.ends[0]), "reveal_steps": torch.full(shape, -1)}
     record |= {column: torch.zeros(shape) for name, column in RECORD.items() if name in given and name != "steps"}
     for number, prompt in enumerate(given["prompt_ids"]):
         where = f"rollout_func, row {number}: "
-        check_ids(prompt, f"{where}prompt_ids", config.vocab_size, args.max_prompt_length, "max_prompt_length")
-        row = {name: rows[number] for name, rows in given.items() if name != "prompt_ids"}
+        check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
+        row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
             column = record[COLUMNS[name]]
             column[number, : len(values)] = values.to(column.dtype)
-    return record
+    return cast("RolloutRecord", {name: column.to(device) for name, column in record.items()})
 
 
-# --- Ahead ------------------------------------------------------------------------------------------------------------
-#
-# Rollouts ahead of updates (`rollout_staleness` N): servers sample the next rollouts while the trainer learns.
+# --- Rollouts ahead of updates ----------------------------------------------------------------------------------------
+# With `rollout_staleness` N, servers sample the next rollouts while the trainer learns.
 #
 # Rollout k is sampled with the weights before the updates on rollout max(0, k - N), however fast trainer and servers
-# are. When rollout k is needed, the first process keeps a copy of the weights and asks for rollout k + N with it. One
-# thread does what was asked in that order, so that all rows of a rollout have the same weights. It samples the rows of
+# are. When rollout k is needed, the first process keeps a copy of the weights and requests rollout k + N with it. One
+# thread works on the requests in order, so that all rows of a rollout have the same weights. It samples the rows of
 # all processes; they wait for rollout k together. A checkpoint holds the copies that later rollouts need, and a resumed
-# run asks for these rollouts again: they depend on weights and keys alone.
+# run requests these rollouts again: they depend on weights and keys alone.
 
 FOLDER = "rollouts_ahead"  # of a checkpoint
 
 
-class Asked(NamedTuple):
-    """A rollout that was asked for: the ids of its prompts, the step of its weights, and its result."""
+class Request(NamedTuple):
+    """A rollout that was requested: the rows of all processes, the step of its weights, and its result."""
 
-    prompt_ids: list[list[int]]
+    prompts: Prompts
     step: int
     result: Future[ServedRollout]
 
 
+class Taken(NamedTuple):
+    """A rollout of all processes, and its rows."""
+
+    prompts: Prompts
+    step: int
+    rollout: ServedRollout
+
+
 class Ahead:
-    """The rollouts ahead of a trainer. All processes call its methods together.
+    """The rollouts ahead of a trainer.
+
+    Args:
+        prompts_of: the rows of all processes of a rollout, by its number; None if the run ends before it.
 
     Attributes:
         kept: rollout number -> optimizer steps before it, and the folder with the weights from then.
-        asked: rollout number -> what was asked for. Both are used in the first process alone.
-        behind: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
+        requests: rollout number -> its request. Both are used in the first process alone.
+        stale_steps: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
     """
 
-    def __init__(self, trainer: Any, staleness: int) -> None:
-        self.trainer, self.staleness = trainer, staleness
-        output_dir = Path(str(trainer.args.output_dir))
-        # A run that has lost its servers is saved as of the start of its step, which may have had several rollouts.
-        of_a_step = -(-trainer.args.gradient_accumulation_steps // trainer.micro_steps_per_rollout)
-        self.folders = [WeightsFolder(output_dir, f"-{slot}") for slot in range(staleness + of_a_step)]
+    def __init__(self, servers: PolicyServers, staleness: int, prompts_of: Callable[[int], Prompts | None]) -> None:
+        self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
+        self.folders = [WeightsFolder(servers.folder.output_dir, f"-{slot}") for slot in range(staleness + 1)]
         self.kept: dict[int, tuple[int, Path]] = {}
-        self.asked: dict[int, Asked] = {}
+        self.requests: dict[int, Request] = {}
         self.thread = ThreadPoolExecutor(1)
-        self.at_work, self.behind = False, 0
+        self.at_work, self.stale_steps = False, 0
 
     def weights_of(self, number: int) -> int:
         """The rollout before whose updates the weights of rollout `number` were those of the trainer."""
         return max(0, number - self.staleness)
 
-    def take(self, ids: Tensor, mask: Tensor) -> ServedRollout:
-        """The trainer's current rollout, the rows of this process, whose prompts (rows, prompt) must be these; asks for
-        the one that the policy's present weights are to sample.
+    def take(self, model: Any, number: int, step: int) -> Taken:
+        """Rollout `number`, which is due after `step` optimizer steps; requests the one that the present weights of
+        `model` are to sample. All processes call it together.
 
         Raises:
-            NoServer, ValueError: as `PolicyServers.sample`.
+            ConnectionError, ValueError: as `PolicyServers.sample`.
         """
-        trainer, number, found = self.trainer, self.trainer.rollout_number, None
+
+        def in_first_process() -> Taken:
+            self.keep(number, step, model)
+            for later in range(number, number + self.staleness + 1):
+                if later not in self.requests and (prompts := self.prompts_of(later)):
+                    self.request(later, prompts)
+            request = self.requests[number]
+            taken = Taken(request.prompts, request.step, request.result.result())
+            del self.requests[number]
+            return taken
+
         self.at_work = True
-        with trainer.sampling_model() as model, trainer.servers.together():
-            if trainer.accelerator.is_main_process:
-                self.keep(number, trainer.state.global_step, model)
-                for later in range(number, number + self.staleness + 1):
-                    self.ask(model, later)
-                asked = self.asked[number]
-                found = asked.prompt_ids, asked.step, asked.result.result()
-                del self.asked[number]
-        prompt_ids, step, sampled = broadcast_object_list([found])[0]
-        first = trainer.accelerator.process_index * len(ids)
-        own = slice(first, first + len(ids))
-        if prompt_ids[own] != [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]:
-            raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
-        trainer.log_metric("sampling/staleness", number - self.weights_of(number))
-        self.behind = trainer.state.global_step - step
-        trainer.log_metric("sampling/staleness_steps", self.behind)
-        columns: dict[str, Any] = {
-            name: of[own].to(ids.device) for name, of in vars(sampled).items() if isinstance(of, Tensor)
-        }
-        return ServedRollout(**columns, sources=sampled.sources[own])
+        taken: Taken = from_rank_0(in_first_process)
+        self.stale_steps = step - taken.step
+        return taken
 
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
-        servers, folder = self.trainer.servers, self.folders[number % len(self.folders)]
-        servers.write(folder, model, f"{servers.run}-{step}", copy)
+        folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
         self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
-        self.kept[number] = step, folder.path / f"{servers.run}-{step}"
+        self.kept[number] = step, self.servers.write(folder, model, version, copy)
 
-    def ask(self, model: Any, number: int) -> None:
-        """Asks for a rollout, unless that was done or the run ends before it."""
-        trainer, servers = self.trainer, self.trainer.servers
-        start = number * trainer.micro_steps_per_rollout
-        beyond = start // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps
-        if number in self.asked or (beyond and number > trainer.rollout_number):
-            return
-        prompt_ids = trainer.encoded([row["prompt"] for row in rows_of(trainer, number)])
-        ids, mask = (part.cpu() for part in trainer.padded(prompt_ids))
-        key, ends = trainer.key("rollout", start), trainer.eos_token_ids if trainer.eos_stop else None
-        prompts = servers.prompts(model, ids, mask, key, trainer.sampling, ends)
+    def request(self, number: int, prompts: Prompts) -> None:
         step, folder = self.kept[self.weights_of(number)]
-        weights = Weights(servers.run, f"{servers.run}-{step}", folder)
-        self.asked[number] = Asked(prompt_ids, step, self.thread.submit(self.sample, prompts, weights))
+        weights = Weights(self.servers.run, folder.name, folder)
+        self.requests[number] = Request(prompts, step, self.thread.submit(self.sample, prompts, weights))
 
     def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
         """In the thread: the servers take the weights before they get rows."""
-        self.trainer.servers.weights = weights
-        return self.trainer.servers.sample(prompts)
+        self.servers.weights = weights
+        return self.servers.sample(prompts)
 
     def finish(self) -> None:
-        """Waits for what was asked for, before something else is sampled with other weights."""
+        """Waits for what was requested, before something else is sampled with other weights."""
         if self.at_work:
-            wait([one.result for one in self.asked.values()])
-            self.trainer.servers.weights = None  # in all processes, so that all of them publish
+            wait([one.result for one in self.requests.values()])
+            self.servers.weights = None  # in all processes, so that all of them publish
             self.at_work = False
 
     def close(self) -> None:
-        """Drops what was asked for and removes the weights that were kept."""
+        """Drops what was requested and removes the weights that were kept."""
         self.thread.shutdown(cancel_futures=True)
         self.thread = ThreadPoolExecutor(1)
-        self.asked.clear()
+        self.requests.clear()
         self.kept.clear()
         for folder in self.folders:
             folder.remove()
 
-    # --- Checkpoints --------------------------------------------------------------------------------------------------
+    def save(self, checkpoint: Path, following: int) -> None:
+        """Writes the weights of the rollouts from number `following` on into a checkpoint; in the first process."""
+        for number in {self.weights_of(later) for later in range(following, following + self.staleness)}:
+            step, folder = self.kept[number]
+            shutil.copytree(folder, checkpoint / FOLDER / f"{number}-{step}", dirs_exist_ok=True)
 
-    def save(self, checkpoint: Path) -> None:
-        """Writes the weights of the rollouts that follow the current one into a checkpoint."""
-        trainer = self.trainer
-        following = -(-trainer.micro_step // trainer.micro_steps_per_rollout)
-        if trainer.accelerator.is_main_process:
-            for number in {self.weights_of(later) for later in range(following, following + self.staleness)}:
-                step, folder = self.kept[number]
-                shutil.copytree(folder, checkpoint / FOLDER / f"{number}-{step}", dirs_exist_ok=True)
-
-    def load(self, checkpoint: Path) -> None:
-        """Takes what `save` wrote. Raises ValueError if it is missing."""
-        if self.trainer.accelerator.is_main_process:
-            for number, step, folder in saved(checkpoint):
-                self.keep(number, step, self.trainer.accelerator.unwrap_model(self.trainer.model), folder)
+    def load(self, checkpoint: Path, model: Any) -> None:
+        """Takes what `save` wrote, weights of `model`; in the first process. Raises ValueError if it is missing."""
+        for number, step, folder in saved_ahead(checkpoint):
+            self.keep(number, step, model, folder)
 
 
-def rows_of(trainer: Any, number: int) -> list[dict[str, Any]]:
-    """The rows of the dataset, of all processes, of a training rollout before TRL asks for them."""
-    args, dataset, prompts = trainer.args, trainer.train_dataset, trainer.args.generation_batch_size
-    groups = prompts // trainer.num_generations
-    epoch, place = divmod(number, len(dataset) // groups)
-    order = EpochSampler(
-        dataset,
-        mini_repeat_count=trainer.num_generations,
-        batch_size=groups,
-        shuffle=trainer.shuffle_dataset,
-        seed=args.seed,
-        epoch=lambda: epoch,
-    )
-    return [dataset[index] for index in islice(order, place * prompts, (place + 1) * prompts)]
-
-
-def saved(checkpoint: Path) -> list[tuple[int, int, Path]]:
+def saved_ahead(checkpoint: Path) -> list[tuple[int, int, Path]]:
     """The weights in a checkpoint: rollout number, optimizer steps, folder. Raises ValueError if there are none."""
     with reading(checkpoint / FOLDER):
         folders = sorted((checkpoint / FOLDER).iterdir())
         return [(*map(int, folder.name.split("-")), folder) for folder in folders]  # type: ignore[misc]
-
-
-def ahead_of(trainer: Any) -> Ahead | None:
-    """The rollouts ahead that `rollout_staleness` asks for."""
-    staleness = trainer.args.rollout_staleness
-    return Ahead(trainer, staleness) if staleness and trainer.servers is not None else None

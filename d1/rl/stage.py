@@ -19,7 +19,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.kinds import native_config
 from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
-from d1.rl.batch import evaluating, recorded
+from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts, find_method
 from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE, report_page
@@ -220,7 +220,8 @@ class ShowProblems(TrainerCallback):
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only
-        record = {name: part.tolist() for name, part in recorded(sampled)[0].items()}
+        columns: dict[str, Any] = {**record_and_costs(sampled)[0]}
+        record = {name: part.tolist() for name, part in columns.items()}
         films = []
         for index, (prompt, row) in enumerate(zip(prompts, self.rows, strict=True)):
             ids, *numbers = (record[name][index] for name in COLUMNS)

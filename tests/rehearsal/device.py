@@ -1,14 +1,11 @@
 """A simulated device without visible data: the library runs on it as on a GPU, and each wait for the device is counted.
 
-Its tensors report that they are on the meta device, where tensors have no data. Their numbers are kept separately on
-the CPU, and operations run there, so a rehearsal gives the same numbers as a run. These are errors:
-- an operation on tensors of the device and others, even a single number that was left on the CPU;
-- a draw on the device with another device's generator;
-- a wait for the device where none is allowed: a tensor or number read back to the host, a shape that depends on
-  data (a boolean index, say), or an upload that is not asked to be `non_blocking`.
+Its tensors report the meta device, where tensors have no data. Their numbers are kept on the CPU, and operations run
+there, so a rehearsal gives the numbers of a run. Errors are: an operation on tensors of the device and others, even a
+single number left on the CPU; a draw with another device's generator; and a wait where none is allowed: a tensor or
+number read back, a shape that depends on data (a boolean index, say), an upload that is not `non_blocking`.
 
-Not covered: kernels that only a GPU has (the fused optimizer, flash attention, grouped experts), and more than one
-device.
+Not covered: kernels that only a GPU has (the fused optimizer, flash attention, grouped experts), and several devices.
 """
 
 from __future__ import annotations
@@ -34,21 +31,15 @@ DEVICE = torch.device("meta")
 ROOT = Path(__file__).parents[2]
 SITE = Path(torch.__file__).parents[1]
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-INDEXING = (
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default,
-    torch.ops.aten._index_put_impl_.default,
-)
+WRITES = ("index_put", "index_put_", "_index_put_impl_")
+INDEXING = (torch.ops.aten.index.Tensor, *(getattr(torch.ops.aten, name).default for name in WRITES))
 DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Misplaced(RuntimeError):
-    """Tensors, or a generator, of two devices in one operation."""
+class Misplaced(RuntimeError): ...  # tensors, or a generator, of two devices in one operation
 
 
-class Waits(RuntimeError):
-    """The host waits for the device in a place where it must not."""
+class Waits(RuntimeError): ...  # the host waits for the device where it must not
 
 
 class Aside(Tensor):
@@ -145,11 +136,9 @@ class Operations(TorchDispatchMode):
         return tree_map_only(Tensor, put_aside, result) if here else result
 
     def copied(self, here: bool, source: Tensor, non_blocking: bool = False, **options: Any) -> None:
-        """Counts a copy from the device or, if it has to wait and copies anything, to it."""
-        if isinstance(source, Aside):
-            if not here:
-                self.wait("a read-back")
-        elif here and source.numel() and not non_blocking:
+        if isinstance(source, Aside) and not here:
+            self.wait("a read-back")
+        elif not isinstance(source, Aside) and here and source.numel() and not non_blocking:
             self.wait("an upload")
 
     def misplaced(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
@@ -181,11 +170,8 @@ def place() -> str:
 
 @contextlib.contextmanager
 def rehearsal(allowed: Container[str] | None) -> Iterator[Counter[str]]:
-    """Inside this context, the meta device is that of a rehearsal. Yields the waits so far, by place.
-
-    Args:
-        allowed: the places where the host may wait; None: everywhere.
-    """
+    """Inside, the meta device is that of a rehearsal. Yields the waits so far, by place; the host may wait at those
+    `allowed` (None: everywhere)."""
     operations = Operations(allowed)
     with mock.patch.object(d1.masking, "Generator", Generator), Constructors(), operations:
         yield operations.waits

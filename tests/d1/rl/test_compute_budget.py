@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent, saved_at, total_compute
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent, saved_at
 from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings, weights
 
 LONG = {"max_steps": 100, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
@@ -110,7 +110,7 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_shares_
         tensors = load_file(saved / "model.safetensors")
         assert all(torch.equal(value, kept[step][name]) for name, value in tensors.items())
     checkpoint = str(folder / "checkpoint-7")
-    assert total_compute(run) == spent[7]
+    assert run.total_compute() == spent[7]
     assert is_spent(checkpoint, budget)
     assert is_spent(checkpoint, spent[7])
     assert not is_spent(checkpoint, spent[7] + 1)
@@ -154,7 +154,7 @@ def test_processes_spend_one_budget_together(tmp_path):
     assert is_spent(str(tmp_path), 100)
     assert not is_spent(str(tmp_path), 101)
     gathered = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(30)]))
-    assert total_compute(SimpleNamespace(compute=70, accelerator=gathered)) == 100
+    assert DiffuGRPOTrainer.total_compute(SimpleNamespace(compute=70, accelerator=gathered)) == 100
 
 
 def test_progress_is_to_the_step_that_spends_the_budget():

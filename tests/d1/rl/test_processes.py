@@ -1,12 +1,14 @@
-"""diffu-GRPO as users start it: one and two real processes, killed and resumed."""
+"""diffu-GRPO as users start it: one and two real processes, also on two nodes, killed and resumed."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -199,3 +201,40 @@ def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_p
     started = start(tiny_model_dir, tmp_path, launcher="ddp", CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="false")
     said = forks.finish(started, tmp_path / "log", status=1)
     assert "2 processes were started, but each would train alone" in said
+
+
+def nodes(model_dir, folder, count):
+    """The launchers of a run with two processes, spread over this number of nodes, all simulated by this machine."""
+    extra = ["--max_steps", "8", "--logging_steps", "1", "--resume_from_checkpoint", "true"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "LETTERS_SECONDS": "0.5"}
+    port, started = str(forks.free_port()), []
+    for node in range(count):
+        machine = ["--num_machines", str(count), "--machine_rank", str(node)]
+        machine += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        command = [*LAUNCH, CONFIGS["ddp"], *machine, *words(model_dir, folder, *extra, launcher="ddp")]
+        with (folder.parent / f"{folder.name}_node{node}.log").open("ab") as log:
+            started.append(subprocess.Popen(command, cwd=STAGE, env=environment, stdout=log, stderr=log))
+    return started
+
+
+def statuses(launchers):
+    return [launcher.wait(timeout=300) for launcher in launchers]
+
+
+@pytest.mark.slow
+def test_two_nodes_are_as_two_processes_of_one_and_go_on_after_one_of_them_died(tiny_model_dir, tmp_path):
+    assert statuses(nodes(tiny_model_dir, tmp_path / "one", 1)) == [0]
+    both = nodes(tiny_model_dir, tmp_path / "two", 2)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "two" / "checkpoint-2").exists():
+        assert all(launcher.poll() is None for launcher in both), (tmp_path / "two_node0.log").read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    lost = psutil.Process(both[1].pid)
+    for member in [*lost.children(recursive=True), lost]:
+        member.kill()
+    assert 0 not in statuses(both)  # the other node does not wait forever
+    assert not (tmp_path / "two" / "model.safetensors").exists()
+    assert statuses(nodes(tiny_model_dir, tmp_path / "two", 2)) == [0, 0]
+    one, two = (final_weights(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.engines import NoServer
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
 from d1.scoring.rollouts import within_blocks
@@ -85,7 +81,7 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
     for wrong, words in several:
         with pytest.raises(ValueError, match=words):
             DiffuGRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **wrong)
-    with pytest.raises(NoServer, match=r"for 0\.1 seconds"):
+    with pytest.raises(ValueError, match=r"for 0\.1 seconds"):
         make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", rollout_server_timeout=0.1, **url)
     with serving(tiny_model_dir) as served, pytest.raises(ValueError, match="--weights_dir"):
         make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", rollout_server_base_url=[served.url])
@@ -214,34 +210,3 @@ def test_each_lie_of_a_server_is_one_clear_line(lied_to, name):
         trainer.rollout(prompts)
     assert str(caught.value).startswith(liar.url)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_two_processes_share_a_server(tmp_path):
-    """`d1 rl` under torchrun: the trained weights are those of two processes that sample for themselves."""
-    base, rows = ROOT / "pocket" / "base", ROOT / "dataset" / "sudoku_train.csv"
-    flags = f"--model_path {base} --dataset sudoku --data_file {rows} --block_length 8 --max_completion_length 32 "
-    flags += (
-        "--num_generations 4 --per_device_train_batch_size 4 --num_iterations 2 --max_steps 4 --learning_rate 1e-4 "
-    )
-    flags += "--diffusion_steps 16 --use_cpu true --bf16 false --report_to none"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "d1", "rl", *flags.split()]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    with serving(base, batch_size=64, weights_dir=tmp_path) as served:
-        server = ["--rollout_mode", "server", "--rollout_server_base_url", served.url]
-        for port, (folder, words) in enumerate({"here": [], "there": server}.items(), start=29741):
-            words = [
-                *launch[:3],
-                "--master_port",
-                str(port),
-                *launch[3:],
-                *words,
-                "--output_dir",
-                str(tmp_path / folder),
-            ]
-            subprocess.run(words, env=environment, cwd=tmp_path, check=True, timeout=300)
-        assert served.engine.version.endswith("-2")
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("here", "there"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    start = load_file(base / "model.safetensors")
-    assert any(not torch.equal(before[name], start[name]) for name in start)

@@ -16,7 +16,6 @@ from d1.models import load_model
 from d1.rl.batch import evaluating, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.engines import NoServer
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.sampling import rollout
 from tests.commands import ROOT
@@ -159,7 +158,7 @@ def make_lost(model_dir, tmp_path, steps):
     where = stale(served, 2, rollout_server_timeout=0.5)
     rewards = {"reward": [last, is_even], "reward_weights": [1.0, 0.0]}
     trainer = make_method(model_dir, tmp_path / "lost", "agrpo-entropy", **steps, **where, **rewards)
-    with pytest.raises(NoServer, match="--resume"):
+    with pytest.raises(ConnectionError, match="--resume"):
         trainer.train()
     return trainer
 
