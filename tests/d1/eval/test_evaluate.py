@@ -91,7 +91,7 @@ def test_a_package_without_a_checkout_evaluates_and_parses(installed, tiny_model
     alone = python(tmp_path, "-m", "d1", "parse", path=installed)
     assert (alone.returncode, alone.stdout) == (1, "")
     assert alone.stderr == (
-        "d1 parse: name a folder of generation files: only a checkout has those of the pocket models\n"
+        "d1 parse: name a folder of generation files: those of the pocket models come with a checkout\n"
     )
 
 
