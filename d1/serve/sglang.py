@@ -32,17 +32,26 @@ from d1.sampling.predict import predict_from
 from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
 from d1.serve.engine import key_of
 
-# --- Rules ------------------------------------------------------------------------------------------------------------
-#
-# What a forward pass does: this library's rules, on blocks of several rows. Needs no SGLang.
+VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
+NAME = "D1"  # of the algorithm
+ANY_TOP_K = 1 << 30  # SGLang's
+NOT_FINITE = (
+    "the model's logits are not finite: its weights are damaged, or float16 overflows (--dtype bfloat16); d1 serve and "
+    "d1 eval name the layer"
+)
+NAMES = {setting.name for setting in fields(SamplingSettings)}
 
-# Per token, in SGLang's `meta_info`.
+logger = logging.getLogger(__name__)
+
+# --- What a forward pass does: this library's rules, on blocks of several rows. Needs no SGLang. ----------------------
+
+# Lists with one value per token, in SGLang's `meta_info`.
 RECORDED = ("output_token_logprobs", "output_token_entropies", "step_maps", "forward_passes")
 
 
 @dataclass
 class Sampled:
-    """A completion at work: its progress, and the record of its finished blocks and of the open one."""
+    """A completion in progress, with the record of its finished blocks and of the open one."""
 
     row: Row
     settings: SamplingSettings
@@ -93,7 +102,7 @@ class Sampled:
 
 
 def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_id: int) -> list[bool]:
-    """What one forward pass writes into the blocks of rows that hide tokens or still edit, as `Sampler.step` has it.
+    """Write what one forward pass reveals or edits into the blocks of rows, as `Sampler.step` does.
 
     Args:
         ids: (rows, block), changed in number.
@@ -110,6 +119,7 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     hidden = (ids == mask_token_id) & inside
     asked = hidden if settings.edits is None else inside
     left = [row.left for row in rows]
+    # slots (rows, asked): positions in the block that this pass may write, left to right; short rows are padded.
     slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
     still, before = hidden.gather(1, slots), ids.gather(1, slots).long()
     due = (still.sum(1) - torch.tensor([row.later for row in rows], device=ids.device)).clamp(min=1)
@@ -136,7 +146,7 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
 
 
 def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask_token_id: int) -> list[bool]:
-    """One forward pass of the engine over blocks; None for a row whose block holds a part of the prompt alone.
+    """One forward pass of the engine over blocks; None for a row whose block holds only tokens of the prompt.
 
     Returns:
         Which blocks are finished: their tokens were final before the pass. Their record is complete.
@@ -148,6 +158,7 @@ def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask
             one.passes += 1
         if one is not None and one.row.left:
             alike.setdefault(one.settings, []).append(number)
+    # Rows with equal settings share the arithmetic, a bounded number of logits at a time.
     at_once = max(1, CHUNK_ELEMENTS // 2 // logits.shape[1:].numel())
     for alike_rows in alike.values():
         for start in range(0, len(alike_rows), at_once):
@@ -168,18 +179,7 @@ def finish(ids: Tensor, closing: Sequence[tuple[int, Sampled]]) -> None:
             one.close([*map(int, tokens)], values)
 
 
-# --- Plugin -----------------------------------------------------------------------------------------------------------
-
-VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
-NAME = "D1"  # of the algorithm
-ANY_TOP_K = 1 << 30  # SGLang's
-NOT_FINITE = (
-    "the model's logits are not finite: its weights are damaged, or float16 overflows (--dtype bfloat16); d1 serve and "
-    "d1 eval name the layer"
-)
-NAMES = {setting.name for setting in fields(SamplingSettings)}
-
-logger = logging.getLogger(__name__)
+# --- The plugin -------------------------------------------------------------------------------------------------------
 
 
 def settings_of(params: Any, block_size: int, defaults: dict[str, Any]) -> SamplingSettings:
