@@ -231,37 +231,6 @@ def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
         prompts(tiny_model_dir, *flags[:2], "--few_shot", "1", task="gsm8k")
 
 
-USER_TASK = '''
-"""Say a letter."""
-from datasets import Dataset
-
-def load_rows(split, data_file=None):
-    return Dataset.from_list([
-        {"prompt": [{"role": "user", "content": x}], "question": x, "ground_truth": x} for x in "abcd"
-    ])
-
-def extract(text):
-    return text.strip()[:1] or None
-
-def score(text, row):
-    return {"accuracy": float(row["ground_truth"] in text), "length": min(1.0, len(text) / 100)}
-
-def reward(completions, **columns):
-    return [0.0 for _ in completions]
-
-REWARDS = [reward]
-'''
-
-
-def test_a_users_own_task(tiny_model_dir, tmp_path, capsys):
-    path = tmp_path / "my_letters.py"
-    path.write_text(USER_TASK)
-    results = evaluate(tiny_model_dir, tmp_path, task=str(path))
-    assert results["task"] == "my_letters"
-    assert [item["question"] for item in results["generations"]] == list("abcd")
-    assert "length" in capsys.readouterr().out
-
-
 # ---- models
 
 
