@@ -322,27 +322,26 @@ def test_log_probabilities_and_a_stop_string(tiny):
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "stream"])
 def test_a_client_that_is_killed_stops_its_rows(tiny, path):
-    body = {"prompt": [5], "n": 20, "max_tokens": 60, "ignore_eos": True, "stream": path == "stream"}
+    """While they wait, and while they are sampled."""
+    params = {"n": 20, "ignore_eos": True, "block_length": 1, "steps": 60}
+    body = {"prompt": [5], "max_tokens": 60, "stream": path == "stream", **params}
     if path == "/generate":
-        body = {"input_ids": [5], "sampling_params": {"n": 20, "max_new_tokens": 60, "ignore_eos": True}}
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 60, **params}}
     url = f"{tiny.url}{path if path[0] == '/' else '/v1/completions'}"
+    words = [shutil.which("curl"), "-sN", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     tokens = tiny.metric("d1_tokens_total")
-    with tiny.paused():
-        words = [shutil.which("curl"), "-sN", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+
+    def kill(name, rows):
         curl = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-        tiny.wait_for("d1_rows_waiting", 20)
+        tiny.wait_for(name, rows)
         curl.kill()
         curl.wait()
-        tiny.wait_for("d1_rows_waiting", 0)
+        tiny.wait_for(name, 0)
+
+    with tiny.paused():
+        kill("d1_rows_waiting", 20)
     assert tiny.metric("d1_tokens_total") == tokens
-    # The same of rows that are at work.
-    block = {"block_length": 1, "steps": 60}
-    (body["sampling_params"] if path == "/generate" else body).update(block)
-    curl = subprocess.Popen([*words[:-1], json.dumps(body)], stdout=subprocess.DEVNULL)
-    tiny.wait_for("d1_rows_at_work", 8)
-    curl.kill()
-    curl.wait()
-    tiny.wait_for("d1_rows_at_work", 0)
+    kill("d1_rows_at_work", 8)
     assert tiny.metric("d1_tokens_total") < tokens + 20 * 60
 
 
