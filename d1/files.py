@@ -158,14 +158,14 @@ OF_TOKENIZER = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"
 AGAIN = "it is damaged: copy or download it again"
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError if the file holds anything else."""
+def read_object(path: Path, advice: str = AGAIN) -> dict[str, Any]:
+    """The object in a JSON file; ValueError with `advice` if the file holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the encoding or of JSON
-        raise ValueError(f"{path} is no JSON ({error}): {AGAIN}") from error
+    except (ValueError, RecursionError) as error:  # of the encoding or of JSON
+        raise ValueError(f"{path} is no JSON ({error}): {advice}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object, but a {type(value).__name__}: {AGAIN}")
+        raise ValueError(f"{path} holds no JSON object, but a {type(value).__name__}: {advice}")
     return value
 
 

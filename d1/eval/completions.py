@@ -1,4 +1,14 @@
-"""Completions for the problems of a task: their prompts, a journal of what is done, and the sampling."""
+"""Completions for the problems of a task: their prompts, a journal of what is done, and the sampling.
+
+While a setup (task, model, lengths) runs, `{setup}.partial/` holds what determines its results, a lock, and one journal
+per process. A resumed run reads all journals, with any number of processes. When all completions are done, they become
+`{setup}_0_generations.json` and the folder is removed.
+
+In fp32 no row depends on the others in its batch: each process takes rows from a shared queue one by one, when its
+batch has room. In 16 bits a row's tokens sometimes depend on the other rows. So there the queue holds whole parts of
+the run, which depend neither on what is left to do nor on the number of processes. Each part has its own batches, and
+a part that was interrupted is generated again as a whole.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +24,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -27,7 +37,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from d1.files import FileLock, Held, write_atomically
+from d1.files import FileLock, Held, read_object, write_atomically
 from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
 from d1.models.fit import check_memory
@@ -40,13 +50,24 @@ from d1.sampling import eos_cut, rollout_stream
 from d1.sampling.settings import sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 
-# --- Setup ------------------------------------------------------------------------------------------------------------
-#
-# An evaluation's prompts, its name in files, and everything that determines its results, from its arguments.
+logger = logging.getLogger("eval")
 
 BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # the words of the tasks' prompts that ask for a boxed answer
 PART = 4  # batches per part in 16 bits if rows may end early: more of them waste less of the half-empty last one
-PIECES, PIECE = 256, 1 << 16  # of a weights file that are hashed: number, and bytes per piece
+AGAIN = "it is damaged: restore it, or pass --overwrite to start again"
+ENTRY: dict[str, type | tuple[type, ...]] = {  # a line of a journal with all of these fields is a completion
+    "index": int,  # the problem's number in its split
+    "generations": str,
+    "text": str,
+    "tokens": int,
+    "forward_passes": int,
+    "seconds": (int, float),
+}
+T = TypeVar("T")
+STORE: list[dist.Store] = []  # the processes' shared counters; empty for a single process
+
+
+# --- What an evaluation's arguments ask for ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,22 +117,13 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages = [*shots, *before, {**last, "content": content}]
         text = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
-        asked_for = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"])
-        prompts += [Prompt(*asked_for, sample, args.num_samples) for sample in range(args.num_samples)]
+        problem = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"])
+        prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
 
 
 def in_fp32(args: argparse.Namespace) -> bool:
     return named_dtype(args.dtype) == torch.float32
-
-
-def part_size(args: argparse.Namespace) -> int:
-    """Rows that a process takes from the queue at a time. In fp32 it is one row, because rows do not depend on their
-    batch. In 16 bits it is one batch, or several if rows may take different numbers of forward passes."""
-    if in_fp32(args):
-        return 1
-    may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
-    return args.batch_size * (PART if may_end_early else 1)
 
 
 def task_name(args: argparse.Namespace) -> str:
@@ -132,14 +144,11 @@ def setup_name(args: argparse.Namespace) -> str:
 def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
     """Everything that determines the completions: a run resumes only if all of it agrees.
 
-    The rows are those of `prompts`. The file of a user's task counts as a whole, although it may differ only in how it
-    scores."""
+    The file of a user's task counts as a whole, although it may differ only in how it scores."""
     asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
-    base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
     sampling = sampling_settings(vars(args))
     identity: dict[str, Any] = {
-        "weights": [weights_fingerprint(path) for path in (base, *adapters)],  # all that older records have of them
         CONTENTS + "model_path": of_model(args.model_path, args.checkpoint_path or None),
         "problems": len(prompts),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
@@ -148,13 +157,13 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         **{name: getattr(args, name) for name in (*names, "sampler", "prompt_protocol")},
         "reveal": [sampling.cache, sampling.rule, sampling.level],
     }
-    if sampling.edits is not None:  # runs from before there were edits resume
+    if sampling.edits is not None:
         identity["editing"] = [sampling.edits, sampling.post_steps]
     if args.dataset not in TASKS:
         identity[CONTENTS + "dataset"] = of_file(args.dataset)
     if args.num_samples > 1:
         identity["num_samples"] = args.num_samples
-    if not in_fp32(args):  # these change the rounding of logits, and so sometimes a token
+    if not in_fp32(args):  # the rest changes the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,
             "attn_implementation": args.attn_implementation or "default",
@@ -164,59 +173,21 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     return identity
 
 
-def weights_fingerprint(path: str) -> str:
-    """A hash of the weights in a local folder, which changes when the model is trained again; a hub name is returned.
-
-    It hashes each file's size and `PIECES` pieces spread over the file, so files up to 16 MiB are hashed completely.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        return path
-    digest = hashlib.sha256()
-    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with open(file, "rb") as weights:
-            for start in dict.fromkeys(i * max(size - PIECE, 0) // (PIECES - 1) for i in range(PIECES)):
-                weights.seek(start)
-                digest.update(weights.read(PIECE))
-    return digest.hexdigest()[:16]
-
-
 # --- Journal ----------------------------------------------------------------------------------------------------------
-#
-# An append-only journal, which keeps the completions of an interrupted evaluation.
-#
-# While a setup runs, `{setup}.partial/` holds `identity.json` (everything that determines the results), a lock and one
-# journal per rank: one JSON line per completion, written in a single call. A resumed run reads all journals, with any
-# number of processes. When all completions are done, they become `{setup}_0_generations.json` and the folder is
-# removed.
-#
-# All ranks share the lock; rank 0 first takes it exclusively. The system releases a lock whenever its process ends, so
-# the files of a killed run block no other run.
-
-logger = logging.getLogger("eval")
-
-ENTRY: dict[str, type | tuple[type, ...]] = {  # a line with all of these fields is a completion
-    "index": int,  # the problem's number in its split
-    "generations": str,
-    "text": str,
-    "tokens": int,
-    "forward_passes": int,
-    "seconds": (int, float),
-}
 
 
 class Journal:
-    """The partial results of one setup in `output_dir`."""
+    """The partial results of one setup in `output_dir`: per process, a file with one JSON line per completion."""
 
     def __init__(self, output_dir: str | Path, setup: str, rank: int):
         self.output_dir, self.setup, self.rank = Path(output_dir), setup, rank
         self.folder = self.output_dir / f"{setup}.partial"
         self.results = self.output_dir / f"{setup}_0_generations.json"
         self.record = self.output_dir / f"{setup}_record.json"
-        self.lock = FileLock(self.folder / "lock")  # held until `finish` or the end of the process
-        self.lines: io.FileIO | None = None  # this rank's journal
+        # All processes share the lock; rank 0 first takes it exclusively. The system releases it when a process ends,
+        # so the files of a killed run block no other run.
+        self.lock = FileLock(self.folder / "lock")
+        self.lines: io.FileIO | None = None  # this process's journal
 
     def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
         """Prepares the folder for `identity` (rank 0 only); returns False if the results are already complete.
@@ -225,7 +196,7 @@ class Journal:
             ValueError: there are results of another run, or another process writes this setup; nothing was changed.
         """
         if not overwrite and self.results.exists() and self.record.exists():
-            self.check_identity(read_object(self.record).get("identity") or {}, identity, self.record)
+            self.check_identity(read_object(self.record, AGAIN).get("identity") or {}, identity)
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
         self.take_lock(fcntl.LOCK_EX)
@@ -236,7 +207,7 @@ class Journal:
                 path.unlink(missing_ok=True)
         try:
             if self.read():  # else a run was killed before its first completion, and nothing depends on it
-                self.check_identity(read_object(known), identity, known)
+                self.check_identity(read_object(known, AGAIN) if known.is_file() else {}, identity)
             else:
                 write_atomically(known, json.dumps(identity, indent=1))
             self.take_lock(fcntl.LOCK_SH)
@@ -246,7 +217,6 @@ class Journal:
         return True
 
     def take_lock(self, kind: int) -> None:
-        """Locks the setup, exclusively or shared with the other ranks of the run."""
         try:
             self.lock.take(kind)
         except Held as holder:
@@ -255,41 +225,38 @@ class Journal:
                 "end it, or choose another --suffix or --output_dir"
             ) from None
 
-    def check_identity(self, known: dict[str, Any], identity: dict[str, Any], file: Path) -> None:
-        """Refuses another run than the one of `known`, which `file` holds; an older file has no fingerprints."""
-        unknown = [name for name in identity.keys() - known.keys() if name.startswith(CONTENTS)]
+    def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
+        """Raises ValueError if the results are of another run than `identity`; the message names the differences."""
+        # Versions up to 0.3.0 also had a hash of parts of the "weights", which `contents of model_path` includes.
         changed = [
             f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
             for name in known | identity
-            if known.get(name) != identity.get(name) and name not in unknown
+            if known.get(name) != identity.get(name) and name != "weights"
         ]
         if changed:
             raise ValueError(
                 f"{self.output_dir} already holds {self.setup} of a different run ({'; '.join(changed)}): "
                 "choose another --suffix or --output_dir, or pass --overwrite to start again"
             )
-        if unknown:
-            logger.warning(
-                "%s is of an older version, which did not record %s: only the weights and the prompts were compared. "
-                "If anything else of these may have changed, start again with --overwrite",
-                file,
-                ", ".join(sorted(unknown)),
-            )
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """All completions written so far, by any rank of any launch, by index; the first line of an index counts.
+        """All completions written so far, by any process of any launch, by index; the first line of an index counts.
 
         Lines that are not a completion (cut off by a kill, damaged) are skipped and stay in the file.
         """
         done: dict[int, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("rank_*.jsonl")):
             for line in path.read_bytes().split(b"\n"):
-                if (entry := parse_entry(line)) is not None:
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items()):
                     done.setdefault(entry["index"], entry)
         return done
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Appends one completion, with the fields of `ENTRY`, to this rank's journal in a single write."""
+        """Appends one completion, with the fields of `ENTRY`, to this process's journal in a single write."""
         line = json.dumps(entry).encode() + b"\n"
         try:
             if self.lock.file is None:
@@ -304,13 +271,6 @@ class Journal:
             self.lines = None
             raise self.stopped(error) from error
 
-    def stopped(self, error: OSError) -> OSError:
-        """The error of a run that can no longer write."""
-        return OSError(
-            f"could not write to {self.output_dir} ({error.strerror or error}): {len(self.read())} completions are "
-            f"safe in {self.folder}. Make room and start the same command again: it continues from there"
-        )
-
     def finish(self, results: dict[str, Any], record: dict[str, Any]) -> None:
         """Writes the results and the record, and removes the journal (rank 0, when everything is done)."""
         try:
@@ -321,38 +281,15 @@ class Journal:
         shutil.rmtree(self.folder)
         self.lock.release()
 
-
-def parse_entry(line: bytes) -> dict[str, Any] | None:
-    """The completion in a line; None if the line is not a completion."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items())
-    return entry if whole else None
+    def stopped(self, error: OSError) -> OSError:
+        """The error of a run that can no longer write."""
+        return OSError(
+            f"could not write to {self.output_dir} ({error.strerror or error}): {len(self.read())} completions are "
+            f"safe in {self.folder}. Make room and start the same command again: it continues from there"
+        )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of ours. Raises ValueError, with the file's name, if it holds none."""
-    try:
-        return {**json.loads(path.read_bytes())}
-    except (ValueError, TypeError, RecursionError, FileNotFoundError) as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it, or pass --overwrite to start again") from error
-
-
-# --- Completions ------------------------------------------------------------------------------------------------------
-#
-# Generate the completions that an evaluation's journal lacks, with full batches, in one or several processes.
-#
-# In fp32 no row depends on the others in its batch: each process takes rows from the queue one by one, when its batch
-# has room. In 16 bits a row's tokens sometimes depend on the other rows. So there the queue holds whole parts of the
-# run, which depend neither on what is left to do nor on the number of processes. Each part has its own batches, and a
-# part that was interrupted is generated again as a whole.
-
-logger = logging.getLogger("eval")
-
-T = TypeVar("T")
-STORE: list[dist.Store] = []  # the processes' shared counters; empty for a single process
+# --- Processes --------------------------------------------------------------------------------------------------------
 
 
 def join_processes() -> tuple[int, int]:
@@ -388,6 +325,20 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
+# --- Sampling ---------------------------------------------------------------------------------------------------------
+
+
+def load_model_for(args: argparse.Namespace) -> Any:
+    """The model on this process's device; the log of the first process says in which dtype."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        where = "a GPU" if torch.cuda.is_available() else "a CPU"
+        logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
+    adapter = args.checkpoint_path or None
+    check_memory(args.model_path, args.dtype, adapter)
+    how = {"adapter": adapter, "attn_implementation": args.attn_implementation}
+    return load_on_device(args.model_path, args.dtype, **how)
+
+
 def complete(
     args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:
@@ -395,9 +346,9 @@ def complete(
     done."""
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
     every = sorted(prompts, key=lambda prompt: -len(prompt.ids))
-    size = part_size(args)
-    wanted = {prompt.key for prompt in every}
-    done = journal.read().keys() & wanted
+    may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
+    size = 1 if in_fp32(args) else args.batch_size * (PART if may_end_early else 1)
+    done = journal.read().keys() & {prompt.key for prompt in every}
     wait_for_all()  # no process writes before all have read
     if done and journal.rank == 0:
         logger.info("Resuming: %d of %d completions are done", len(done), len(every))
@@ -410,26 +361,13 @@ def complete(
         mine = queue_of(parts, journal.setup)
         bar = {"total": len(every) - len(done), "desc": journal.setup, "unit": "problem", "disable": journal.rank != 0}
         with tqdm(**bar) as progress:
-            for asked in [chain.from_iterable(mine)] if in_fp32(args) else mine:
-                for _, entry in generate_rows(args, model, tokenizer, asked, ends, args.batch_size):
-                    if entry["index"] not in done:
+            # In fp32 one endless batch takes row after row; in 16 bits each part is sampled by itself.
+            for part in [chain.from_iterable(mine)] if in_fp32(args) else mine:
+                for _, entry in generate_rows(args, model, tokenizer, part, ends, args.batch_size):
+                    if entry["index"] not in done:  # a part that was interrupted gives some rows again
                         journal.append(entry)
                         progress.update(STORE[0].add(f"{journal.setup} done", 1) - progress.n if STORE else 1)
     wait_for_all()
-
-
-def load_model_for(args: argparse.Namespace) -> Any:
-    """The model on this process's device; the log of the first process says in which dtype."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        where = "a GPU" if torch.cuda.is_available() else "a CPU"
-        logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
-    check_memory(args.model_path, args.dtype, args.checkpoint_path or None)
-    return load_on_device(
-        args.model_path,
-        args.dtype,
-        adapter=args.checkpoint_path or None,
-        attn_implementation=args.attn_implementation,
-    )
 
 
 def generate_rows(
@@ -446,12 +384,15 @@ def generate_rows(
     `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
     the number of rows that ended together, so that the sum over all rows is the total time. A sampler that edits adds
     `edits` and `first_text`, the text of the tokens that were written first.
+
+    Raises:
+        NotFiniteError: a row's logits are not finite; the message names its problem.
     """
-    asked: dict[int, Prompt] = {}
+    at_work: dict[int, Prompt] = {}
 
     def rows() -> Iterator[tuple[list[int], torch.Generator]]:
         for number, prompt in enumerate(prompts):
-            asked[number] = prompt
+            at_work[number] = prompt
             yield prompt.ids, keyed_generator(args.seed, prompt.index, prompt.sample)
 
     stream = rollout_stream(
@@ -463,32 +404,26 @@ def generate_rows(
         eos_token_ids=ends.tolist() if args.eos_stop else None,
     )
     began = time.perf_counter()
-    for numbers, sampled in named(stream, asked):
-        output, first = sampled.ids[:, -args.gen_length :], sampled.first_ids[:, -args.gen_length :]
-        lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
-        seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
-        counts = sampled.passes.tolist(), sampled.forward_tokens.tolist(), sampled.edits.tolist()
-        drafts = zip(first.tolist(), first_lengths, strict=True)
-        columns = (numbers, output.tolist(), lengths, *counts, drafts)
-        for number, row, length, passes, fed, edits, (draft, kept) in zip(*columns, strict=True):
-            entry = {
-                "index": asked.pop(number).key,
-                "generations": tokenizer.decode(row),
-                "text": tokenizer.decode(row[:length], skip_special_tokens=True),
-                "tokens": length,
-                "forward_passes": passes,
-                "forward_tokens": fed,
-                "seconds": seconds,
-            }
-            if sampled.writes is not None:
-                entry["edits"] = edits
-                entry["first_text"] = tokenizer.decode(draft[:kept], skip_special_tokens=True)
-            yield number, entry
-
-
-def named(stream: Iterable[T], asked: Mapping[int, Prompt]) -> Iterator[T]:
-    """The `stream`, whose NotFiniteError names the problem of its row."""
     try:
-        yield from stream
+        for numbers, sampled in stream:
+            output, first = sampled.ids[:, -args.gen_length :], sampled.first_ids[:, -args.gen_length :]
+            lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
+            seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
+            values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits
+            ids, first_ids, passes, forward_tokens, edits = (of.tolist() for of in values)
+            for row, number in enumerate(numbers):
+                entry = {
+                    "index": at_work.pop(number).key,
+                    "generations": tokenizer.decode(ids[row]),
+                    "text": tokenizer.decode(ids[row][: lengths[row]], skip_special_tokens=True),
+                    "tokens": lengths[row],
+                    "forward_passes": passes[row],
+                    "forward_tokens": forward_tokens[row],
+                    "seconds": seconds,
+                }
+                if sampled.writes is not None:
+                    written = first_ids[row][: first_lengths[row]]
+                    entry |= {"edits": edits[row], "first_text": tokenizer.decode(written, skip_special_tokens=True)}
+                yield number, entry
     except NotFiniteError as error:
-        raise error.named(f"problem {asked[error.number].key}") from error
+        raise error.named(f"problem {at_work[error.number].key}") from error

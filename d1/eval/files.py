@@ -1,10 +1,12 @@
 """Generation files, d1's or ours: one setup (task, model, lengths) may be spread over the files of several ranks.
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
-`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files add to each item
-`text`, `tokens` (generated before the end), `forward_passes`, `forward_tokens` (processed in these passes) and, of a
-sampler that edits, `edits` (tokens that replaced others) and `first_text` (the text without them), and to the file
-`task`, `expected_problems` and `prompt_protocol`.
+`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files have more fields:
+
+- per item `text`, `tokens` (generated before the end), `forward_passes`, `forward_tokens` (processed in these passes),
+  and with a sampler that edits `edits` (tokens that replaced others) and `first_text` (the text without the edits);
+- per file `task`, `expected_problems` and `prompt_protocol`.
+
 Errors in a file or an item are recorded, and the rest is read.
 """
 
@@ -34,8 +36,8 @@ class GeneratedProblem:
     """A problem and its completion in a file: `raw` as decoded, and `text` up to its end, without special tokens."""
 
     where: str  # "FILE, item N", for messages
-    key: str  # what identifies the completion within a setup
-    problem: str  # and its problem
+    key: str  # identifies the completion within a setup
+    problem: str  # identifies its problem
     question: str
     ground_truth: Any
     raw: str
@@ -43,7 +45,7 @@ class GeneratedProblem:
     tokens: int | None
     forward_passes: int | None
     edits: int | None = None
-    first_text: str | None = None  # of a sampler that edits: what it had written without its edits
+    first_text: str | None = None  # with a sampler that edits: the text without the edits
 
 
 @dataclass
@@ -67,10 +69,10 @@ def generation_file(
     """The content of a generation file, in d1's format."""
     items = []
     for prompt in prompts:
-        entry = {name: value for name, value in done[prompt.key].items() if name != "index"}
-        row = {"ground_truth": prompt.ground_truth, "index": prompt.index}
-        row |= {"sample": prompt.sample} if prompt.samples > 1 else {}
-        items.append({"question": prompt.question, "prompt_input": prompt.text} | entry | row)
+        item: dict[str, Any] = {"question": prompt.question, "prompt_input": prompt.text}
+        item |= {name: value for name, value in done[prompt.key].items() if name != "index"}
+        item |= {"ground_truth": prompt.ground_truth, "index": prompt.index}
+        items.append(item | ({"sample": prompt.sample} if prompt.samples > 1 else {}))
     return {
         "generations": items,
         "metrics": {"wall_time": sum(item["seconds"] for item in items), "total_processed": len(items)},
@@ -108,6 +110,7 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     """The setup `name` from its files by rank."""
     setup = GeneratedSetup(name, missing_ranks=sorted(set(range(max(files) + 1)) - set(files)))
     contents = {rank: read_json(path, setup.errors) for rank, path in sorted(files.items())}
+    # Our files name their task and number of problems; for d1's own files, the name of the file does.
     own: dict[str, Any] = next((data for data in contents.values() if isinstance(data.get("task"), str)), {})
     head, length, _ = name.rsplit("_", 2)
     known = next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
@@ -129,6 +132,7 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
                 setup.problems.append(read_problem(where, item))
             except (TypeError, ValueError) as error:
                 setup.errors.append(f"{where}: {error}")
+    # A file of two runs mixes indices, or has items with and without them.
     numbered = Counter(problem.key for problem in setup.problems if problem.problem.isdigit())
     setup.errors += [f"{name}: index {key} occurs {count} times" for key, count in numbered.items() if count > 1]
     if 0 < numbered.total() < len(setup.problems):
@@ -166,5 +170,5 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     truth, index = item.get("ground_truth"), item.get("index")
     problem = json.dumps(index if isinstance(index, int) else [item["question"], truth])
     key = f"{problem}.{item['sample']}" if isinstance(item.get("sample"), int) else problem
-    asked, raw, text = item["question"], item["generations"], item["text"]
-    return GeneratedProblem(where, key, problem, asked, truth, raw, text, tokens, passes, edits, first)
+    texts = item["question"], truth, item["generations"], item["text"]
+    return GeneratedProblem(where, key, problem, *texts, tokens, passes, edits, first)

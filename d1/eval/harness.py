@@ -19,7 +19,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +38,9 @@ from d1.eval.completions import (
     leave_processes,
     load_model_for,
     load_tokenizer_for,
-    read_object,
 )
 from d1.eval.run import parse_settings
-from d1.files import write_atomically
+from d1.files import read_object, write_atomically
 from d1.masking import keyed_generator
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, check_room
@@ -58,13 +57,11 @@ if TYPE_CHECKING:  # an optional package
     from lm_eval.api.instance import Instance
 
 
-# --- Likelihood -------------------------------------------------------------------------------------------------------
-#
-# Log-likelihoods of given answers: LLaDA's lower bound of log p(answer | prompt), and whether it is the greedy answer.
-#
-# For an answer of L tokens the bound is E[L / l x the sum of log p over the hidden tokens]. Here l is uniform on 1..L,
-# and l of the L tokens are hidden; the prompt never is (LLaDA, arXiv 2502.09992, equation 14 and appendix B.5). The
-# bound is estimated from `draws` masks. An answer of one token has only one mask, and the estimate is log p itself.
+# --- Log-likelihoods of given answers ---------------------------------------------------------------------------------
+
+# LLaDA's lower bound of log p(answer | prompt) for an answer of L tokens: E[L / l x the sum of log p over the hidden
+# tokens], where l is uniform on 1..L and l of the L tokens are hidden; the prompt never is (arXiv 2502.09992, equation
+# 14 and appendix B.5).
 
 Pair = tuple[list[int], list[int]]  # the ids of a prompt and of an answer
 
@@ -72,31 +69,33 @@ Pair = tuple[list[int], list[int]]  # the ids of a prompt and of an answer
 def llada_views(length: int, draws: int, generator: Generator) -> Views:
     """The masks of one answer of `length` tokens, on a canvas of the same length: (1, views, length) each.
 
-    The counts l of the draws are spread evenly, as in LLaDA's code. Equal masks become one view with the sum of their
-    weights.
+    An answer of one token has only one mask, and its estimate is log p itself.
     """
+    # The counts l of the draws are spread evenly, as in LLaDA's code.
     even = rotation(1, draws, torch.rand((), generator=generator, dtype=torch.float64))
     ranks = torch.rand(1, draws, length, generator=generator).argsort(dim=-1, stable=True).argsort(-1)
     counts = 1 + (even * length).long()
     drawn = (ranks < counts.unsqueeze(-1))[0]
+    # Equal masks become one view with the sum of their weights.
     hidden, same = drawn.unique(dim=0, return_inverse=True)
     weights = torch.zeros(hidden.shape).index_add(0, same, drawn * (length / (draws * counts)).float().T)
     return Views(hidden.unsqueeze(0), weights.unsqueeze(0))
 
 
 def seed_of(pair: Pair) -> int:
-    """A number that depends only on the pair's ids, so that the pair's draws depend on nothing else."""
+    """A number that depends on the pair's ids alone: so do the pair's masks."""
     return int.from_bytes(hashlib.sha256(json.dumps(pair).encode()).digest()[:8], "big")
 
 
 def batches(
     pairs: Sequence[Pair], batch_size: int, pad_token_id: int, device: Any
 ) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor]]:
-    """The numbers of the pairs, at most `batch_size` at a time, ids and attention mask of their left-padded prompts,
-    and their answers. Answers in a batch have equal lengths; the longest come first, and empty ones are left out."""
-    order = sorted(
-        (i for i, pair in enumerate(pairs) if pair[1]), key=lambda i: [-len(part) for part in pairs[i][::-1]]
-    )
+    """Per batch the numbers of its pairs, ids and attention mask of their left-padded prompts, and their answers.
+
+    Answers in a batch have equal lengths; the longest come first, and empty ones are left out.
+    """
+    order = [number for number, (_, answer) in enumerate(pairs) if answer]
+    order.sort(key=lambda number: [-len(part) for part in pairs[number][::-1]])
     while order:
         length = len(pairs[order[0]][1])
         same = [i for i in order[:batch_size] if len(pairs[i][1]) == length]
@@ -141,10 +140,14 @@ def log_likelihoods(
         NotFiniteError: a pair's log-probabilities are not finite.
     """
     yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
-    for places, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
+    for numbers, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
         length = answers.shape[1]
-        own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[i]))) for i in places]
-        views = joined(own, ids.shape[1])
+        own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[number]))) for number in numbers]
+        # One batch of views: rows with fewer of them get views of weight 0; no prompt token is hidden.
+        noise, weights = (
+            pad_sequence([getattr(views, name)[0] for views in own], batch_first=True) for name in ("noise", "weights")
+        )
+        views = Views(torch.nn.functional.pad(noise, (ids.shape[1], 0)), weights)
         scores = score(
             model,
             ids,
@@ -153,57 +156,49 @@ def log_likelihoods(
             views.each(partial(torch.Tensor.to, device=ids.device)),
             mask_token_id=mask_token_id,
             gen_length=length,
-            views_at_once=max(batch_size // len(places), 1),
+            views_at_once=max(batch_size // len(numbers), 1),
         )
         bounds = scores.logps.double().sum(-1).tolist()
-        for place, bound in zip(places, bounds, strict=True):
-            if not math.isfinite(bound):
-                raise fault(model, place, pairs[place], mask_token_id)
-        yield from zip(places, bounds, strict=True)
+        check_finite(model, pairs, numbers, map(math.isfinite, bounds), mask_token_id)
+        yield from zip(numbers, bounds, strict=True)
 
 
-def fault(model: Any, number: int, pair: Pair, mask_token_id: int) -> NotFiniteError:
-    """The error for a pair; it names the layer."""
-    prompt, answer = pair
-    texts = torch.tensor([[*prompt, *([mask_token_id] * len(answer))], [*prompt, *answer]], device=model.device)
-    return NotFiniteError(number, why_not_finite(model, texts))
-
-
-def joined(rows: Sequence[Views], prompt: int) -> Views:
-    """The views of several answers as one batch, after prompts of `prompt` tokens; missing views get weight 0."""
-    noise, weights = (
-        pad_sequence([getattr(views, name)[0] for views in rows], batch_first=True) for name in ("noise", "weights")
-    )
-    return Views(torch.nn.functional.pad(noise, (prompt, 0)), weights)
+def check_finite(
+    model: Any, pairs: Sequence[Pair], numbers: Sequence[int], finite: Iterable[bool], mask_token_id: int
+) -> None:
+    """Raises NotFiniteError, which names the layer, for the first pair of a batch that is not `finite`."""
+    for number, is_finite in zip(numbers, finite, strict=True):
+        if not is_finite:
+            prompt, answer = pairs[number]
+            texts = torch.tensor([[*prompt, *([mask_token_id] * len(answer))], [*prompt, *answer]], device=model.device)
+            raise NotFiniteError(number, why_not_finite(model, texts))
 
 
 def are_greedy(
     model: Any, pairs: Sequence[Pair], *, mask_token_id: int, pad_token_id: int, batch_size: int
 ) -> Iterator[tuple[int, bool]]:
     """Whether greedy sampling gives the answer, as (number of the pair, bool), on a canvas of the answer's length, with
-    one token per step, the most probable first. A batch ends as soon as each of its rows has revealed a wrong token.
+    one token per step, the most probable first: `suffix_greedy_prediction` in LLaDA's evaluation code.
 
-    This is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code). Raises NotFiniteError, as
-    `log_likelihoods`.
+    Raises:
+        NotFiniteError: a pair's log-probabilities are not finite.
     """
     yield from ((i, True) for i, (_, answer) in enumerate(pairs) if not answer)
-    for places, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):
+    for numbers, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):
         length = wanted.shape[1]
         settings = SamplingSettings(gen_length=length, block_length=length, steps=length)
-        right, finite = torch.ones(2, len(places), dtype=torch.bool, device=ids.device)
+        right, finite = torch.ones(2, len(numbers), dtype=torch.bool, device=ids.device)
         for step in rollout_steps(model, ids, mask, settings, mask_token_id=mask_token_id):
             other = step.ids != wanted[step.rows].gather(1, step.positions - ids.shape[1])
             right[step.rows] &= ~(other & step.revealed).any(1)
             finite[step.rows] &= (step.logps.isfinite() | ~step.revealed).all(1)
-            if not right.any():
+            if not right.any():  # each row has revealed a wrong token
                 break
-        for place, is_finite in zip(places, finite.tolist(), strict=True):
-            if not is_finite:
-                raise fault(model, place, pairs[place], mask_token_id)
-        yield from zip(places, right.tolist(), strict=True)
+        check_finite(model, pairs, numbers, finite.tolist(), mask_token_id)
+        yield from zip(numbers, right.tolist(), strict=True)
 
 
-# --- Harness ----------------------------------------------------------------------------------------------------------
+# --- The command ------------------------------------------------------------------------------------------------------
 
 MISSING = "lm-evaluation-harness is not installed: pip install -e '.[harness]' in the checkout, or pip install lm-eval"
 DEFAULT_LENGTH = 256  # tokens per completion if neither the flags nor the task name a number, as in the harness
@@ -259,8 +254,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
-    """Refuses (ValueError) answers in the harness's `--use_cache` that another model gave, or other settings; records
-    whose they are if nothing does."""
+    """Raises ValueError if the answers in the harness's `--use_cache` are of another model or other settings, which a
+    file next to them records."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_cache", "-c")
     prefix = parser.parse_known_args(list(harness))[0].use_cache
@@ -269,11 +264,14 @@ def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
     file, named = Path(f"{prefix}_identity.json"), ("model_path", "checkpoint_path")
     settings = {name: value for name, value in own.items() if name not in named}
     known = {CONTENTS + "model_path": of_model(own["model_path"], own["checkpoint_path"] or None)} | settings
-    there = read_object(file) if file.is_file() else known
+    there = read_object(file, "it is damaged: choose another PATH") if file.is_file() else known
     if other := [f"{name} {there.get(name)} (now {known[name]})" for name in known if there.get(name) != known[name]]:
         raise ValueError(f"--use_cache {prefix} has answers of {', '.join(other)}: choose another PATH, or delete it")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(known, indent=1))
+
+
+# --- The model --------------------------------------------------------------------------------------------------------
 
 
 @lru_cache
@@ -356,18 +354,18 @@ class HarnessModel:
         """
         seen: Counter[str] = Counter()
         kinds: dict[tuple[int, float, tuple[str, ...]], list[tuple[int, Prompt]]] = {}
-        for place, (context, kwargs) in enumerate(request.args for request in requests):
+        for number, (context, kwargs) in enumerate(request.args for request in requests):
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompt = Prompt(seed_of((ids, [])), context, ids, sample=seen[context])
-            kinds.setdefault(how_to_generate(kwargs), []).append((place, prompt))
+            kinds.setdefault(how_to_generate(kwargs), []).append((number, prompt))
             seen[context] += 1  # the harness repeats a request for several samples
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="completions", disable=disable_tqdm or self.rank != 0) as progress:
             for (length, temperature, until), rows in kinds.items():
                 of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
-                for place, text in self.complete(rows, of_the_task, until):
-                    texts[place] = text
-                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
+                for number, text in self.complete(rows, of_the_task, until):
+                    texts[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
                     progress.update()
         return texts
 
@@ -404,9 +402,9 @@ class HarnessModel:
         bounds = log_likelihoods(self.model, pairs, draws=self.args.mc_num, seed=self.args.draw_seed, **how)
         both = zip(bounds, are_greedy(self.model, pairs, **how), strict=True)  # in the same order
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        for (place, value), (_, is_greedy) in tqdm(both, total=len(pairs), disable=disable_tqdm or self.rank != 0):
-            results[place] = (value, is_greedy)
-            self.cache_hook.add_partial("loglikelihood", requests[place][0], results[place])
+        for (number, bound), (_, is_greedy) in tqdm(both, total=len(pairs), disable=disable_tqdm or self.rank != 0):
+            results[number] = (bound, is_greedy)
+            self.cache_hook.add_partial("loglikelihood", requests[number][0], results[number])
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

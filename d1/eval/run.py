@@ -4,7 +4,7 @@ Generates a completion for every problem of a task and writes them as d1's gener
 `parse_and_get_acc.py` scores them. Several lengths (`--gen_length 128 256 512`) give one file each and load the model
 once. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
 A killed run continues when it is started again with the same arguments. When a completion is done, the next problem
-takes its place, so that the batch stays full; all processes take their problems from one queue.
+joins the batch; all processes take their problems from one queue.
 
 Completions do not depend on the number of processes or on interruptions, in any dtype. In float32 they also do not
 depend on the batch size or on the other problems. In 16 bits (bfloat16 is the default on a GPU), the other rows and the
@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from d1.eval.completions import Journal
 from d1.eval.files import generation_file, read_setups
 from d1.eval.scores import Row, as_table, score_setup
 from d1.files import check_output_dir
@@ -139,13 +138,14 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Runs the evaluation, length by length, on the problems that this process takes from the queue. Rank 0 writes the
-    files and returns their results; the others return an empty list."""
+    """Evaluates length by length, on the problems that this process takes from the queue. Rank 0 writes the files and
+    returns their results; the others return an empty list."""
     check_output_dir(args.output_dir)
 
-    # Only now: these imports take seconds, and `--help` does not need them.
+    # These imports take seconds, and `--help` does not need them.
     with quick_imports():
         from d1.eval.completions import (
+            Journal,
             complete,
             config_of,
             join_processes,
@@ -173,12 +173,13 @@ def run(args: argparse.Namespace) -> list[Row]:
     prompts = read_prompts(runs[0], task, tokenizer)
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
     output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
+    # Rank 0 checks all setups before the model is loaded; an error there ends every process.
     journals = [Journal(output_dir, setup_name(one), rank) for one in runs]
     identities = from_rank_0(lambda: [run_identity(one, prompts) for one in runs])
-    prepared = zip(journals, identities, strict=True)
-    missing = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in prepared])
+    setups = zip(journals, identities, strict=True)
+    incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
     model = functools.cache(lambda: load_model_for(args))
-    for one, journal, identity, to_do in zip(runs, journals, identities, missing, strict=True):
+    for one, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):
         if to_do:
             complete(one, model, tokenizer, prompts, journal)
             if rank == 0:
@@ -189,9 +190,9 @@ def run(args: argparse.Namespace) -> list[Row]:
             logger.info("%s is already complete; use --overwrite to start again", journal.results)
     scored = []
     if rank == 0:
-        setups = {setup.name: setup for setup in read_setups(output_dir)}
+        found = {setup.name: setup for setup in read_setups(output_dir)}
         own_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
-        scored = [score_setup(setups[journal.setup], "strict", own_tasks)[0] for journal in journals]
+        scored = [score_setup(found[journal.setup], "strict", own_tasks)[0] for journal in journals]
         if args.dont_save:
             shutil.rmtree(output_dir)
         else:
@@ -201,12 +202,12 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
-    """The arguments of each run, one run per length, with the block length and the steps that files and records use."""
+    """The arguments of one run per length, with the block length and the steps that files and records name."""
     runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
         if args.block_length is not None and getattr(model_config, "block_size", None) is None:
-            settings.require_whole_blocks()  # of a block-causal model, the prompt may end inside a block
+            settings.require_whole_blocks()  # for a block-causal model, the prompt may end inside a block
         run.block_length, run.diffusion_steps = settings.block_length, settings.steps
     return runs
 

@@ -1,4 +1,13 @@
-"""The accuracies of generation files: the tasks' own, and as published libraries score."""
+"""python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json] [--details FILE]
+
+Scores generation files, d1's or ours, and prints one line per setup. Without FOLDER it scores `eval_baselines/`, the
+generations of the pocket models. The exit code is 1 if a setup is incomplete, unless `--allow-partial` is given.
+
+    python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
+
+`strict` scores by the tasks' own rules (`extract` and `score` in `d1.tasks`). `published` scores like d1's released
+parser, including its faults, so that its published figures can be checked.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +29,192 @@ from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
 from d1.runs.cli import OneLineParser, run_script
 from d1.show.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
-from d1.tasks.countdown import evaluate
+
+BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # exists only in a checkout
+PASS_AT = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclass
+class Row:
+    """One setup's results.
+
+    Attributes:
+        accuracy, ci_low, ci_high: with its 95% interval, in percent.
+        metrics: the task's other metrics, and the shares of completions that edits made better and worse, in percent.
+        tokens, forward_passes, edits: means per completion; tokens count up to the end.
+        pass_at: estimate and interval of each pass@k, in percent.
+    """
+
+    setup: str
+    task: str
+    model: str
+    gen_length: int
+    scoring: str
+    accuracy: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    n: int = 0
+    expected: int | None = None
+    tokens: float | None = None
+    forward_passes: float | None = None
+    edits: float | None = None
+    pass_at: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    duplicates: int = 0
+    missing_ranks: list[int] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    complete: bool = False
+
+
+def score_setup(
+    setup: GeneratedSetup, scoring: str, own_tasks: Mapping[str, ModuleType]
+) -> tuple[Row, list[dict[str, Any]]]:
+    """The row of a setup, and the score of each of its problems.
+
+    Args:
+        scoring: "strict" (`d1.tasks`; each problem counts once) or "published" (d1's released rules; repeats count
+            again).
+        own_tasks: the user's task modules, by the task's name in the files.
+    """
+    row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
+    row.missing_ranks, row.errors = setup.missing_ranks, list(setup.errors)
+    if setup.errors and not setup.problems:
+        return row, []
+    task = None
+    try:
+        if scoring == "strict":
+            if setup.task not in {**TASKS, **own_tasks}:  # a file must not name code to run
+                raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
+            task = under_protocol(own_tasks.get(setup.task) or load_task(setup.task), setup.protocol)
+        elif setup.protocol != "d1":
+            raise ValueError(f"the published rules are for d1's prompts, but these files have {setup.protocol}'s")
+    except ValueError as error:
+        row.errors.append(f"{setup.name}: {error}")
+        return row, []
+    seen = {problem.key: problem for problem in reversed(setup.problems)}  # the first of equal keys
+    once = [problem for problem in setup.problems if task is None or seen[problem.key] is problem]
+    details, problems = [], []
+    with ThreadPoolExecutor(getattr(task, "CONCURRENT", 1)) as pool:
+        side_by_side = pool.map if hasattr(task, "CONCURRENT") else map
+        for problem, detail in zip(once, side_by_side(partial(detail_of, setup, task), once), strict=True):
+            if isinstance(detail, str):
+                row.errors.append(f"{problem.where}: {detail}")
+            else:
+                details.append({"setup": setup.name, "where": problem.where, **detail})
+                problems.append(problem.problem)
+    row.duplicates = len(setup.problems) - len(seen)
+    if details:
+        summarise(row, setup, details, problems)
+    if row.expected is not None and len(seen) > row.expected:
+        row.errors.append(
+            f"{setup.name}: {len(seen)} problems instead of {row.expected}: problems of another run are mixed in"
+        )
+    row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
+    return row, details
+
+
+def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
+    """The score of a completion by its task or, if that is None, by the published rules; an error as text, whatever the
+    task raises, so that the others are still scored."""
+    asked = {"question": problem.question, "ground_truth": problem.ground_truth}
+    try:
+        if task is not None:
+            scored, first = strict_detail(problem.text[-MAX_TEXT:], task, asked), problem.first_text
+            if first is not None:
+                before = scored if first == problem.text else strict_detail(first[-MAX_TEXT:], task, asked)
+                scored["before_edits"] = before["accuracy"]
+            return asked | scored
+        right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
+        return asked | {"right": right, "total": total, "accuracy": right / total}
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
+    """The user's tasks (those given as files), by their names in generation files."""
+    return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
+
+
+def strict_detail(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:
+    """The answer that a task reads in a text, and its metrics."""
+    if row["ground_truth"] is None:
+        raise ValueError("no ground truth")
+    answer, scores = task.extract(text), task.score(text, row)
+    if any(not 0 <= value <= 1 for value in scores.values()):
+        raise ValueError(f"scores must lie in [0, 1], got {scores}")
+    accuracy, *others = scores
+    return {
+        "answer": None if answer is None else str(answer),
+        "accuracy": scores[accuracy],
+        "metrics": {name: scores[name] for name in others},
+    }
+
+
+def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], problems: list[str]) -> None:
+    """Fills in a row's numbers from its scored completions; `problems` says which problem each one answers."""
+    row.n = len(details)
+    if row.scoring == "published":
+        share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
+    else:
+        share = fmean(detail["accuracy"] for detail in details)
+        row.metrics = {name: 100 * fmean(one["metrics"][name] for one in details) for name in details[0]["metrics"]}
+        gains = [one["accuracy"] - one["before_edits"] for one in details if "before_edits" in one]
+        for name, sign in (("corrected by edits", 1), ("spoiled by edits", -1)) if gains else ():
+            row.metrics[name] = 100 * fmean(sign * gain > 0 for gain in gains)
+    row.accuracy = 100 * share
+    by_problem: dict[str, list[float]] = {}
+    for problem, detail in zip(problems, details, strict=True):
+        by_problem.setdefault(problem, []).append(detail["accuracy"])
+    # Several completions of one problem are no independent trials: intervals count problems.
+    several = row.scoring == "strict" and len(by_problem) < len(details)
+    row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, len(by_problem) if several else row.n))
+    for k in PASS_AT if several else ():
+        if k <= min(map(len, by_problem.values())):
+            value = fmean(pass_at_k(len(one), one.count(1.0), k) for one in by_problem.values())
+            low, high = wilson_interval(value, len(by_problem))
+            row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
+    for name in ("tokens", "forward_passes", "edits"):
+        counts = [count for problem in setup.problems if (count := getattr(problem, name)) is not None]
+        setattr(row, name, fmean(counts) if counts else None)
+
+
+def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
+    """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
+    a, b = (by_question(details) for details in (details_a, details_b))
+    shared = [question for question in a if question in b]
+    if not shared:
+        raise ValueError(f"{name_a} and {name_b} have no problem in common")
+    differences = [b[question] - a[question] for question in shared]
+    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return {
+        "a": name_a,
+        "b": name_b,
+        "shared": len(shared),
+        "only_a": len(a) - len(shared),
+        "only_b": len(b) - len(shared),
+        "accuracy_a": 100 * fmean(a[question] for question in shared),
+        "accuracy_b": 100 * fmean(b[question] for question in shared),
+        "difference": 100 * fmean(differences),
+        "b_better": wins,
+        "a_better": losses,
+        "p_value": sign_test(wins, losses),
+    }
+
+
+def by_question(details: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean accuracy of each question's completions."""
+    found: dict[str, list[float]] = {}
+    for detail in details:
+        found.setdefault(detail["question"], []).append(detail["accuracy"])
+    return {question: fmean(values) for question, values in found.items()}
+
 
 # --- Published scoring ------------------------------------------------------------------------------------------------
-#
-# Score completions like d1's released parser, including its faults, so that its published figures can be checked.
-#
-# Use `strict` scoring (`d1.tasks`) for everything else. These faults are kept on purpose: a comma ends a number; a text
-# without a box is its own answer even if it has answer tags; a problem without a ground truth counts as an error;
-# Sudoku counts cells instead of solved puzzles; mathematical answers are compared as normalised strings. One thing
-# differs: the released parser evaluates `**` and `//` in Countdown, which are refused here.
+
+# Faults of d1's released parser that are kept on purpose: a comma ends a number; a text without a box is its own answer
+# even if it has answer tags; a problem without a ground truth counts as an error; Sudoku counts cells, not puzzles;
+# mathematical answers are compared as normalised strings. One difference: the released parser evaluates ** and // in
+# Countdown, which are refused here.
 
 END_MARKS = ("<|eot_id|>", "<|endoftext|>")
 Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
@@ -151,6 +336,8 @@ def left_of_equals(text: str) -> str:
 
 
 def score_countdown(text: str, question: str, truth: Any) -> Score:
+    from d1.tasks.countdown import evaluate  # imports datasets, which --help does not need
+
     numbers, target = truth
     equation = next(found for found in (boxed_answer(text), tagged_answer(text), text) if found is not None)
     for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
@@ -159,7 +346,7 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
 
 
 def sudoku_answer(text: str) -> str:
-    """The solution as the released parser finds it: the first place in its list that has any text."""
+    """The solution as the released parser finds it: the first of four candidates that has any text."""
     fences = text.partition("<answer>")[2].split("```")[1:-1]
     fenced = next((fence for fence in fences if re.fullmatch(r"[\d\s]+", fence)), None)
     after = None
@@ -167,8 +354,8 @@ def sudoku_answer(text: str) -> str:
         rest = text.partition("</answer>")[2].lstrip()
         after = rest[: min((end for end in map(rest.find, END_MARKS) if end >= 0), default=len(rest))]
     bare = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
-    places = (fenced, between(text, "<answer>", "</answer>", *END_MARKS), after, bare and bare[1])
-    return next((found for place in places if (found := (place or "").strip())), "")
+    candidates = (fenced, between(text, "<answer>", "</answer>", *END_MARKS), after, bare and bare[1])
+    return next((found for candidate in candidates if (found := (candidate or "").strip())), "")
 
 
 def score_sudoku(text: str, question: str, truth: Any) -> Score:
@@ -183,187 +370,7 @@ def score_sudoku(text: str, question: str, truth: Any) -> Score:
 SCORERS = {"gsm8k": score_gsm8k, "math": score_math, "countdown": score_countdown, "sudoku": score_sudoku}
 
 
-# --- Accuracy ---------------------------------------------------------------------------------------------------------
-#
-# python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json] [--details FILE]
-#
-# Scores generation files, d1's or ours, and prints one row per setup. Without FOLDER it scores `eval_baselines/`, the
-# generations of the pocket models. The exit code is 1 if a setup is incomplete, unless `--allow-partial` is given.
-#
-#     python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
-
-BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # exists only in a checkout
-PASS_AT = (1, 2, 5, 10, 20, 50, 100)
-
-
-@dataclass
-class Row:
-    """One setup's results. `accuracy`, its 95% interval and `metrics` (also the shares of completions that edits made
-    better and worse) are in percent; `tokens` (generated before the end), `forward_passes` and `edits` are means per
-    completion; `pass_at` has the estimate and the interval of each pass@k."""
-
-    setup: str
-    task: str
-    model: str
-    gen_length: int
-    scoring: str
-    accuracy: float | None = None
-    ci_low: float | None = None
-    ci_high: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    n: int = 0
-    expected: int | None = None
-    tokens: float | None = None
-    forward_passes: float | None = None
-    edits: float | None = None
-    pass_at: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    duplicates: int = 0
-    missing_ranks: list[int] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    complete: bool = False
-
-
-def score_setup(
-    setup: GeneratedSetup, scoring: str, own_tasks: Mapping[str, ModuleType]
-) -> tuple[Row, list[dict[str, Any]]]:
-    """The row of a setup, and the score of each of its problems.
-
-    Args:
-        scoring: "strict" (`d1.tasks`; each problem counts once) or "published" (d1's released rules; repeats count
-            again).
-        own_tasks: the user's task modules, by the task's name in the files.
-    """
-    row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
-    row.missing_ranks, row.errors = setup.missing_ranks, list(setup.errors)
-    if setup.errors and not setup.problems:
-        return row, []
-    task = None
-    try:
-        if scoring == "strict":
-            if setup.task not in {**TASKS, **own_tasks}:  # a file must not name code to run
-                raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
-            task = under_protocol(own_tasks.get(setup.task) or load_task(setup.task), setup.protocol)
-        elif setup.protocol != "d1":
-            raise ValueError(f"the published rules are for d1's prompts, but these files have {setup.protocol}'s")
-    except ValueError as error:
-        row.errors.append(f"{setup.name}: {error}")
-        return row, []
-    seen = {problem.key: problem for problem in reversed(setup.problems)}
-    once = [problem for problem in setup.problems if task is None or seen[problem.key] is problem]
-    details, problems = [], []
-    with ThreadPoolExecutor(getattr(task, "CONCURRENT", 1)) as pool:
-        side_by_side = pool.map if hasattr(task, "CONCURRENT") else map
-        for problem, detail in zip(once, side_by_side(partial(detail_of, setup, task), once), strict=True):
-            if isinstance(detail, str):
-                row.errors.append(f"{problem.where}: {detail}")
-            else:
-                details.append({"setup": setup.name, "where": problem.where, **detail})
-                problems.append(problem.problem)
-    row.duplicates = len(setup.problems) - len(seen)
-    if details:
-        summarise(row, setup, details, problems)
-    if row.expected is not None and len(seen) > row.expected:
-        row.errors.append(
-            f"{setup.name}: {len(seen)} problems instead of {row.expected}: problems of another run are mixed in"
-        )
-    row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
-    return row, details
-
-
-def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
-    """What a task, or the published rules for None, make of a completion. An error comes back as text, whatever a task
-    raises, so that the others are still scored."""
-    asked = {"question": problem.question, "ground_truth": problem.ground_truth}
-    try:
-        if task is not None:
-            scored, first = strict_detail(problem.text[-MAX_TEXT:], task, asked), problem.first_text
-            if first is not None:
-                before = scored if first == problem.text else strict_detail(first[-MAX_TEXT:], task, asked)
-                scored["before_edits"] = before["accuracy"]
-            return asked | scored
-        from d1.eval.scores import score_published  # imports datasets, which --help does not need
-
-        right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
-        return asked | {"right": right, "total": total, "accuracy": right / total}
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-
-
-def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
-    """The user's tasks (those given as files), by their names in generation files."""
-    return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
-
-
-def strict_detail(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:
-    if row["ground_truth"] is None:
-        raise ValueError("no ground truth")
-    answer, scores = task.extract(text), task.score(text, row)
-    if any(not 0 <= value <= 1 for value in scores.values()):
-        raise ValueError(f"scores must lie in [0, 1], got {scores}")
-    accuracy, *others = scores
-    return {
-        "answer": None if answer is None else str(answer),
-        "accuracy": scores[accuracy],
-        "metrics": {name: scores[name] for name in others},
-    }
-
-
-def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], problems: list[str]) -> None:
-    """Fills in the figures of a row from its scored completions; `problems` says which problem each one answers."""
-    row.n = len(details)
-    if row.scoring == "published":
-        share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
-    else:
-        share = fmean(detail["accuracy"] for detail in details)
-        row.metrics = {name: 100 * fmean(one["metrics"][name] for one in details) for name in details[0]["metrics"]}
-        gains = [one["accuracy"] - one["before_edits"] for one in details if "before_edits" in one]
-        for name, sign in (("corrected by edits", 1), ("spoiled by edits", -1)) if gains else ():
-            row.metrics[name] = 100 * fmean(sign * gain > 0 for gain in gains)
-    row.accuracy = 100 * share
-    by_problem: dict[str, list[float]] = {}
-    for problem, detail in zip(problems, details, strict=True):
-        by_problem.setdefault(problem, []).append(detail["accuracy"])
-    several = row.scoring == "strict" and len(by_problem) < len(details)
-    row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, len(by_problem) if several else row.n))
-    for k in PASS_AT if several else ():
-        if k <= min(map(len, by_problem.values())):
-            value = fmean(pass_at_k(len(one), one.count(1.0), k) for one in by_problem.values())
-            low, high = wilson_interval(value, len(by_problem))
-            row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
-    for name in ("tokens", "forward_passes", "edits"):
-        counts = [count for problem in setup.problems if (count := getattr(problem, name)) is not None]
-        setattr(row, name, fmean(counts) if counts else None)
-
-
-def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
-    """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
-    a, b = (by_question(details) for details in (details_a, details_b))
-    shared = [question for question in a if question in b]
-    if not shared:
-        raise ValueError(f"{name_a} and {name_b} have no problem in common")
-    differences = [b[question] - a[question] for question in shared]
-    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return {
-        "a": name_a,
-        "b": name_b,
-        "shared": len(shared),
-        "only_a": len(a) - len(shared),
-        "only_b": len(b) - len(shared),
-        "accuracy_a": 100 * fmean(a[question] for question in shared),
-        "accuracy_b": 100 * fmean(b[question] for question in shared),
-        "difference": 100 * fmean(differences),
-        "b_better": wins,
-        "a_better": losses,
-        "p_value": sign_test(wins, losses),
-    }
-
-
-def by_question(details: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean accuracy of each question's completions."""
-    found: dict[str, list[float]] = {}
-    for detail in details:
-        found.setdefault(detail["question"], []).append(detail["accuracy"])
-    return {question: fmean(values) for question, values in found.items()}
+# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -389,9 +396,9 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code: 1 if a setup is incomplete or has errors."""
+    """Prints the table; returns the exit code, 1 if a setup is incomplete or has errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
-        raise FileNotFoundError("name a folder of generation files: only a checkout has those of the pocket models")
+        raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout")
     own_tasks = user_tasks(*args.task_file)
     setups = [find_setup(name, args.folder) for name in args.compare or ()] or read_setups(args.folder)
     scored = [score_setup(setup, args.scoring, own_tasks) for setup in setups]
@@ -461,6 +468,5 @@ def as_table(rows: list[Row]) -> str:
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Scores generation files as the command `prog` with `arguments` (default: those of the command line), then
-    exits."""
+    """Runs the command `prog` with `arguments` (default: those of the command line), then exits."""
     run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))

@@ -1,8 +1,8 @@
 """bash eval_checkpoints.sh RUN_DIR [--dataset sudoku --gen_length 32 ...] [further flags of eval.py]
 
 Evaluates every `RUN_DIR/checkpoint-*` on the validation split, selects the one with the highest strict accuracy (the
-earliest, if several are equal), and evaluates it on the test set. The choice is kept in `RUN_DIR/eval/selected.json`:
-if the script is started again, it finishes what is missing, but never chooses again when the test result is known.
+earliest, if several are equal), and evaluates it on the test set. The choice is kept in `RUN_DIR/eval/selected.json`.
+If the script is started again, it finishes what is missing, but it never chooses a second time.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
         selection: dict[str, Any] = {"checkpoint": best, "settings": settings, "contents": contents}
         selection["validation"] = {name: asdict(row) for name, row in rows.items()}
         write_atomically(chosen, json.dumps(selection, indent=1))
+    # A choice that was made stays: a second one could be made by the test results.
     selection = json.loads(chosen.read_text())
     if (list(selection["validation"]), selection["settings"]) != (names, settings):
         raise ValueError(
             f"{chosen} is a choice from {', '.join(selection['validation'])} with {selection['settings']}, not from "
-            f"{', '.join(names)} with {settings}, and the test set was used for that choice. Move {chosen.parent} "
-            "away to choose again"
+            f"{', '.join(names)} with {settings}, and the test set was used. Move {chosen.parent} away to choose again"
         )
-    known = selection.get("contents", contents)  # choices of older versions have none
+    known = selection.get("contents", contents)  # older versions recorded none
     if other := [name for name in known | contents if known.get(name) != contents.get(name)]:
         raise ValueError(
             f"{chosen} is a choice from other contents of {', '.join(other)}. Move {chosen.parent} away to choose again"

@@ -1,4 +1,4 @@
-"""What rows became, in SGLang's dialect and in OpenAI's; and what a reader of a stream has not seen yet."""
+"""The answers of the server, in SGLang's dialect and in OpenAI's, and the text of a row as it grows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Choice:
         self.ready = len(self.text) if self.reason else certain
 
     def news(self) -> str:
-        """What can be passed on now."""
+        """The text that can be sent now and was not sent before."""
         new, self.sent = self.text[self.sent : self.ready], max(self.sent, self.ready)
         return new
 
@@ -96,13 +96,13 @@ def usage(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, int]:
 
 
 def envelope(name: str, model: str, rows: Sequence[Row], choices: list[Any], **more: Any) -> dict[str, Any]:
-    """An answer of OpenAI's, called `name` there."""
+    """An answer in OpenAI's dialect; `name` is its kind of object."""
     head = {"id": f"{name}-{rows[0].rid}", "object": name, "created": int(time.time()), "model": model}
     return {**head, "choices": choices, **more}
 
 
 def completion_choice(index: int, choice: Choice, done: Completed | None, chat: bool) -> dict[str, Any]:
-    """One of the choices; with log-probabilities, where `done` is given."""
+    """One of the choices, with log-probabilities if `done` is given."""
     logprobs: dict[str, Any] | None = None
     if done is not None:
         tokens = [piece(choice.tokenizer, token) for token in choice.ids]

@@ -1,4 +1,7 @@
-"""The routes: SGLang's, OpenAI's, metrics and a chat page. A request's rows stop when its client leaves."""
+"""The routes: SGLang's, OpenAI's, metrics and a chat page. A new route is a function in one of the routers.
+
+The rows of a request stop when its client leaves.
+"""
 
 import asyncio
 import hmac
@@ -42,11 +45,12 @@ STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueErr
 STATUS |= {ConnectionError: 503, RowsStopped: 503}
 
 
-# FastAPI is optional, so it is imported inside the functions below; so annotations of routes must not be strings here.
+# FastAPI is optional, so the functions below import it. It reads the annotations of routes, which must not be strings,
+# so this file has no `from __future__ import annotations`.
 
 
 def make_app(server: Server) -> Any:
-    """The application, which starts the engine's thread and ends it."""
+    """The ASGI application, which starts the engine's thread and ends it."""
     from fastapi import FastAPI
     from prometheus_client import CollectorRegistry
 
@@ -76,7 +80,7 @@ def refusal(status: int, message: str) -> Any:
 
 
 def add_refusals(app: Any) -> None:
-    """Turns errors of the routes into refusals: a user's mistake is 4xx, what is full or over 429 or 503."""
+    """Turns errors of the routes into refusals: 4xx for a user's mistake, 429 for a full queue, 503 at the end."""
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
@@ -98,7 +102,7 @@ def add_refusals(app: Any) -> None:
 
 
 async def answered(request: Any, work: Awaitable[Any]) -> Any:
-    """What `work` gives, unless the client leaves before."""
+    """The result of `work`, unless the client leaves before."""
     from fastapi.responses import Response
 
     async def departure() -> None:
@@ -158,7 +162,7 @@ def sglang_routes(server: Server) -> Any:
             assert server.loader is not None
             load = partial(server.loader.load, folder)
             update = engine.replace_model(load, body.weight_version or str(folder))
-            await asyncio.shield(asyncio.wrap_future(update))  # it continues when nobody waits for it any more
+            await asyncio.shield(asyncio.wrap_future(update))  # it continues if the client leaves
         except Exception as error:
             known = {QueueFull: 429, ConnectionError: 503}
             return JSONResponse({"success": False, "message": one_line(error)}, known.get(type(error), 400))
@@ -174,7 +178,7 @@ def sglang_routes(server: Server) -> Any:
         engine.resume()
         return {"status": "ok"}
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.api_route("/flush_cache", methods=["GET", "POST"])  # SGLang's clients send it before new weights
     async def flush_cache() -> Any:
         return Response("no keys and values are kept from one request to another\n")
 
@@ -208,7 +212,7 @@ def openai_routes(server: Server) -> Any:
             if logprobs:
                 raise ValueError("logprobs are not streamed: leave out stream or logprobs")
             parts = streamed(server, rows, choices, name, bool((body.stream_options or {}).get("include_usage")))
-            first = await anext(parts)  # a full queue is an answer of its own
+            first = await anext(parts)  # a full queue is answered by 429, before the stream begins
 
             async def everything() -> AsyncIterator[str]:
                 yield first
@@ -319,9 +323,9 @@ class EngineMetrics:
         engine = self.engine
         yield GaugeMetricFamily("d1_rows_waiting", "Rows in the queue", len(engine.waiting))
         yield GaugeMetricFamily("d1_rows_at_work", "Rows in a batch", len(engine.rows))
-        yield GaugeMetricFamily("d1_batch_size", "The most rows at work", engine.batch_size)
+        yield GaugeMetricFamily("d1_batch_size", "Maximum of rows at work", engine.batch_size)
         yield CounterMetricFamily("d1_forward_passes", "Forward passes of a batch", engine.passes)
-        yield CounterMetricFamily("d1_row_passes", "Rows of all forward passes together", engine.row_passes)
+        yield CounterMetricFamily("d1_row_passes", "Rows, summed over forward passes", engine.row_passes)
         yield CounterMetricFamily("d1_forward_tokens", "Tokens processed, of rows that ended", engine.forward_tokens)
         yield CounterMetricFamily("d1_tokens", "Tokens of finished canvases", engine.tokens)
         yield InfoMetricFamily("d1_weights", "The weights in use", {"version": engine.version})

@@ -1,4 +1,8 @@
-"""A server of rollouts as RL uses it: it takes the policy's weights, and samples rows with them."""
+"""A server of rollouts as RL uses it: it takes the policy's weights and samples rows with them.
+
+No answer is believed: `check_row` refuses what no sampler gives. The same function checks what a user's `rollout_func`
+returns.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,7 @@ from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
 from d1.serve import KEY
 
-# --- Checks of what another program sampled: a server, SGLang, or a user's `rollout_func` -----------------------------
-#
-# A row is a dictionary of lists with one entry per token: `completion_ids`, and those of `steps`, `logprobs` and
-# `entropies` that are known. Whether its log-probabilities are those of the model is checked by scoring it again
-# (`d1/rl/engines.py`).
+# --- Checks of rows that another program sampled ----------------------------------------------------------------------
 
 ROUNDING = 1e-3  # nats by which a log-probability may be above 0, or an entropy outside its range
 
@@ -57,10 +57,12 @@ class Expected:
 def check_row(
     where: str, row: Mapping[str, Any], prompt: int, expected: Expected, whole: str = ""
 ) -> dict[str, Tensor]:
-    """The columns of a row as tensors (tokens,).
+    """The lists of a row as tensors (tokens,).
 
     Args:
         where: begins each message: who sampled the row, and its number.
+        row: lists with one value per token: `completion_ids`, and those of `steps`, `logprobs` and `entropies` that
+            are known. Whether the log-probabilities are the model's is checked by scoring again (`d1/rl/engines.py`).
         prompt: number of tokens of its prompt.
         whole: why the canvas must be whole; "": it may be cut after its first EOS.
 
@@ -93,17 +95,15 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
     settings, by_our_rules = expected.settings, expected.by_our_rules
     schedule = settings.schedule(prompt % settings.block_length if expected.aligned else None)
     most = sum(len(counts) + settings.post_steps for counts in schedule)
-    behind = is_end.cumsum(0) - is_end.int() > 0  # after the first EOS
-    wrong = (steps != steps.round()) | (steps < -1) | (steps >= most) | ((steps < 0) & ~behind)
+    after_eos = is_end.cumsum(0) - is_end.int() > 0
+    wrong = (steps != steps.round()) | (steps < -1) | (steps >= most) | ((steps < 0) & ~after_eos)
     refuse(where, "steps", steps, wrong, f"0 to {most - 1} (-1: filled in after the first EOS)")
     positions, first, before, ended = torch.arange(len(steps)), 0, 0, False
     for number, counts in enumerate(schedule):
         inside, first = (positions >= first) & (positions < first + sum(counts)), first + sum(counts)
-        revealed, known = (
-            inside & (steps >= 0),
-            f"block {number} (of {settings.block_length} tokens) is filled after those before it",
-        )
-        refuse(where, "steps", steps, revealed & (steps < before), f"{before} or more: {known}")
+        revealed = inside & (steps >= 0)
+        why = f"{before} or more: block {number} (of {settings.block_length} tokens) is filled after those before it"
+        refuse(where, "steps", steps, revealed & (steps < before), why)
         if by_our_rules and ended:
             why = f"-1 and token {expected.ends[0]}: the EOS stop fills the blocks after the EOS"
             refuse(where, "steps", steps, inside & ((steps >= 0) | (canvas != expected.ends[0])), why)
@@ -117,8 +117,8 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
 
 
 def check_counts(what: str, taken: Tensor, due: Tensor, rule: str | None) -> None:
-    """Raises ValueError unless a block was filled with `due` tokens per step or, by a `rule`, with at least that many
-    until each step, and one or more in it."""
+    """Raises ValueError unless the steps of a block revealed `due` tokens each or, with a `rule`, one or more each and
+    after each step at least the sum of `due`."""
     if rule is None:
         possible = taken.tolist() == due.tolist()
     else:
@@ -160,8 +160,6 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
 
 
 # --- SGLang's dialect -------------------------------------------------------------------------------------------------
-#
-# Requests to SGLang with the plugin, and its answers in the form of `d1 serve`.
 
 START = "python -m sglang.launch_server --model-path MODEL --dllm-algorithm D1 --max-running-requests 64"
 
@@ -196,18 +194,16 @@ def sglang_request(
     length, seed = names.pop("gen_length"), keys[0][0]
     custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
     params = {"max_new_tokens": length, "temperature": settings.temperature, "ignore_eos": True}
-    # SGLang refuses an `rid` while rows of an earlier request that failed have it. The plugin reads up to the point.
+    # SGLang refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the point.
     own = uuid.uuid4().hex
     rids = [f"{'-'.join(map(str, key[1:]))}.{own}" for key in keys]
     return {"input_ids": [*texts], "rid": rids, "sampling_params": params | {"custom_params": custom}}
 
 
 def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
-    """An answer with what `d1 serve` adds: tokens after the EOS stop, and the sums of passes and of their tokens.
-
-    Passes are the engine's own, with those that store keys and values; tokens of the prompt count where they were not
-    cached.
-    """
+    """An answer of SGLang in the form of `d1 serve`: with the tokens after the EOS stop, and the sums of passes and of
+    their tokens."""
+    # Passes are the engine's own, with those that store keys and values; tokens of the prompt count if not cached.
     meta, left = row["meta_info"], settings.gen_length - len(row["output_ids"])
     passes, block = sum(meta["forward_passes"]), settings.block_length
     prompt = meta["prompt_tokens"] // block * block - meta["cached_tokens"]
@@ -232,12 +228,12 @@ FRESH = "default"  # `weight_version` of a server that was given no weights sinc
 
 
 class Unavailable(OSError):
-    """A server does not answer, is busy or has lost the policy's weights: another one may take the rows."""
+    """A server does not answer, is busy or does not have the policy's weights: another server may take the rows."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that lie in a folder; `run` begins the name of all versions of a run."""
+    """Weights in a folder; the names of all versions of a run begin with `run`."""
 
     run: str
     version: str
@@ -246,7 +242,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows to sample: what `rollout` would be given.
+    """Rows to sample: the arguments of `rollout`.
 
     Attributes:
         ids, mask: (rows, prompt), padded on the left.
@@ -296,17 +292,16 @@ class RolloutServer:
         return host in ("localhost", socket.gethostname()) or str(host).startswith("127.")
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
-        key = os.environ.get(KEY)
+        """The answer to a request. Raises Unavailable, or ValueError with the server's words."""
+        key, url = os.environ.get(KEY), f"{self.url}{path}"
         headers = {"Authorization": f"Bearer {key}"} if key else None
         try:
-            answer = requests.request(
-                method, f"{self.url}{path}", json=body, headers=headers, timeout=(CONNECT, seconds)
-            )
+            answer = requests.request(method, url, json=body, headers=headers, timeout=(CONNECT, seconds))
         except requests.RequestException as error:
-            if isinstance(error, ValueError):  # the URL is none
+            if isinstance(error, ValueError):  # not a URL
                 raise
-            raise Unavailable(f"{self.url}{path} gives no answer ({type(error).__name__})") from error
-        told = f"{self.url}{path} answered {answer.status_code}: {answer.text[:500]}"
+            raise Unavailable(f"{url} gives no answer ({type(error).__name__})") from error
+        told = f"{url} answered {answer.status_code}: {answer.text[:500]}"
         if answer.status_code in BUSY:
             raise Unavailable(told)
         if answer.status_code == 401:
@@ -318,7 +313,7 @@ class RolloutServer:
         try:
             return answer.json()
         except ValueError as error:
-            raise ValueError(f"{self.url}{path} answered what is no JSON: {answer.text!r:.60}") from error
+            raise ValueError(f"{url} answered what is no JSON: {answer.text!r:.60}") from error
 
     def facts(self) -> dict[str, Any]:
         """What is served. Raises ValueError if the server says something else."""
@@ -357,21 +352,19 @@ class RolloutServer:
 
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
         """`rollout` of the prompts by the server, in a batch of their own, with these weights and no others."""
-        ids, settings, keys, ends, aligned = (
-            *(prompts.ids, prompts.settings, prompts.keys),
-            *(prompts.ends, prompts.aligned),
-        )
+        ids, settings, ends = prompts.ids, prompts.settings, prompts.ends
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
         if self.mask_token_id is None:
             body = request_of(prompts, texts)
         else:
-            body = sglang_request(texts, keys, settings, ends, self.mask_token_id)
+            body = sglang_request(texts, prompts.keys, settings, ends, self.mask_token_id)
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
             found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
-            raise ValueError(f"{self.url} answered {len(texts)} prompts with {found}: expected a list of as many rows")
+            raise ValueError(f"{self.url} answered {len(texts)} prompts with {found}: expected a list of one row each")
         wheres = [f"{self.url}, row {number} (id {rid}): " for number, rid in enumerate(body["rid"])]
-        metas = [meta_of(*one) for one in zip(wheres, answers, body["rid"], texts, strict=True)]
+        given = zip(wheres, answers, body["rid"], texts, strict=True)
+        metas = [explained(where, meta_of, *one) for where, *one in given]
         for version in {meta["weight_version"] for meta in metas} - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
             if version == FRESH or version.startswith(weights.run):  # it started anew, or an update came late
@@ -379,7 +372,7 @@ class RolloutServer:
             raise ValueError(f"{message}: who else uses it?")
         if self.mask_token_id is not None:
             answers = [as_ours(row, settings, ends) for row in answers]
-        expected = Expected(prompts.vocabulary, prompts.mask_token_id, ends, settings, aligned)
+        expected = Expected(prompts.vocabulary, prompts.mask_token_id, ends, settings, prompts.aligned)
         read = partial(columns_of, expected=expected)
         rows = [explained(where, read, row, text) for where, row, text in zip(wheres, answers, texts, strict=True)]
         columns = {name: torch.stack([row[name] for row in rows]).to(ids.device) for name in rows[0]}
@@ -394,7 +387,7 @@ class RolloutServer:
 
 
 def explained(where: str, read: Callable[..., T], *of: Any) -> T:
-    """`read(where, *of)`; ValueError if a part of an answer is missing or is something else."""
+    """`read(where, *of)`, with a ValueError if a part of an answer is missing or of another type."""
     try:
         return read(where, *of)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
@@ -402,20 +395,15 @@ def explained(where: str, read: Callable[..., T], *of: Any) -> T:
 
 
 def meta_of(where: str, row: Any, rid: str, text: Sequence[int]) -> dict[str, Any]:
-    """The `meta_info` of an answer to the prompt `text` under the name `rid`. Raises ValueError if it answers another
-    one."""
-
-    def read(where: str) -> dict[str, Any]:
-        meta: dict[str, Any] = row["meta_info"]
-        if meta["id"] != rid:
-            raise ValueError(f"{where}this is the answer for id {meta['id']!r:.40}: each row must be the one asked for")
-        if meta["prompt_tokens"] != len(text):
-            raise ValueError(f"{where}{meta['prompt_tokens']!r:.40} tokens of the prompt were read, of {len(text)}")
-        if not isinstance(meta["weight_version"], str):
-            raise ValueError(f"{where}weight_version is {meta['weight_version']!r:.40}: expected a name")
-        return meta
-
-    return explained(where, read)
+    """The `meta_info` of an answer. Raises ValueError unless it answers the prompt `text` under the name `rid`."""
+    meta: dict[str, Any] = row["meta_info"]
+    if meta["id"] != rid:
+        raise ValueError(f"{where}this is the answer for id {meta['id']!r:.40}: each row must be the one asked for")
+    if meta["prompt_tokens"] != len(text):
+        raise ValueError(f"{where}{meta['prompt_tokens']!r:.40} tokens of the prompt were read, of {len(text)}")
+    if not isinstance(meta["weight_version"], str):
+        raise ValueError(f"{where}weight_version is {meta['weight_version']!r:.40}: expected a name")
+    return meta
 
 
 def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected: Expected) -> dict[str, Tensor]:
@@ -455,7 +443,8 @@ def request_of(prompts: Prompts, texts: Sequence[Sequence[int]]) -> dict[str, An
 
 def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:
     """The row's own pass, from 0, that revealed each token, from a step map, which counts from 1 in each block; -1 at
-    its zeros. Each pass reveals a token, so a block took as many as its largest number."""
+    its zeros."""
+    # Each pass reveals a token, so the number of passes of a block is the largest number in it.
     steps: list[int] = []
     before = 0
     for start, end in pairwise(accumulate(map(sum, schedule), initial=0)):

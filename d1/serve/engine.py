@@ -1,8 +1,8 @@
-"""The thread that samples: rows wait in a queue, share a batch, and tell what happens to them.
+"""The thread that samples: rows wait in a queue, share a batch, and report what happens to them.
 
 Rows with the same cache, and with or without guidance, share forward passes, whatever else they ask for
 (`d1.sampling.stream.Stream`), unless a request wants a batch of its own. Each such group is a lane; lanes take turns.
-All methods but `run` may be called from any thread.
+New weights are taken when no row is at work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from d1.sampling.loop import Rollout, Step, check_sampler
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
 
-# --- A row: what is asked for, and what its reader is told ------------------------------------------------------------
+logger = logging.getLogger(__name__)
+
+# --- A row: what is asked for, and its events -------------------------------------------------------------------------
 
 KEY = re.compile(r"\d{1,9}(-\d{1,9})*")
 
@@ -55,7 +57,7 @@ def key_of(rid: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A row that ended; lists have an entry per token of its canvas or, if it was cut short, of the first tokens."""
+    """A row that ended; lists have one value per token of its canvas or, if it was cut short, of the first tokens."""
 
     ids: list[int]
     logps: list[float]
@@ -89,7 +91,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A row that ends without a completion."""
+    """The end of a row without a completion."""
 
     reason: str
     status: int = 503  # of HTTP
@@ -102,22 +104,22 @@ class Lane(NamedTuple):
     guided: bool
     own: str = ""  # names a batch of its own; "": all rows that have none share passes
     columns: int = 0  # the least width of its prompts, with their padding
-    after: int = 0  # of a batch of its own: tokens of its prompts in the block where they end; `rollout` groups them
+    after: int = 0  # in a batch of its own: tokens of the prompts in the block where they end, as `rollout` groups them
 
 
 Event = Completed | Revealed | Finished | Stopped
 
 
 class QueueFull(Exception):
-    """More rows are waiting than the queue takes."""
+    """The queue has no room for more rows."""
 
 
 @dataclass(eq=False)
 class Row:
     """A completion that was asked for.
 
-    `tell` gets its events, in the engine's thread: at the end `Completed` or `Stopped` and, before it, `Revealed` per
-    forward pass if it watches "steps", `Finished` per block if it watches "steps" or "blocks".
+    `tell` gets its events, in the engine's thread: at the end `Completed` or `Stopped`; before that `Revealed` per
+    forward pass if it watches "steps", and `Finished` per block if it watches "steps" or "blocks".
     """
 
     rid: str
@@ -138,7 +140,7 @@ class Row:
         return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns, self.after)
 
 
-# --- Weights that a request names -------------------------------------------------------------------------------------
+# --- Weights from a folder --------------------------------------------------------------------------------------------
 
 RAM_DISK = Path("/dev/shm")
 SPARE = 1.1  # of the weights' size that must be free
@@ -173,27 +175,25 @@ def weights_below(roots: Sequence[Path], path: str) -> Path:
 
 @dataclass
 class Loader:
-    """Loads new weights. An adapter comes on top of the model that the server was started from, which `start` loads."""
+    """Loads new weights; `start` loads the model that the server was started from, to which adapters are added."""
 
     start: Callable[[], Any]
     others: WeakSet[Any] = field(default_factory=WeakSet)  # models with other weights than that one
 
     def load(self, folder: Path, model: Any) -> Any:
-        """`loaded`; or the model that the server was started from with the adapter in `folder`. `model`, which is in
-        use, does not change."""
+        """The model in `folder`, or with the adapter in it; `model`, which is in use, does not change."""
         if not (folder / "adapter_config.json").exists():
             new = loaded(folder, model)
             self.others.add(new)
             return new
-        return with_adapter(self.start() if model in self.others else model, str(folder))
+        base = self.start() if model in self.others else model
+        shared = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
+        twin = copy.deepcopy(base, shared)  # with the same weights
+        return add_adapter(twin.unload() if isinstance(twin, PeftModel) else twin, str(folder)).eval()
 
 
 def loaded(folder: Path, model: Any) -> Any:
-    """The model in `folder`, on the CPU, loaded as `model` was.
-
-    Raises:
-        ValueError: the tokenizer and the settings that go with `model` do not fit it.
-    """
+    """The model in `folder`, on the CPU, loaded as `model` was. Raises ValueError for a model of another kind."""
     other, _ = native_config(str(folder))
     for name in ("model_type", "vocab_size", "block_size"):
         if getattr(other, name, None) != getattr(model.config, name, None):
@@ -202,36 +202,28 @@ def loaded(folder: Path, model: Any) -> Any:
             )
     new = load_model(folder, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
     for tensor in (*new.parameters(), *new.buffers()):
-        tensor.data = tensor.data.clone()  # else they lie in the file, which may be written anew
+        tensor.data = tensor.data.clone()  # else it is mapped from the file, which may be overwritten
     return new
-
-
-def with_adapter(model: Any, folder: str) -> Any:
-    """A model that shares the weights of `model` and has the adapter in `folder` in place of its own."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
-    return add_adapter(twin.unload() if isinstance(twin, PeftModel) else twin, folder).eval()
 
 
 # --- The engine -------------------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
-
 
 class Engine:
-    """Samples the rows that are handed to `submit`, at most `batch_size` at a time, the first to come first."""
+    """Samples the rows that are given to `submit`, at most `batch_size` at a time, in the order of their arrival. All
+    public methods may be called from any thread."""
 
     def __init__(self, model: Any, mask_token_id: int, *, batch_size: int, queue_size: int, version: str) -> None:
         self.model, self.mask_token_id, self.version = model, mask_token_id, version
         self.batch_size, self.queue_size = batch_size, queue_size
         self.changed = threading.Condition()  # guards all that follows, up to `lanes`
         self.waiting: deque[Row] = deque()
-        self.dropped: set[int] = set()  # of the rows at work, those that leave before the next pass
+        self.dropped: set[int] = set()  # rows at work that leave before the next pass
         self.update: tuple[Callable[[Any], Any], str, Future[None]] | None = None
         self.paused = self.closing = self.finishing = False
         self.over = ""  # why no rows are taken any more
-        # At work. Only the engine's thread removes rows; the others name them in `dropped`. A row that was retracted is
-        # here under its old number until the thread sees it, and waits under a new one.
+        # Rows at work. Only the engine's thread removes them; other threads add their numbers to `dropped`. A row that
+        # was retracted stays here under its old number until the thread sees it, and waits under a new one.
         self.rows: dict[int, Row] = {}
         self.lanes: dict[Lane, Stream] = {}
         self.numbers = count()
@@ -239,7 +231,7 @@ class Engine:
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     def check(self, settings: SamplingSettings) -> None:
-        """Raises ValueError for settings that do not go with the model."""
+        """Raises ValueError for settings that the model does not support."""
         check_sampler(settings, self.model.config)
 
     def submit(self, rows: Sequence[Row]) -> None:
@@ -259,7 +251,7 @@ class Engine:
             raise ConnectionError(self.over or "the server is stopping")
 
     def drop(self, rows: Sequence[Row]) -> None:
-        """Stops rows that nobody waits for; nothing happens to those that ended."""
+        """Stops rows without an event; rows that ended stay as they are."""
         with self.changed:
             numbers = {row.number for row in rows}
             self.waiting = deque(row for row in self.waiting if row.number not in numbers)
@@ -267,7 +259,7 @@ class Engine:
             self.changed.notify()
 
     def stop_all(self, reason: str) -> None:
-        """Stops all rows, with a word to those who wait for them."""
+        """Stops all rows; each gets the event `Stopped`."""
         with self.changed:
             rows = [*self.waiting, *(row for number, row in self.rows.items() if number not in self.dropped)]
         self.drop(rows)
@@ -275,8 +267,8 @@ class Engine:
             row.tell(Stopped(reason))
 
     def pause(self, mode: str) -> None:
-        """No pass follows the one at hand (with a cache: no block), and new rows wait. The rows at work stop ("abort"),
-        begin again later with the same random numbers ("retract"), or stay as they are ("in_place")."""
+        """Stops sampling after the current pass (with a cache: block). The rows at work stop ("abort"), begin again
+        later with the same random numbers ("retract"), or stay as they are ("in_place"); new rows wait."""
         with self.changed:
             self.paused = True
             if mode == "retract":
@@ -289,7 +281,7 @@ class Engine:
             self.changed.notify()
 
     def put_back(self, rows: Sequence[Row]) -> None:
-        """Has rows begin again, before those that wait. Only under the lock."""
+        """Puts rows back into the queue, before those that wait; the caller holds the lock."""
         for row in rows:
             row.number, row.told = next(self.numbers), 0
         self.waiting.extendleft(reversed(rows))
@@ -300,8 +292,8 @@ class Engine:
             self.changed.notify()
 
     def replace_model(self, load: Callable[[Any], Any], version: str) -> Future[None]:
-        """Takes what `load` makes of the model once no row is at work; new rows wait until then. If `load` raises, the
-        future does, and the old model stays. Whoever asks for the version that is on its way gets the same future.
+        """Replaces the model by `load(model)` once no row is at work; new rows wait until then. If `load` raises, the
+        future does, and the old model stays. A second call for the same version gets the same future.
 
         Raises:
             QueueFull: an update to another version is under way.
@@ -324,14 +316,14 @@ class Engine:
             return done
 
     def finish(self) -> None:
-        """Ends all rows: those at work get the tokens they have, up to the first that is hidden; those that wait, and
-        batches of their own, which are of use as a whole alone, stop. No rows are taken any more."""
+        """Ends all rows: those at work get their tokens up to the first that is hidden; those that wait stop, and so
+        do batches of their own, which are useless in part. No rows are taken any more."""
         with self.changed:
             self.finishing = True
             self.changed.notify()
 
     def close(self) -> None:
-        """Ends the thread; rows in it are lost."""
+        """Ends the thread and stops its rows."""
         with self.changed:
             self.closing = True
             self.changed.notify()
@@ -348,7 +340,9 @@ class Engine:
                     if self.closing:
                         return
                 if self.finishing:
-                    self.hand_out()
+                    for key, lane in self.lanes.items():
+                        if not key.columns and lane.rows:
+                            self.complete(lane, *lane.so_far(), cut_short=True)
                     return
                 self.turn()
         except Exception as error:
@@ -370,7 +364,7 @@ class Engine:
         return self.update is not None and not self.rows.keys() - self.dropped
 
     def turn(self) -> None:
-        """Rows leave and enter, and each lane makes a pass or, with a cache, fills a block."""
+        """Lets rows leave and enter, and makes a pass of each lane (with a cache: fills a block)."""
         with self.changed:
             dropped, can_update = self.dropped, self.can_update
             if can_update:
@@ -396,7 +390,7 @@ class Engine:
             self.guarded(key, partial(self.advance, new=rows))
 
     def admitted(self) -> list[Row]:
-        """The waiting rows that there is room for; a batch of its own enters as a whole."""
+        """The waiting rows that the batch has room for; a batch of its own enters as a whole."""
         new: list[Row] = []
         while self.waiting:
             first = self.waiting[0]
@@ -407,8 +401,8 @@ class Engine:
         return new
 
     def guarded(self, key: Lane, work: Callable[[Lane], None]) -> None:
-        """Does the work of a lane. If it fails, out of memory, say, only the lane's rows do: each of them begins again
-        by itself, and the one that fails once more stops with the error. A batch of its own stops as a whole."""
+        """Does the work of a lane. If it fails, e.g. out of memory, each of the lane's rows begins again by itself, and
+        stops with the error if it fails once more. A batch of its own stops as a whole."""
         try:
             work(key)
         except Exception as error:
@@ -434,15 +428,15 @@ class Engine:
             self.complete(lane, *done)
 
     def complete(self, lane: Stream, numbers: Sequence[int], sampled: Rollout, cut_short: bool = False) -> None:
-        """Tells rows of a lane that they have ended: as a whole, or `cut_short` before their first hidden token. Those
-        whose logits were not finite stop with an error."""
+        """Tells rows of a lane that they have ended, whole or `cut_short` before their first hidden token. Rows whose
+        logits were not finite stop with an error."""
         faults = lane.faults()
         columns = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
         values = zip(*(of.tolist() for of in (*columns, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
             with self.changed:
                 row = self.rows.pop(number, None)
-                if row is None or number in self.dropped:
+                if row is None or number in self.dropped:  # nobody waits for it, or it begins again
                     self.dropped.discard(number)
                     continue
             if number in faults:
@@ -461,15 +455,9 @@ class Engine:
             ids, logps, entropies, steps = lists
             row.tell(Completed(ids, logps, entropies, steps, blocks, passes, forward_tokens, self.version, short))
 
-    def hand_out(self) -> None:
-        """Ends the rows at work with what they have."""
-        for key, lane in self.lanes.items():
-            if not key.columns and lane.rows:
-                self.complete(lane, *lane.so_far(), cut_short=True)
-
     def advance(self, key: Lane, new: dict[int, Row]) -> None:
-        """Has `new` rows enter a lane, under the numbers that they were admitted with (a retract may have changed them
-        since), and makes a pass or, with a cache, fills a block."""
+        """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block). The rows come under the numbers
+        that they were admitted with, because a retract may have changed their own since."""
         if key not in self.lanes:
             self.lanes[key] = Stream(
                 self.model,
@@ -494,11 +482,11 @@ class Engine:
             if not lane.cache.together or self.finishing:
                 break
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
-            full = state.filled - state.offset + (state.size if state.left == 0 else 0)
+            full = state.filled - state.offset + (state.size if state.left == 0 else 0)  # tokens of finished blocks
             with self.changed:
-                if not row.watches or full <= row.told or row.number != state.number:  # or it was put back
+                if not row.watches or full <= row.told or row.number != state.number:  # the last: it was put back
                     continue
-                if not lane.batch.canvas.sums[index].isfinite():  # its reader gets the error when the row leaves
+                if not lane.batch.canvas.sums[index].isfinite():  # the error is told when the row leaves
                     continue
                 row.told = full
             completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
@@ -519,13 +507,13 @@ class Engine:
             done.set_result(None)
             return
         done.set_exception(failure)
-        if any(weight.device != device for weight in old.parameters()):
+        if any(weight.device != device for weight in old.parameters()):  # the old model could not be put back
             raise failure
 
 
 def exchanged(load: Callable[[Any], Any], old: Any) -> Any:
-    """What `load` makes of the model `old`, on its device. Where a GPU has no room for both, the old weights wait in
-    the host's memory, and are put back if `load` or the move then fails."""
+    """`load(old)`, on the device of `old`. If a GPU has no room for both, the old weights wait in the host's memory and
+    are put back if `load` or the move then fails."""
     device = old.device
     try:
         return load(old).to(device)
@@ -542,13 +530,13 @@ def exchanged(load: Callable[[Any], Any], old: Any) -> Any:
 
 
 def tell_step(rows: Sequence[Row], step: Step) -> None:
-    """Tells the `rows` that watch their steps what was revealed in them."""
+    """Tells the `rows` that watch their steps what a forward pass revealed."""
     for number, index in enumerate(step.rows.tolist()):
         row, kept = rows[index], step.revealed[number]
         if row.watches == "steps":
             columns = step.positions, step.ids, step.logps, step.entropies
             positions, ids, logps, entropies = (of[number][kept].tolist() for of in columns)
-            if not all(map(math.isfinite, (*logps, *entropies))):  # its reader gets the error when the row leaves
+            if not all(map(math.isfinite, (*logps, *entropies))):  # the error is told when the row leaves
                 continue
-            first, fed = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
-            row.tell(Revealed([position - first for position in positions], ids, logps, entropies, fed))
+            first, tokens = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
+            row.tell(Revealed([position - first for position in positions], ids, logps, entropies, tokens))

@@ -1,4 +1,8 @@
-"""The bodies of requests, in SGLang's dialect and in OpenAI's, and the rows they ask for. No field is ignored."""
+"""The bodies of requests, in SGLang's dialect and in OpenAI's, the rows that they ask for, and the rows' events.
+
+No field is ignored: an unknown one is an error. All limits are checked before any work, so that no request takes the
+time of the others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -24,9 +28,8 @@ from d1.serve.answers import Choice, chunk_choice, envelope, server_sent, step_o
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
 # --- Bodies -----------------------------------------------------------------------------------------------------------
-#
-# What is checked before any work, so that no request takes the time of the others. The other limits are the model's
-# room, which bounds each prompt and canvas, and the queue, which bounds the rows of a request.
+
+# Limits of a body. The model's room bounds each prompt and canvas, and the queue bounds the rows of a request.
 MOST_FIELDS, MOST_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
 LARGEST = 1e4  # of a number: larger ones overflow in 32 bits
 LARGEST_INTEGER = 1 << 30
@@ -64,7 +67,7 @@ Settings: Any = create_model(
 Count = Field(1, ge=1, le=1024)
 Seed = Field(None, ge=0, le=int(SEED.high))
 Length = Field(None, le=LARGEST_INTEGER)
-NONE = Field(0.0, ge=0, le=0)  # what a diffusion model does not do
+NONE = Field(0.0, ge=0, le=0)  # what a diffusion model does not do, and clients of OpenAI's send all the same
 
 
 class SamplingParams(Settings):  # type: ignore[misc]
@@ -72,7 +75,7 @@ class SamplingParams(Settings):  # type: ignore[misc]
     n: int = Count
     ignore_eos: bool = False  # sample and return the whole canvas
     stop_token_ids: list[int] = Field([], max_length=64)  # that end a completion, besides the model's own
-    # Leave out the blocks after the one that holds one of these, and fill them with the first; beside `ignore_eos`.
+    # With `ignore_eos`: leave out the blocks after the one that holds one of these, and fill them with the first.
     eos_stop: list[int] = Field([], max_length=64)
     sampling_seed: int | None = Seed
 
@@ -83,8 +86,8 @@ class Generate(Strict):
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     return_step_maps: bool = False
-    # Sample the rows as a batch of their own, whose prompts are padded to that many tokens: not only their tokens, but
-    # all of their numbers are then those of `rollout` for such a batch, to the bit.
+    # Sample the rows as a batch of their own, whose prompts are padded to this number of tokens: log-probabilities and
+    # entropies are then those of `rollout` for such a batch, to the bit.
     padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
 
 
@@ -145,36 +148,43 @@ class Pause(Strict):
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/]+)(:\d*)?")  # of a header: the name, and a port
 
 
-def is_address(name: str) -> bool:
+def address(name: str) -> IPv4Address | IPv6Address | None:
     with suppress(ValueError):
-        ip_address(name)
-        return True
-    return False
+        return ip_address(name)
+    return None
 
 
 @dataclass(frozen=True)
 class Server:
-    """What requests are answered with; `name` is the model's."""
+    """What requests are answered with.
+
+    Attributes:
+        name: of the model.
+        max_gen_length: largest canvas; None: the model's room.
+        loader: where there is a `weights_dir`.
+        allowed_hosts: the names of this server in a request's `Host`, where there is no `api_key`. 0.0.0.0 or ::
+            allows every address, but no other name; "*" allows all.
+    """
 
     engine: Engine
     tokenizer: Any
     name: str
     defaults: SamplingSettings
     seed: int = 0
-    max_gen_length: int | None = None  # None: the model's room
+    max_gen_length: int | None = None
     weights_dir: tuple[Path, ...] = ()
-    loader: Loader | None = None  # where there is a `weights_dir`
+    loader: Loader | None = None
     api_key: str | None = None
-    # The names of this server in a request's `Host`, where there is no `api_key`. 0.0.0.0 or :: allows every address,
-    # but no other name; "*" allows all.
     allowed_hosts: tuple[str, ...] = LOCAL
 
     def is_called(self, host: str) -> bool:
         """Whether this server allows requests whose header `Host` is this."""
         found = HOST.fullmatch(host.lower())
         name = found[1].strip("[]") if found else ""
-        addresses = any(is_address(one) and ip_address(one).is_unspecified for one in self.allowed_hosts)
-        return name in self.allowed_hosts or "*" in self.allowed_hosts or (addresses and is_address(name))
+        if name in self.allowed_hosts or "*" in self.allowed_hosts:
+            return True
+        everywhere = any((one := address(allowed)) and one.is_unspecified for allowed in self.allowed_hosts)
+        return everywhere and address(name) is not None
 
     @property
     def room(self) -> int:
@@ -182,8 +192,8 @@ class Server:
         return getattr(self.engine.model.config, "max_position_embeddings", None) or ROOM
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
-        """A request's settings. What it leaves out is the server's, where it goes with the rest; `steps` keep their
-        share of `gen_length`. Raises ValueError where they make no sense."""
+        """A request's settings; the server's defaults fill in what it leaves out. Raises ValueError if they make no
+        sense."""
         given = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
         own = self.defaults
         length = own.gen_length if gen_length is None else gen_length
@@ -193,6 +203,7 @@ class Server:
         if given.get("block_length", 1) > self.room:
             raise ValueError(f"block_length must be at most {self.room}, got {given['block_length']}")
         values = asdict(own) | {"gen_length": length} | given
+        # A default that contradicts the request is left out; steps keep their share of the canvas.
         if not given.get("temperature", own.temperature):
             values |= {name: HINTS_OFF[name] for name in HINTS_OFF if name not in given}
         if "sampler" in given:
@@ -265,14 +276,14 @@ class Server:
         return rows
 
     def put_together(self, rows: list[Row], columns: int) -> None:
-        """Marks the rows as one batch, without other rows. Raises ValueError if the batch has no room."""
+        """Marks the rows as a batch of their own. Raises ValueError if the batch has no room."""
         longest = max(len(row.ids) for row in rows)
         if columns < longest:
             raise ValueError(f"padded_to {columns}: a prompt has {longest} tokens")
         check_room(self.engine.model.config, columns, rows[0].settings.gen_length, ": lower padded_to")
         if len(rows) > self.engine.batch_size:
             raise ValueError(
-                f"{len(rows)} rows shall share a batch, and this server's --batch_size is {self.engine.batch_size}: "
+                f"{len(rows)} rows must share a batch, but this server's --batch_size is {self.engine.batch_size}: "
                 "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
             )
         own, size = uuid.uuid4().hex, block_size(self.engine.model.config)
@@ -304,18 +315,19 @@ class Server:
         rids = [f"{rid}-{row}" for row in range(len(ids) * body.n)]
         ends = () if body.ignore_eos else end_ids(self.tokenizer)
         rows = self.rows(ids, body.n, rids, settings, ends, body.seed)
-        by_block = body.stream or (body.stops and not wants_logprobs(body))  # which a row that is cut short has not
+        # A stop string ends a row early, by its finished blocks; log-probabilities come with whole rows only.
+        by_block = body.stream or (body.stops and not wants_logprobs(body))
         watches = "steps" if body.stream and body.stream_steps else "blocks" if by_block else ""
         for row in rows:
             row.watches = watches
         return rows
 
 
-HINTS_OFF = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # where nothing is drawn
+HINTS_OFF = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # at temperature 0
 
 
 def wants_logprobs(body: Completion | Chat) -> bool:
-    """0, of the tokens themselves, is a wish too."""
+    """Whether log-probabilities are asked for; 0 (of the chosen tokens alone) asks for them, too."""
     return body.logprobs is not None and body.logprobs is not False
 
 
@@ -323,7 +335,7 @@ def plain(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-# --- From the engine's thread to the event loop: rows that somebody waits for -----------------------------------------
+# --- Events of rows, from the engine's thread to the event loop -------------------------------------------------------
 
 
 class RowsStopped(Exception):

@@ -1,5 +1,5 @@
-"""This library's samplers inside SGLang: exact and parallel decoding with temperature, what RL needs of every token,
-and the random numbers of `d1 serve`.
+"""This library's samplers inside SGLang: exact and parallel decoding with the random numbers of `d1 serve`, and for RL
+the log-probability, entropy and step of every token.
 
     python -m sglang.launch_server --model-path JetLM/SDAR-1.7B-Chat --dllm-algorithm D1 --max-running-requests 64
 
@@ -8,8 +8,8 @@ in `sampling_params["custom_params"]`, as `d1.serve.client` does; a plain reques
 own temperature. Answers have, per token, `output_token_logprobs`, `output_token_entropies`, `step_maps` and
 `forward_passes` (of a block, at its first token) in `meta_info`.
 
-The engine makes one more pass per block than our sampler, which stores the block's keys and values; our sampler leaves
-that to the next block. It fills whole blocks: where a canvas ends inside one, the positions after its end stay masks.
+SGLang makes one more pass per block than our sampler, to store the block's keys and values; our sampler leaves that to
+the next block. SGLang fills whole blocks: if a canvas ends inside a block, the positions after its end stay masks.
 """
 
 from __future__ import annotations
@@ -32,28 +32,37 @@ from d1.sampling.predict import predict_from
 from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
 from d1.serve.engine import key_of
 
-# --- Rules ------------------------------------------------------------------------------------------------------------
-#
-# What a forward pass does: this library's rules, on blocks of several rows. Needs no SGLang.
+VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
+NAME = "D1"  # of the algorithm
+ANY_TOP_K = 1 << 30  # SGLang's
+NOT_FINITE = (
+    "the model's logits are not finite: its weights are damaged, or float16 overflows (--dtype bfloat16); d1 serve and "
+    "d1 eval name the layer"
+)
+NAMES = {setting.name for setting in fields(SamplingSettings)}
 
-# Per token, in SGLang's `meta_info`.
+logger = logging.getLogger(__name__)
+
+# --- What a forward pass does: this library's rules, on blocks of several rows. Needs no SGLang. ----------------------
+
+# Lists with one value per token, in SGLang's `meta_info`.
 RECORDED = ("output_token_logprobs", "output_token_entropies", "step_maps", "forward_passes")
 
 
 @dataclass
 class Sampled:
-    """A completion at work: its progress, and the record of its finished blocks and of the open one."""
+    """A completion in progress, with the record of its finished blocks and of the open one."""
 
     row: Row
     settings: SamplingSettings
     generator: Generator
     ends: tuple[int, ...] = ()
     record: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in RECORDED})
-    open: bool = False  # a block is
+    open: bool = False  # whether a block is open
     first: int = 0  # the position in the block where the completion begins
     begun: Any = None  # the generator's state at the start of the block
     block: Any = None  # (3, block): log-probs, entropies and steps
-    passes: int = 0  # of the block at hand
+    passes: int = 0  # of the open block
     ended: bool = False  # a finished block holds one of `ends`
     broken: bool = False  # a log-prob or an entropy was not finite
 
@@ -67,8 +76,7 @@ class Sampled:
         return cls(row, settings, generator, tuple(ends))
 
     def begin(self, columns: int) -> bool:
-        """Begins the next block or, if one is open (the engine has dropped its tokens), that block again; the latter is
-        returned."""
+        """Begins the next block; if one is open (SGLang has dropped its tokens), begins it again and returns True."""
         again, row = self.open, self.row
         if again:
             row.left, row.hides, row.step, row.post = row.size, row.size, 0, 0
@@ -93,7 +101,7 @@ class Sampled:
 
 
 def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_id: int) -> list[bool]:
-    """What one forward pass writes into the blocks of rows that hide tokens or still edit, as `Sampler.step` has it.
+    """Write what one forward pass reveals or edits into the blocks of rows, as `Sampler.step` does.
 
     Args:
         ids: (rows, block), changed in number.
@@ -110,25 +118,29 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     hidden = (ids == mask_token_id) & inside
     asked = hidden if settings.edits is None else inside
     left = [row.left for row in rows]
+    # slots (rows, asked): positions in the block that this pass may write, left to right; short rows are padded.
     slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
     still, before = hidden.gather(1, slots), ids.gather(1, slots).long()
+    # due (rows,): tokens to reveal in this step, so that the later steps of the schedule get theirs.
     due = (still.sum(1) - torch.tensor([row.later for row in rows], device=ids.device)).clamp(min=1)
     own = logits.gather(1, slots.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
     generators = [one.generator for one in sampled]
     new, logps, entropies, recorded = predict_from(own, left, settings, mask_token_id, generators)
     chosen = keep(settings, logps, entropies, still, due, left, generators)
     edited = torch.zeros_like(chosen)
-    if settings.edits is not None:
+    if settings.edits is not None:  # a visible token is replaced by a sufficiently probable other one
         edited = asked.gather(1, slots) & ~still & (new != before) & (logps.exp() > settings.edits)
         chosen = chosen | edited
     ids.scatter_(1, slots, torch.where(chosen, new, before).to(ids.dtype))
     wrong = chosen & ~(recorded + entropies).isfinite()
+    # One transfer to the host for all counts of the pass.
     counts = [still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1), wrong.sum(1)]
     counted = torch.stack(counts, dim=1).tolist()
     for number, (one, (hides, edits, _, wrongs)) in enumerate(zip(sampled, counted, strict=True)):
         row, one.broken = one.row, one.broken or wrongs > 0
         row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
         row.step += 1
+        # The last write of a position counts.
         now = torch.stack([recorded[number], entropies[number], torch.full_like(recorded[number], row.step)])
         at = slots[number]
         one.block[:, at] = torch.where(chosen[number], now, one.block[:, at])
@@ -136,7 +148,7 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
 
 
 def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask_token_id: int) -> list[bool]:
-    """One forward pass of the engine over blocks; None for a row whose block holds a part of the prompt alone.
+    """One forward pass of the engine over blocks; None for a row whose block holds only tokens of the prompt.
 
     Returns:
         Which blocks are finished: their tokens were final before the pass. Their record is complete.
@@ -148,6 +160,7 @@ def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask
             one.passes += 1
         if one is not None and one.row.left:
             alike.setdefault(one.settings, []).append(number)
+    # Rows with equal settings share the arithmetic, a bounded number of logits at a time.
     at_once = max(1, CHUNK_ELEMENTS // 2 // logits.shape[1:].numel())
     for alike_rows in alike.values():
         for start in range(0, len(alike_rows), at_once):
@@ -168,18 +181,7 @@ def finish(ids: Tensor, closing: Sequence[tuple[int, Sampled]]) -> None:
             one.close([*map(int, tokens)], values)
 
 
-# --- Plugin -----------------------------------------------------------------------------------------------------------
-
-VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
-NAME = "D1"  # of the algorithm
-ANY_TOP_K = 1 << 30  # SGLang's
-NOT_FINITE = (
-    "the model's logits are not finite: its weights are damaged, or float16 overflows (--dtype bfloat16); d1 serve and "
-    "d1 eval name the layer"
-)
-NAMES = {setting.name for setting in fields(SamplingSettings)}
-
-logger = logging.getLogger(__name__)
+# --- The plugin -------------------------------------------------------------------------------------------------------
 
 
 def settings_of(params: Any, block_size: int, defaults: dict[str, Any]) -> SamplingSettings:
@@ -212,7 +214,7 @@ def settings_of(params: Any, block_size: int, defaults: dict[str, Any]) -> Sampl
 
 
 def register() -> None:
-    """Adds the algorithm to SGLang; SGLang calls it in each of its processes."""
+    """Add the algorithm to SGLang, which calls this function in each of its processes."""
     if (found := version("sglang")) != VERSION:
         logger.warning(
             "the algorithm %s of d1 goes with sglang %s and is left out of %s: pip install sglang==%s",

@@ -58,16 +58,10 @@ def test_ranks_merge_by_the_name_without_rank(tmp_path):
         assert (rows[name].task, rows[name].model, rows[name].accuracy) == ("math", "my_own_model", 100)
 
 
-def test_our_files_say_how_many_problems_there_are(tmp_path):
-    items = [item("sudoku", RIGHT["sudoku"], index=i) for i in range(3)]
-    write(tmp_path, "sudoku_m_32_16_0", items, task="sudoku", expected_problems=3)
-    row, _ = score_all(tmp_path)["sudoku_m_32_16"]
-    assert (row.n, row.expected, row.complete, row.duplicates) == (3, 3, True, 0)
-
-
 def test_more_problems_than_expected_repeated_indices_and_foreign_rows_are_errors(tmp_path):
     ours = {"task": "sudoku", "expected_problems": 3}
     three = [item("sudoku", RIGHT["sudoku"], index=i) for i in range(3)]
+    write(tmp_path, "sudoku_right_32_16_0", three, **ours)
     write(tmp_path, "sudoku_twice_32_16_0", [*three, three[1]], **ours)
     write(tmp_path, "sudoku_mixed_32_16_0", [*three[:2], item("sudoku", RIGHT["sudoku"], 5)], **ours)
     write(tmp_path, "sudoku_seeds_32_16_0", three, seed=0, **ours)
@@ -87,6 +81,7 @@ def test_more_problems_than_expected_repeated_indices_and_foreign_rows_are_error
             (error,) = rows[model].errors
             assert error.startswith(message)
             assert not rows[model].complete
+        assert (rows["right"].n, rows["right"].expected, rows["right"].complete) == (3, 3, True)
         assert (rows["seeds"].n, rows["seeds"].accuracy) == (3, 100)  # the foreign row is not counted
 
 
@@ -100,16 +95,17 @@ def test_expected_problems_that_is_no_count_is_said(tmp_path, expected):
     assert error.startswith('sudoku_m_32_16: "expected_problems" must be a whole number above 0, got')
 
 
-def test_ranks_that_cannot_be_are_said_and_the_others_read(tmp_path):
-    for rank in ("0", "00", "7", "5000000", "9" * 100):
-        write(tmp_path, f"sudoku_m_32_16_{rank}", [item("sudoku", RIGHT["sudoku"], len(rank) + int(rank) % 10)])
+def test_names_that_cannot_be_are_said_and_the_others_read(tmp_path):
+    wrong = ("_00", "_5000000", f"_{'9' * 100}", "")  # two digits, too many, far too many, no rank
+    for number, rank in enumerate(("_0", "_7", *wrong)):
+        write(tmp_path, f"sudoku_m_32_16{rank}", [item("sudoku", RIGHT["sudoku"], number)])
     rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
     assert (rows["sudoku_m_32_16"].n, rows["sudoku_m_32_16"].missing_ranks) == (2, [1, 2, 3, 4, 5, 6])
-    for rank in ("00", "5000000", "9" * 100):
-        row = rows[f"sudoku_m_32_16_{rank}_generations.json"]
+    for rank in wrong:
+        row = rows[f"sudoku_m_32_16{rank}_generations.json"]
         assert not row.complete
-        assert len(row.errors) == 1
-        assert "its name is not TASK_MODEL_LENGTH_STEPS_RANK" in row.errors[0]
+        (error,) = row.errors
+        assert "its name is not TASK_MODEL_LENGTH_STEPS_RANK" in error
 
 
 def test_duplicates_count_once_strictly_and_again_as_published(tmp_path):
@@ -209,29 +205,17 @@ def test_broken_files_are_named_and_the_others_read(tmp_path, content):
     assert "sudoku_m_32_16_0_generations.json" in row.errors[0]
 
 
-def test_a_file_of_another_name_is_named(tmp_path):
-    write(tmp_path, "sudoku_m_32_16", [item("sudoku", RIGHT["sudoku"])])
-    write(tmp_path, "sudoku_m_32_16_0", [item("sudoku", RIGHT["sudoku"])])
-    rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
-    assert rows["sudoku_m_32_16"].accuracy == 100
-    assert "its name is not TASK_MODEL_LENGTH_STEPS_RANK" in rows["sudoku_m_32_16_generations.json"].errors[0]
-
-
-def test_unknown_tasks_are_errors_of_their_row(tmp_path):
-    write(tmp_path, "game24_m_32_16_0", [item("sudoku")])
-    write(tmp_path, "sudoku_m_32_16_0", [item("sudoku", RIGHT["sudoku"])])
-    results = score_all(tmp_path)
-    assert "unknown task" in results["game24_m_32_16"][0].errors[0]
-    assert results["sudoku_m_32_16"][0].accuracy == 100
-
-
-def test_a_file_cannot_name_code_to_run(tmp_path):
+def test_unknown_tasks_are_errors_of_their_row_and_name_no_code_to_run(tmp_path):
     module = tmp_path / "evil.py"
     module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    write(tmp_path, "game24_m_32_16_0", [item("sudoku")])
     write(tmp_path, "evil_m_32_16_0", [item("sudoku")], task=str(module), expected_problems=1)
-    row, _ = score_all(tmp_path)["evil_m_32_16"]
-    assert "unknown task" in row.errors[0]
+    write(tmp_path, "sudoku_m_32_16_0", [item("sudoku", RIGHT["sudoku"])])
+    rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
+    for name in ("game24_m_32_16", "evil_m_32_16"):
+        assert "unknown task" in rows[name].errors[0]
     assert not (tmp_path / "ran").exists()
+    assert rows["sudoku_m_32_16"].accuracy == 100
 
 
 NASTY = [

@@ -151,10 +151,10 @@ def test_a_damaged_identity_or_record_is_named(tmp_path, content):
     journal.folder.mkdir()
     (journal.folder / "identity.json").write_text(content)
     (journal.folder / "rank_0.jsonl").write_text(json.dumps(completion(0)))
-    with pytest.raises(ValueError, match=r"identity\.json is damaged .*--overwrite"):
+    with pytest.raises(ValueError, match=r"identity\.json .* it is damaged: restore it, or pass --overwrite"):
         journal.prepare({"seed": 0}, overwrite=False)
     journal.results.touch()
     journal.record.write_text(content)
-    with pytest.raises(ValueError, match=r"s_record\.json is damaged .*--overwrite"):
+    with pytest.raises(ValueError, match=r"s_record\.json .* it is damaged: restore it, or pass --overwrite"):
         journal.prepare({"seed": 0}, overwrite=False)
     assert journal.prepare({"seed": 0}, overwrite=True)

@@ -1,9 +1,13 @@
-"""eval.py in this process on a tiny model: prompts, settings, files, resuming, refusals."""
+"""eval.py and `d1.eval.evaluate` on a tiny model: prompts, settings, files, resuming, refusals."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig
 
-from d1.eval import completions as generate_completions
-from d1.eval import completions as run_setup
+import d1.eval
+from d1.eval import completions
 from d1.eval import run as evaluation
 from d1.eval.completions import Journal, Prompt, read_prompts, setup_name
 from d1.eval.files import read_setups
@@ -22,10 +26,11 @@ from d1.eval.scores import score_setup
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.head import NotFiniteError
-from d1.runs.record import of_model
-from d1.sampling import generate, rollout
+from d1.sampling import Rollout, rollout
 from d1.tasks import load_task, under_protocol
-from tests.faults import edit_json, with_nan
+from tests import forks
+from tests.commands import ROOT
+from tests.faults import edit_json, flip_bit, with_nan
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
 
@@ -43,8 +48,14 @@ def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
     return [(item["index"], item["generations"]) for item in results["generations"]]
 
 
-def out_of_memory(args: Any) -> Any:
-    raise MemoryError
+def alone(folder: Path, item: dict[str, Any], **settings: Any) -> tuple[Rollout, str]:
+    """An item's prompt in a batch of its own, under its random numbers: the rollout and the text of the completion."""
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
+    ids = torch.tensor([tokenizer(item["prompt_input"], add_special_tokens=False).input_ids])
+    how = {"gen_length": 12, "block_length": 4, "steps": 6, "mask_token_id": tokenizer.mask_token_id} | settings
+    own = [keyed_generator(0, item["index"], 0)]
+    found = rollout(model, ids, torch.ones_like(ids), generator=own, **how)
+    return found, tokenizer.decode(found.ids[0, ids.shape[1] :])
 
 
 def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
@@ -55,35 +66,32 @@ def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
 # ---- the file
 
 
-def test_a_file_holds_what_the_model_said(tiny_model_dir, tmp_path, capsys):
-    results = evaluate(tiny_model_dir, tmp_path, "--limit", "5")
-    fields = {"metrics", "model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length"}
-    assert fields <= set(results)
+def test_a_file_holds_what_the_model_said_and_the_record_what_the_run_was(tiny_model_dir, tmp_path, capsys):
+    results = evaluate(tiny_model_dir, tmp_path, "--limit", "5", "--seed", "7")
+    assert results["checkpoint_path"] == ""
     assert (results["gen_length"], results["diffusion_steps"], results["block_length"]) == (12, 6, 4)
     assert results["metrics"]["total_processed"] == results["expected_problems"] == len(results["generations"]) == 5
     assert results["metrics"]["wall_time"] == pytest.approx(sum(item["seconds"] for item in results["generations"]))
-    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
-    rows = load_task("sudoku").load_rows("test")
+    tokenizer, rows = load_tokenizer(str(tiny_model_dir)), load_task("sudoku").load_rows("test")
     for item in results["generations"]:
         row = rows[item["index"]]
         assert (item["question"], item["ground_truth"]) == (row["question"], row["ground_truth"])
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         assert tokenizer(item["prompt_input"], add_special_tokens=False).input_ids == ids
-        alone = generate(
-            model,
-            torch.tensor([ids]),
-            torch.ones(1, len(ids), dtype=torch.long),
-            mask_token_id=tokenizer.mask_token_id,
-            gen_length=12,
-            block_length=4,
-            steps=6,
-        )[0, len(ids) :].tolist()
-        assert item["generations"] == tokenizer.decode(alone)
-        ends = [i for i, token in enumerate(alone) if token in (tokenizer.eos_token_id, tokenizer.pad_token_id)]
+        found, text = alone(tiny_model_dir, item)
+        assert item["generations"] == text
+        own = found.ids[0, len(ids) :].tolist()
+        ends = [i for i, token in enumerate(own) if token in (tokenizer.eos_token_id, tokenizer.pad_token_id)]
         assert item["tokens"] == (ends[0] if ends else 12)
-        assert item["text"] == tokenizer.decode(alone[: item["tokens"]], skip_special_tokens=True)
+        assert item["text"] == tokenizer.decode(own[: item["tokens"]], skip_special_tokens=True)
         assert item["forward_passes"] == 6
     assert "sudoku_tiny_model0_12_6" in capsys.readouterr().out
+    record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
+    assert (record["model_path"], record["checkpoint_path"], record["processes"]) == (str(tiny_model_dir), "", 1)
+    assert (record["settings"]["diffusion_steps"], record["settings"]["seed"], record["identity"]["seed"]) == (6, 7, 7)
+    assert record["identity"]["dtype"] == "torch.float32"
+    assert record["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
+    assert {"python", "gpus", "cpu"} <= set(record)
 
 
 def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
@@ -108,16 +116,6 @@ def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
         assert (item["text"], item["tokens"]) == (whole["text"], whole["tokens"])
         blocks = min(item["tokens"] // 4 + 1, 3)  # two steps each
         assert (item["forward_passes"], whole["forward_passes"]) == (2 * blocks, 6)
-
-
-def test_the_record_names_model_settings_seed_versions_and_hardware(tiny_model_dir, tmp_path):
-    evaluate(tiny_model_dir, tmp_path, "--limit", "2", "--seed", "7")
-    record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
-    assert record["model_path"] == str(tiny_model_dir)
-    assert (record["settings"]["diffusion_steps"], record["settings"]["seed"], record["identity"]["seed"]) == (6, 7, 7)
-    assert record["identity"]["dtype"] == "torch.float32"
-    assert record["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
-    assert {"python", "gpus", "cpu", "processes", "checkpoint_path"} <= set(record)
 
 
 # ---- settings
@@ -145,21 +143,15 @@ def test_sampling_is_seeded_by_problem(tiny_model_dir, tmp_path):
     assert len(set(texts(one))) == 4
     assert texts(one) != texts(reseeded)
     first = one["generations"][0]
-    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
-    ids = torch.tensor([tokenizer(first["prompt_input"], add_special_tokens=False).input_ids])
-    settings = {"mask_token_id": tokenizer.mask_token_id, "gen_length": 12, "block_length": 4, "steps": 6}
-    alone = generate(
-        model, ids, torch.ones_like(ids), temperature=1.0, generator=keyed_generator(0, first["index"], 0), **settings
-    )
-    assert first["generations"] == tokenizer.decode(alone[0, ids.shape[1] :])
+    assert first["generations"] == alone(tiny_model_dir, first, temperature=1.0)[1]
 
 
-@pytest.mark.parametrize("flags", [("--cfg_scale", "2.0"), ("--remasking", "random"), ("--diffusion_steps", "12")])
-def test_sampler_settings_reach_the_sampler(tiny_model_dir, tmp_path, flags):
+def test_sampler_settings_reach_the_sampler(tiny_model_dir, tmp_path):
     plain = evaluate(tiny_model_dir, tmp_path / "plain", "--limit", "6")
-    changed = evaluate(tiny_model_dir, tmp_path / "changed", "--limit", "6", *flags)
-    assert texts(plain) != texts(changed)
-    assert changed["generations"][0]["forward_passes"] == changed["diffusion_steps"]
+    for flags in (("--cfg_scale", "2.0"), ("--remasking", "random"), ("--diffusion_steps", "12")):
+        changed = evaluate(tiny_model_dir, tmp_path / flags[0], "--limit", "6", *flags)
+        assert texts(plain) != texts(changed)
+        assert changed["generations"][0]["forward_passes"] == changed["diffusion_steps"]
 
 
 def test_limit_draws_the_same_problems_from_the_whole_split(tiny_model_dir):
@@ -182,22 +174,17 @@ def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
     assert item["prompt_input"].endswith("assistant: ")
 
 
-def test_prefill_is_the_end_of_the_prompt(tiny_model_dir):
+def test_a_prefill_ends_the_prompt_and_a_box_is_asked_for_unless_told_otherwise(tiny_model_dir):
     plain, filled = (prompts(tiny_model_dir, "--limit", "2", *flag) for flag in ((), ("--add_reasoning",)))
     tag = load_tokenizer(str(tiny_model_dir)).convert_tokens_to_ids("<reasoning>")
     for before, after in zip(plain, filled, strict=True):
-        assert after.text == before.text + "<reasoning>"
-        assert after.ids == [*before.ids, tag]
-
-
-def test_without_box_no_prompt_asks_for_one(tiny_model_dir):
+        assert (after.text, after.ids) == (before.text + "<reasoning>", [*before.ids, tag])
     boxed, plain = (
         prompts(tiny_model_dir, "--limit", "3", *flag, task="countdown") for flag in ((), ("--dont_use_box",))
     )
     for before, after in zip(boxed, plain, strict=True):
-        assert r"\boxed" in before.text
+        assert before.text.replace(r" as \boxed{expression}", "") == after.text != before.text
         assert "boxed" not in after.text
-        assert before.text.replace(r" as \boxed{expression}", "") == after.text
 
 
 def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
@@ -234,37 +221,6 @@ def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
         prompts(tiny_model_dir, *flags[:2], "--few_shot", "1", task="gsm8k")
 
 
-USER_TASK = '''
-"""Say a letter."""
-from datasets import Dataset
-
-def load_rows(split, data_file=None):
-    return Dataset.from_list([
-        {"prompt": [{"role": "user", "content": x}], "question": x, "ground_truth": x} for x in "abcd"
-    ])
-
-def extract(text):
-    return text.strip()[:1] or None
-
-def score(text, row):
-    return {"accuracy": float(row["ground_truth"] in text), "length": min(1.0, len(text) / 100)}
-
-def reward(completions, **columns):
-    return [0.0 for _ in completions]
-
-REWARDS = [reward]
-'''
-
-
-def test_a_users_own_task(tiny_model_dir, tmp_path, capsys):
-    path = tmp_path / "my_letters.py"
-    path.write_text(USER_TASK)
-    results = evaluate(tiny_model_dir, tmp_path, task=str(path))
-    assert results["task"] == "my_letters"
-    assert [item["question"] for item in results["generations"]] == list("abcd")
-    assert "length" in capsys.readouterr().out
-
-
 # ---- models
 
 
@@ -292,26 +248,11 @@ def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_
     flags += ("--reveal", "factor", "--reveal_level", "2.9", "--diffusion_steps", "12")
     items = evaluate(tiny_model_dir, tmp_path, *flags)["generations"]
     assert len({item["forward_passes"] for item in items}) > 1
-    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    how: dict[str, Any] = {"sampler": "cached+parallel", "kv_cache": "prefix", "reveal": "factor", "reveal_level": 2.9}
     for item in items:
-        ids = torch.tensor([tokenizer(item["prompt_input"], add_special_tokens=False).input_ids])
-        alone = rollout(
-            model,
-            ids,
-            torch.ones_like(ids),
-            mask_token_id=tokenizer.mask_token_id,
-            gen_length=12,
-            block_length=4,
-            steps=12,
-            temperature=1.0,
-            generator=[keyed_generator(0, item["index"], 0)],
-            sampler="cached+parallel",
-            kv_cache="prefix",
-            reveal="factor",
-            reveal_level=2.9,
-        )
-        assert item["generations"] == tokenizer.decode(alone.ids[0, ids.shape[1] :])
-        assert (item["forward_passes"], item["forward_tokens"]) == (alone.passes.item(), alone.forward_tokens.item())
+        found, text = alone(tiny_model_dir, item, steps=12, temperature=1.0, **how)
+        assert item["generations"] == text
+        assert (item["forward_passes"], item["forward_tokens"]) == (found.passes.item(), found.forward_tokens.item())
     record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
     assert record["settings"]["sampler"] == "cached+parallel"
     with pytest.raises(ValueError, match=r"different run \(.*sampler: 'cached\+parallel' there, 'exact' now.*'factor'"):
@@ -354,7 +295,7 @@ def test_a_block_causal_model_is_sampled_in_its_own_blocks_and_others_in_those_o
     assert own["block_length"] == 4
     assert texts(own) == texts(evaluate(tiny_block_dir, tmp_path / "told", "--limit", "3"))  # that it has blocks of 4
     assert without_blocks(tiny_model_dir, tmp_path / "whole")["block_length"] == 32
-    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded the model"))
+    monkeypatch.setattr(completions, "load_model_for", lambda _: pytest.fail("loaded the model"))
     with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
         without_blocks(tiny_block_dir, tmp_path / "other", "--block_length", "6")
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
@@ -371,8 +312,8 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
 
     alone = {length: files(length, length) for length in ("8", "12")}
     loaded: list[str] = []
-    load = generate_completions.load_model_for
-    monkeypatch.setattr(generate_completions, "load_model_for", lambda args: loaded.append("model") or load(args))
+    load = completions.load_model_for
+    monkeypatch.setattr(completions, "load_model_for", lambda args: loaded.append("model") or load(args))
     assert files("8", "8", "12", "8") == alone["8"] | alone["12"]  # one length exists already
     assert files("both", "12", "8") == alone["8"] | alone["12"]
     assert loaded == ["model", "model"]
@@ -391,9 +332,14 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
 def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
+    assert f"Loading {tiny_model_dir} as float32, on a CPU" in caplog.text
     (file,) = tmp_path.glob("*_generations.json")
     assert caplog.messages[-1] == f"Completions: {file}"
-    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
+    monkeypatch.setattr(completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
+    assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
+    (record,) = tmp_path.glob("*_record.json")
+    identity = json.loads(record.read_text())["identity"]
+    edit_json(record, identity=identity | {"weights": ["0123456789abcdef"]})  # as version 0.3.0 wrote it
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
@@ -405,22 +351,9 @@ def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir
     assert texts(evaluate(tiny_model_dir, tmp_path, "--limit", "5", "--overwrite"))
 
 
-def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
-    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
-    for bump in (0.0, 1e-3):
-        with torch.no_grad():
-            model.get_output_embeddings().weight[0, 0] += bump
-        model.save_pretrained(tmp_path / "m")
-        tokenizer.save_pretrained(tmp_path / "m")
-        if not bump:
-            evaluate(tmp_path / "m", tmp_path, "--limit", "2")
-    with pytest.raises(ValueError, match="weights: "):
-        evaluate(tmp_path / "m", tmp_path, "--limit", "2")
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_other_contents_under_the_same_paths_are_another_run(tiny_model_dir, tmp_path, complete):
-    """Of model, tokenizer, adapter and task: neither results nor completions so far are taken for theirs."""
+    """Of weights, config, tokenizer, adapter and task: neither results nor completions so far are taken for theirs."""
     model, results = shutil.copytree(tiny_model_dir, tmp_path / "m"), tmp_path / "results"
     adapter, task = tmp_path / "adapter", tmp_path / "own_task.py"
     config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj"], init_lora_weights=False)
@@ -435,6 +368,11 @@ def test_other_contents_under_the_same_paths_are_another_run(tiny_model_dir, tmp
         items = [item for item in first["generations"] if item["index"] > first["generations"][0]["index"]]
         (folder / "rank_0.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
         record.unlink()
+    weights = (model / "model.safetensors").read_bytes()
+    flip_bit(model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"different run \(contents of model_path: .*'model'"):
+        again()
+    (model / "model.safetensors").write_bytes(weights)
     for path, name, changes in (
         (model / "config.json", "model_path: .*'model'", {"rms_norm_eps": 0.5}),
         (model / "tokenizer_config.json", "model_path: .*'tokenizer'", {"model_max_length": 99}),
@@ -449,27 +387,11 @@ def test_other_contents_under_the_same_paths_are_another_run(tiny_model_dir, tmp
     assert texts(again()) == texts(first)
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_results_of_an_older_version_are_used_with_a_warning(tiny_model_dir, tmp_path, caplog, complete):
-    first = evaluate(tiny_model_dir, tmp_path, "--limit", "2")
-    (path,) = tmp_path.glob("*_record.json")
-    record = json.loads(path.read_text())
-    assert record["identity"].pop("contents of model_path") == of_model(str(tiny_model_dir))
-    path.write_text(json.dumps(record))
-    if not complete:
-        (folder := tmp_path / path.name.replace("_record.json", ".partial")).mkdir()
-        (folder / "identity.json").write_text(json.dumps(record["identity"]))
-        (folder / "rank_0.jsonl").write_text(json.dumps(first["generations"][0]) + "\n")
-        path.unlink()
-    assert texts(evaluate(tiny_model_dir, tmp_path, "--limit", "2")) == texts(first)
-    assert "is of an older version, which did not record contents of model_path: only" in caplog.text
-
-
 def test_a_run_that_died_before_its_first_completion_blocks_no_other(tiny_model_dir, tmp_path, monkeypatch):
-    """Running out of memory while the model is loaded, and then again with other settings."""
+    """An error while the model is loaded, and then a start with other settings."""
     with monkeypatch.context() as patch:
-        patch.setattr(generate_completions, "load_model_for", out_of_memory)
-        with pytest.raises(MemoryError):
+        patch.setattr(completions, "load_model_for", lambda args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             evaluate(tiny_model_dir, tmp_path, "--limit", "2")
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "2", "--dtype", "bfloat16", "--temperature", "0.5")
     (record,) = tmp_path.glob("*_record.json")
@@ -498,15 +420,15 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
         """The items that each of the processes takes from the queue, one process after the other, for the journal of
         one setup."""
         journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
-        assert journals[0].prepare(run_setup.run_identity(args, prompts), overwrite=not done)
-        model = partial(generate_completions.load_model_for, args)
+        assert journals[0].prepare(completions.run_identity(args, prompts), overwrite=not done)
+        model = partial(completions.load_model_for, args)
         for rank, journal in enumerate(journals):
             for entry in done.values() if rank == 0 else ():
                 journal.append(entry)
             share = world - rank  # from the items that earlier processes have left
             with monkeypatch.context() as patch:
-                patch.setattr(generate_completions, "queue_of", lambda left, _, n=share: left[::n])
-                generate_completions.complete(args, model, tokenizer, asked, journal)
+                patch.setattr(completions, "queue_of", lambda left, _, n=share: left[::n])
+                completions.complete(args, model, tokenizer, asked, journal)
         return journals[0]
 
     expected = dict(texts(whole))
@@ -528,7 +450,7 @@ def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tin
     def identity(*flags: str) -> dict[str, Any]:
         required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--diffusion_steps", "64"]
         (run,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
-        return run_setup.run_identity(run, [])
+        return completions.run_identity(run, [])
 
     in_fp32 = identity("--dtype", "float32")
     assert in_fp32 == identity("--dtype", "float32", "--batch_size", "7", "--attn_implementation", "eager")
@@ -537,19 +459,6 @@ def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tin
     assert {"device", "libraries", "batch_size", "attn_implementation"} == set(in_bf16) - set(in_fp32)
     for flags in (("--batch_size", "7"), ("--attn_implementation", "eager")):
         assert identity("--dtype", "bfloat16", *flags) != in_bf16
-
-
-def test_large_weights_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_setup, "PIECE", 1 << 4)
-    content = bytearray(torch.randint(256, (1 << 14,), generator=keyed_generator(0)).to(torch.uint8).numpy().tobytes())
-    prints = set()
-    for change in (None, 0, len(content) - 1):
-        if change is not None:
-            content[change] ^= 1
-        (tmp_path / "model.safetensors").write_bytes(content)
-        prints.add(run_setup.weights_fingerprint(str(tmp_path)))
-    assert len(prints) == 3
-    assert run_setup.weights_fingerprint("org/name") == "org/name"
 
 
 def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch):
@@ -561,6 +470,8 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
 
 
 # ---- refusals
+
+LLADA = ("--prompt_protocol", "llada")
 
 
 @pytest.mark.parametrize(
@@ -581,6 +492,10 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
         (("--gen_length", "500"), "exceed the model's 512"),
         (("--block_length", "7"), r"gen_length \(12\) must be a multiple of block_length \(7\)"),  # as in RL
         (("--gen_length", "16", "24", "--block_length", "16"), r"gen_length \(24\) must be a multiple"),
+        (("--num_samples", "2"), "--num_samples 2 needs --temperature above 0"),
+        ((*LLADA, "--dataset", "countdown"), "countdown has no prompt protocol 'llada': use one of d1"),
+        ((*LLADA, "--add_reasoning"), "--add_reasoning belongs to d1's prompts"),
+        ((*LLADA, "--dont_use_box"), "--dont_use_box belongs to d1's prompts"),
     ],
 )
 def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
@@ -593,7 +508,7 @@ def test_a_block_length_that_nobody_gave_need_not_divide_the_length(tiny_model_d
     required = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", "48", "30"]
     for folder, own in (tiny_model_dir, []), (tiny_block_dir, []), (tiny_block_dir, ["--block_length", "4"]):
         args = evaluation.make_parser().parse_args([*required, *own])
-        runs = evaluation.runs_of(args, run_setup.config_of(str(folder), ""))
+        runs = evaluation.runs_of(args, completions.config_of(str(folder), ""))
         assert [run.gen_length for run in runs] == [48, 30]
 
 
@@ -608,13 +523,6 @@ def test_weights_that_no_memory_holds_are_refused_before_they_are_read(tiny_mode
     ):
         with pytest.raises(ValueError, match=message.format(size, dtype, advice)):
             evaluate(folder, tmp_path, "--limit", "1", *flags)
-
-
-def test_the_log_says_in_which_dtype_the_model_is_loaded(tiny_model_dir, tmp_path, caplog):
-    caplog.set_level("INFO")
-    for flags, name in ((), "float32"), (("--dtype", "bfloat16"), "bfloat16"):
-        evaluate(tiny_model_dir, tmp_path / name, "--limit", "1", *flags)
-        assert f"Loading {tiny_model_dir} as {name}, on a CPU" in caplog.text
 
 
 def test_file_names_tell_setups_apart(tmp_path):
@@ -666,21 +574,156 @@ def test_a_run_is_named_recorded_and_scored_by_its_prompt_protocol(tiny_model_di
     assert "d1's prompts" in score_setup(setup, "published", {})[0].errors[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--dataset", "countdown"), "countdown has no prompt protocol 'llada': use one of d1"),
-        (("--add_reasoning",), "--add_reasoning belongs to d1's prompts"),
-        (("--dont_use_box",), "--dont_use_box belongs to d1's prompts"),
-    ],
-)
-def test_what_a_prompt_protocol_does_not_go_with_is_refused(tiny_model_dir, tmp_path, flags, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate(tiny_model_dir, tmp_path, "--prompt_protocol", "llada", *flags)
-
-
 def test_weights_that_are_not_finite_end_an_evaluation_with_the_problem_and_the_layer(tiny_model_dir, tmp_path):
     model = with_nan(tiny_model_dir, tmp_path / "model", "model.layers.0.mlp.up_proj.weight", (1, 2))
     with pytest.raises(NotFiniteError, match=r"^problem \d+: .*comes from model\.layers\.0\.mlp\.up_proj, whose"):
         evaluate(model, tmp_path / "results", "--limit", "5")
     assert not [*(tmp_path / "results").glob("*_generations.json")]
+
+
+# ---- several completions per problem
+
+SAMPLED: dict[str, Any] = {"gen_length": 8, "block_length": 4, "batch_size": 3, "temperature": 1.0, "limit": 3}
+
+
+def items_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*_generations.json")
+    items = json.loads(path.read_text())["generations"]
+    return [{name: value for name, value in item.items() if name != "seconds"} for item in items]
+
+
+def test_each_sample_has_its_own_draws_also_after_a_kill_and_the_first_is_that_of_a_run_with_one(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    whole, one, broken = tmp_path / "whole", tmp_path / "one", tmp_path / "broken"
+    d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=whole, num_samples=3, **SAMPLED)
+    d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=one, **SAMPLED)
+    items, alone = items_of(whole), items_of(one)
+    assert [item["sample"] for item in items] == [0, 1, 2] * 3
+    assert [item["index"] for item in items[::3]] == [item["index"] for item in alone]
+    assert [item["generations"] for item in items[::3]] == [item["generations"] for item in alone]
+    assert len({item["generations"] for item in items}) == 9
+    assert not any("sample" in item for item in alone)
+
+    append, written = Journal.append, []
+
+    def kill(journal: Journal, entry: dict[str, Any]) -> None:
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        written.append(entry)
+        append(journal, entry)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", kill)
+        with pytest.raises(KeyboardInterrupt):
+            d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=broken, num_samples=3, **SAMPLED)
+    for journal in (*broken.glob("*.partial"),):
+        assert sum(len(path.read_text().splitlines()) for path in journal.glob("rank_*.jsonl")) == 4
+    with pytest.raises(ValueError, match="num_samples: 3 there, 2 now"):
+        d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=broken, num_samples=2, **SAMPLED)
+    d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=broken, num_samples=3, **SAMPLED)
+    assert items_of(broken) == items
+
+
+# ---- `d1.eval.evaluate`, `d1 eval` and `d1 parse`, in a checkout and installed without one
+
+SETTINGS = {"gen_length": (12, 8), "block_length": 4, "batch_size": 3, "limit": 4, "temperature": 0.5}
+FLAGS = [part for name, value in SETTINGS.items() for part in (f"--{name}", *str(value).strip("()").split(", "))]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder that holds the package and nothing else of the checkout."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "d1", folder / "d1", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def python(cwd: Path, *arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_evaluate_returns_in_silence_the_rows_that_the_commands_print(tiny_model_dir, tmp_path, capsys):
+    rows = [asdict(row) for row in d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=tmp_path / "api", **SETTINGS)]
+    assert not capsys.readouterr().out
+    assert [(row["gen_length"], row["n"], row["complete"]) for row in rows] == [(12, 4, True), (8, 4, True)]
+    folder = tmp_path / "command"
+    flags = ["--model_path", tiny_model_dir, "--dataset", "sudoku", "--output_dir", folder, *FLAGS]
+    log = tmp_path / "log"
+    said = forks.finish(forks.start(forks.module, "d1", "eval", *map(str, flags), log=log, folder=tmp_path), log)
+    parsed = rows_of(python(tmp_path, "-m", "d1", "parse", folder, "--format", "json"))
+    assert sorted(parsed, key=lambda row: -row["gen_length"]) == rows
+    assert said.endswith(evaluation.as_table(d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=folder, **SETTINGS)))
+    for first, second in zip(sorted((tmp_path / "api").iterdir()), sorted(folder.iterdir()), strict=True):
+        assert first.name == second.name
+        one, two = (json.loads(path.read_text()) for path in (first, second))
+        if "identity" in one:
+            assert one["identity"] == two["identity"]
+            assert one["settings"] | {"output_dir": ""} == two["settings"] | {"output_dir": ""}
+        else:
+            texts = [[item["generations"] for item in file["generations"]] for file in (one, two)]
+            assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"gen_len": 12}, TypeError, r"no such setting: --gen_len=12"),  # not as an abbreviation either
+        ({"split": "dev"}, ValueError, "argument --split: invalid choice: 'dev'"),
+        ({"limit": "many"}, ValueError, "argument --limit: must be an integer"),
+        ({"gen_length": [12, 0]}, ValueError, "out of range: --gen_length 12 0"),
+        ({"limit": 0}, ValueError, "out of range: --limit 0"),
+    ],
+)
+def test_settings_are_checked_as_on_the_command_line_before_anything_is_loaded(tmp_path, settings, error, message):
+    with pytest.raises(error, match=message):
+        d1.eval.evaluate("no model", "sudoku", output_dir=tmp_path, **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_package_without_a_checkout_evaluates_and_parses(installed, tiny_model_dir, tmp_path):
+    file = shutil.copy(ROOT / "dataset" / "sudoku_test.csv", tmp_path)
+    call = f"evaluate({str(tiny_model_dir)!r}, 'sudoku', data_file={file!r}, output_dir='results', **{SETTINGS})"
+    program = "import json; from dataclasses import asdict; from d1.eval import evaluate\n"
+    program += f"print(json.dumps([asdict(row) for row in {call}]))"
+    rows = rows_of(python(tmp_path, "-c", program, path=installed))
+    parsed = rows_of(python(tmp_path, "-m", "d1", "parse", "results", "--format", "json", path=installed))
+    assert sorted(parsed, key=lambda row: -row["gen_length"]) == rows
+    assert [row["n"] for row in rows] == [4, 4]
+    alone = python(tmp_path, "-m", "d1", "parse", path=installed)
+    assert (alone.returncode, alone.stdout) == (1, "")
+    assert alone.stderr == (
+        "d1 parse: name a folder of generation files: those of the pocket models come with a checkout\n"
+    )
+
+
+NO_ROWS = """
+from datasets import Dataset
+def load_rows(split, data_file=None): return Dataset.from_dict({"prompt": [], "question": [], "ground_truth": []})
+def extract(text): return text
+def score(text, row): return {"accuracy": 1.0}
+REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
+"""
+
+
+def test_a_task_without_rows_is_said(tiny_model_dir, tmp_path):
+    (tmp_path / "no_rows.py").write_text(NO_ROWS)
+    (tmp_path / "empty.csv").write_text("Puzzle,Solution\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "empty.json").write_text("[]")
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"no_rows\.py has no rows in its validation split"):
+        d1.eval.evaluate(tiny_model_dir, tmp_path / "no_rows.py", split="validation", output_dir=out)
+    with pytest.raises(ValueError, match=r"empty\.csv has no rows"):
+        d1.eval.evaluate(tiny_model_dir, "sudoku", data_file=tmp_path / "empty.csv", output_dir=out)
+    for name in ("empty.jsonl", "empty.json"):
+        with pytest.raises(ValueError, match=f"{name} has no rows"):
+            d1.eval.evaluate(tiny_model_dir, "gsm8k", data_file=tmp_path / name, output_dir=out)
+    assert not out.exists()

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +86,12 @@ def serving(
 
 
 def alone(
-    model: Any,
-    mask_token_id: int,
-    ids: list[int],
-    rid: str,
-    settings: SamplingSettings,
-    ends: Any = None,
-    seed: int = 0,
+    model: Any, mask: int, ids: list[int], rid: str, settings: SamplingSettings, ends: Any = None, seed: int = 0
 ) -> Rollout:
     """What `rollout` gives for a row in a batch of its own."""
-    return rollout(
-        model,
-        torch.tensor([ids]),
-        torch.ones(1, len(ids), dtype=torch.long),
-        settings,
-        mask_token_id=mask_token_id,
-        generator=[keyed_generator(seed, *key_of(rid))],
-        eos_token_ids=ends,
-    )
+    text, own = torch.tensor([ids]), [keyed_generator(seed, *key_of(rid))]
+    options = {"mask_token_id": mask, "generator": own, "eos_token_ids": ends}
+    return rollout(model, text, torch.ones_like(text), settings, **options)
 
 
 def asked(number: int, samplers: list[dict[str, Any]], block: int | None, longest: int = 40) -> dict[str, Any]:
@@ -114,18 +101,13 @@ def asked(number: int, samplers: list[dict[str, Any]], block: int | None, longes
     params = {"max_new_tokens": length, "temperature": draw.choice([0, 0.7, 1.5]), "ignore_eos": ignore}
     params |= {"block_length": block or draw.randint(1, longest), **draw.choice(samplers), "sampling_seed": number % 3}
     blocks = -(-length // params["block_length"])
-    params |= {"steps": draw.randint(blocks, length)} | (
-        {"eos_stop": [*range(10, 30)]} if ignore and number % 2 else {}
-    )
+    params["steps"] = draw.randint(blocks, length)
+    if ignore and number % 2:
+        params["eos_stop"] = [*range(10, 30)]
     prompt = [draw.randrange(4, 50) for _ in range(draw.randint(1, 30))]
     rid = f"{number}-5" if number % 4 else f"row {number}"
-    return {
-        "input_ids": prompt,
-        "rid": rid,
-        "sampling_params": params,
-        "return_logprob": True,
-        "return_step_maps": True,
-    }
+    body = {"input_ids": prompt, "rid": rid, "sampling_params": params}
+    return body | {"return_logprob": True, "return_step_maps": True}
 
 
 def check(served: Served, body: dict[str, Any], answer: dict[str, Any], model: Any = None) -> None:
@@ -141,11 +123,8 @@ def check(served: Served, body: dict[str, Any], answer: dict[str, Any], model: A
     mask = served.tokenizer.mask_token_id
     want = alone(model, mask, body["input_ids"], body["rid"], how, ends, seed)
     ids = want.ids[0, -length:].tolist()
-    cut = (
-        length
-        if body["sampling_params"]["ignore_eos"]
-        else next((i + 1 for i, t in enumerate(ids) if t in ends), length)
-    )
+    whole = body["sampling_params"]["ignore_eos"]
+    cut = length if whole else next((i + 1 for i, token in enumerate(ids) if token in ends), length)
     assert answer["output_ids"] == ids[:cut], body
     assert meta["completion_tokens"] == cut
     assert meta["forward_passes"] == want.passes.item()
@@ -153,12 +132,9 @@ def check(served: Served, body: dict[str, Any], answer: dict[str, Any], model: A
     assert logps == pytest.approx(want.logps[0, :cut].tolist(), abs=3e-5)
     assert meta["output_token_entropies"] == pytest.approx(want.entropies[0, :cut].tolist(), abs=3e-5)
     block = getattr(model.config, "block_size", None)
-    sizes = map(sum, how.schedule(len(body["input_ids"]) % block if block else None))
-    ends_of_blocks, steps = [0], want.reveal_steps[0].tolist()
-    for size in sizes:
-        ends_of_blocks.append(ends_of_blocks[-1] + size)
-    firsts = [
-        min((s for s in steps[a:b] if s >= 0), default=0) for a, b in pairwise(ends_of_blocks) for _ in range(a, b)
-    ]
-    expected = [step - first + 1 if step >= 0 else 0 for step, first in zip(steps, firsts, strict=True)]
+    expected: list[int] = []  # steps that begin with 1 in each block
+    for size in map(sum, how.schedule(len(body["input_ids"]) % block if block else None)):
+        steps = want.reveal_steps[0, len(expected) : len(expected) + size].tolist()
+        first = min((step for step in steps if step >= 0), default=0)
+        expected += [step - first + 1 if step >= 0 else 0 for step in steps]
     assert meta["step_maps"] == expected[:cut]

@@ -61,16 +61,10 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
     assert choice.reason == ("stop" if ended or len(sent) < len(text) else "length")
 
 
-@pytest.mark.parametrize("text", ["a", "abc"])
-def test_a_text_that_is_shorter_than_its_stop_string_waits(text: str) -> None:
+@pytest.mark.parametrize(("text", "cut_short"), [("a", False), ("abc", False), ("ab", True)])
+def test_a_text_that_may_begin_its_stop_string_waits_for_the_end(text: str, cut_short: bool) -> None:
     choice = Choice(TOKENIZERS["level"], (), ["abcde"])
     choice.read(ids_of("level", text), False)
     assert choice.news() == ""
-    choice.read(ids_of("level", text), True)
-    assert (choice.news(), choice.reason) == (text, "length")
-
-
-def test_a_row_that_is_cut_short_says_so() -> None:
-    choice = Choice(TOKENIZERS["level"], (), ["abc"])
-    choice.read(ids_of("level", "ab"), True, cut_short=True)
-    assert (choice.news(), choice.reason) == ("ab", "abort")
+    choice.read(ids_of("level", text), True, cut_short)
+    assert (choice.news(), choice.reason) == (text, "abort" if cut_short else "length")

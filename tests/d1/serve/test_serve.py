@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import openai
 import pytest
@@ -74,11 +75,6 @@ def test_64_clients_get_the_rows_that_rollout_gives_for_each_alone(tiny, tiny_bl
         everyone(tiny)
 
 
-def test_keys_of_rows():
-    assert key_of("1-0-17") == (1, 0, 17)
-    assert len({key_of(rid) for rid in ("1-0", "1-1", "a", "b", "1-", "", "\ud800", "9" * 12)}) == 8
-
-
 def test_several_rows_of_one_request(tiny):
     params = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True}
     one = tiny.post("/generate", input_ids=[5, 6], rid="x", sampling_params=params | {"n": 3})
@@ -87,6 +83,8 @@ def test_several_rows_of_one_request(tiny):
     assert len({tuple(row["output_ids"]) for row in one}) == 3
     fresh = [tiny.post("/generate", input_ids=[5, 6], sampling_params=params)["output_ids"] for _ in range(3)]
     assert len({*map(tuple, fresh)}) == 3  # without an rid each request draws anew
+    assert key_of("1-0-17") == (1, 0, 17)
+    assert len({key_of(rid) for rid in ("1-0", "1-1", "a", "b", "1-", "", "\ud800", "9" * 12)}) == 8
 
 
 def test_openais_client_completes_chats_and_streams(client, tiny):
@@ -148,29 +146,11 @@ def test_lm_evals_clients_get_what_its_model_of_this_library_gives(tiny, tiny_mo
     assert chats.generate_until(generating(turns, max_gen_toks=16)) == wanted
 
 
-def test_clear_errors(tiny, client):
-    errors = {
-        "too long": {"input_ids": [5] * 600},
-        "canvas is too large": {"input_ids": [5] * 500, "sampling_params": {"max_new_tokens": 60}},
-        "at most 64": {"input_ids": [5], "sampling_params": {"max_new_tokens": 65}},
-        "steps": {"input_ids": [5], "sampling_params": {"max_new_tokens": 8, "steps": 9}},
-        "none of the model's": {"input_ids": [999]},
-        "empty": {"input_ids": []},
-        "as many rid": {"input_ids": [[5], [6]], "rid": ["one"]},
-        "kv_cache": {"input_ids": [5], "sampling_params": {"kv_cache": "dual"}},
-        "sampling_params.temperatur: ": {"input_ids": [5], "sampling_params": {"temperatur": 1}},
-    }
-    for word, body in errors.items():
-        assert word in tiny.post("/generate", 400, **body)["error"]["message"]
+def test_openais_client_gets_clear_errors(client):
     with pytest.raises(openai.BadRequestError, match="echo"):
         client.completions.create(model="tiny", prompt="a", echo=True, logprobs=0)  # log-likelihoods
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.completions.create(model="other", prompt="a")
-    answer = requests.post(f"{tiny.url}/generate", "{", headers={"Content-Type": "application/json"}, timeout=60)
-    assert answer.status_code == 400
-    assert "JSON" in answer.json()["error"]["message"]
-    large = requests.post(f"{tiny.url}/generate", b" " * (9 << 20), timeout=60)
-    assert large.status_code == 413
 
 
 HUGE = st.sampled_from([10**30, -(10**30), 10**400, 2**31, 2**63, 1e308, 1 << 30])
@@ -193,7 +173,7 @@ NAMES = {
 OPENAI = (
     NUMBERS | NAMES | {"stream": LEAF, "stop": JSON, "ignore_eos": LEAF, "logprobs": LEAF | st.just(0), "rid": LEAF}
 )
-OPENAI |= {"top_logprobs": LEAF, "stream_options": JSON, "frequency_penalty": LEAF, "max_completion_tokens": LEAF}
+OPENAI |= {"top_logprobs": LEAF, "frequency_penalty": LEAF, "stream_options": JSON, "max_completion_tokens": LEAF}
 PARAMS = {
     "max_new_tokens" if name == "max_tokens" else "sampling_seed" if name == "seed" else name: of
     for name, of in (NUMBERS | NAMES).items()
@@ -243,7 +223,19 @@ def test_no_body_is_answered_by_an_error_of_the_server(tiny, data):
 
 HUGE_INTEGER = 10**30
 OF_ONE = {"input_ids": [5]}
-TOO_MUCH = {  # a request that took minutes or gigabytes, or has no meaning -> the words of the answer
+REFUSED = {  # a request that took minutes or gigabytes, or has no meaning -> the words of the answer
+    "a long prompt": ("/generate", {"input_ids": [5] * 600}, "too long"),
+    "prompt and canvas": (
+        "/generate",
+        {"input_ids": [5] * 500, "sampling_params": {"max_new_tokens": 60}},
+        "too large",
+    ),
+    "no token": ("/generate", {"input_ids": [999]}, "none of the model's"),
+    "no prompt": ("/generate", {"input_ids": []}, "empty"),
+    "one rid": ("/generate", {"input_ids": [[5], [6]], "rid": ["one"]}, "as many rid"),
+    "a cache": ("/generate", OF_ONE | {"sampling_params": {"kv_cache": "dual"}}, "kv_cache"),
+    "a typo": ("/generate", OF_ONE | {"sampling_params": {"temperatur": 1}}, "sampling_params.temperatur: "),
+    "no JSON": ("/generate", "{", "JSON"),
     "a canvas": ("/generate", OF_ONE | {"sampling_params": {"max_new_tokens": HUGE_INTEGER}}, "max_new_tokens"),
     "the room": ("/generate", OF_ONE | {"sampling_params": {"max_new_tokens": 1 << 29}}, "at most 64, not 536870912"),
     "steps": ("/generate", OF_ONE | {"sampling_params": {"steps": 1 << 29}}, "between 2 and 16 steps"),
@@ -260,7 +252,7 @@ TOO_MUCH = {  # a request that took minutes or gigabytes, or has no meaning -> t
     "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 999}, "999 messages"),
     "stops": ("/v1/completions", {"prompt": "a", "stop": ["a"] * 65}, "at most 64 items"),
     "a stop": ("/v1/completions", {"prompt": "a", "stop": "a" * 1025}, "at most 1024 characters"),
-    "not a number": ("/v1/completions", {"prompt": "a", "frequency_penalty": math.nan}, "finite"),
+    "not a number": ("/v1/completions", {"prompt": "a", "top_p": math.nan}, "finite"),
     "infinity": ("/v1/completions", {"prompt": "a", "temperature": math.inf}, "finite"),
     "a bool": ("/v1/completions", {"prompt": "a", "max_tokens": True}, "valid integer"),
     "too deep": ("/generate", '{"input_ids":' + "[" * 3_000_000 + "]" * 3_000_000 + "}", "parsing the body"),
@@ -268,9 +260,9 @@ TOO_MUCH = {  # a request that took minutes or gigabytes, or has no meaning -> t
 }
 
 
-@pytest.mark.parametrize("case", TOO_MUCH)
-def test_what_is_too_much_is_refused_at_once(tiny, case):
-    path, body, words = TOO_MUCH[case]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_too_much_or_senseless_is_refused_at_once(tiny, case):
+    path, body, words = REFUSED[case]
     sent = body if isinstance(body, str) else json.dumps(body)
     began = time.process_time()
     answer = requests.post(f"{tiny.url}{path}", sent.encode(), headers=AS_JSON, timeout=60)
@@ -315,7 +307,7 @@ def test_log_probabilities_and_a_stop_string(tiny):
     asked += [("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b"}]}, True)]
 
     def text_of(choice):
-        return choice["text"] if "text" in choice else choice["message"]["content"]
+        return choice.get("text") or choice["message"]["content"]
 
     for path, body, logprobs in asked:
         body |= given
@@ -330,27 +322,26 @@ def test_log_probabilities_and_a_stop_string(tiny):
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "stream"])
 def test_a_client_that_is_killed_stops_its_rows(tiny, path):
-    body = {"prompt": [5], "n": 20, "max_tokens": 60, "ignore_eos": True, "stream": path == "stream"}
+    """While they wait, and while they are sampled."""
+    params = {"n": 20, "ignore_eos": True, "block_length": 1, "steps": 60}
+    body = {"prompt": [5], "max_tokens": 60, "stream": path == "stream", **params}
     if path == "/generate":
-        body = {"input_ids": [5], "sampling_params": {"n": 20, "max_new_tokens": 60, "ignore_eos": True}}
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 60, **params}}
     url = f"{tiny.url}{path if path[0] == '/' else '/v1/completions'}"
+    words = [shutil.which("curl"), "-sN", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     tokens = tiny.metric("d1_tokens_total")
-    with tiny.paused():
-        words = [shutil.which("curl"), "-sN", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+
+    def kill(name, rows):
         curl = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-        tiny.wait_for("d1_rows_waiting", 20)
+        tiny.wait_for(name, rows)
         curl.kill()
         curl.wait()
-        tiny.wait_for("d1_rows_waiting", 0)
+        tiny.wait_for(name, 0)
+
+    with tiny.paused():
+        kill("d1_rows_waiting", 20)
     assert tiny.metric("d1_tokens_total") == tokens
-    # The same of rows that are at work.
-    block = {"block_length": 1, "steps": 60}
-    (body["sampling_params"] if path == "/generate" else body).update(block)
-    curl = subprocess.Popen([*words[:-1], json.dumps(body)], stdout=subprocess.DEVNULL)
-    tiny.wait_for("d1_rows_at_work", 8)
-    curl.kill()
-    curl.wait()
-    tiny.wait_for("d1_rows_at_work", 0)
+    kill("d1_rows_at_work", 8)
     assert tiny.metric("d1_tokens_total") < tokens + 20 * 60
 
 
@@ -440,16 +431,6 @@ def test_weights_are_exchanged_between_rows_and_come_from_one_folder_alone(tiny_
         assert "--weights_dir" in served.post("/update_weights_from_disk", 400, model_path="other")["message"]
 
 
-def test_the_api_key_is_asked_for(tiny_model_dir):
-    with serving(tiny_model_dir, api_key="secret") as served:
-        assert requests.get(f"{served.url}/v1/models", timeout=60).status_code == 401
-        wrong = openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
-        with pytest.raises(openai.AuthenticationError):
-            wrong.completions.create(model="tiny", prompt="a")
-        right = openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0)
-        assert right.completions.create(model="tiny", prompt="a").choices
-
-
 POSTS = ("/generate", "/v1/completions", "/v1/chat/completions", "/update_weights_from_disk", "/pause_generation")
 POSTS += ("/continue_generation", "/flush_cache")
 
@@ -459,7 +440,7 @@ def status(served, path="/generate", method="POST", **headers):
     return requests.request(method, f"{served.url}{path}", data="{}", headers=headers, timeout=60).status_code
 
 
-def test_requests_to_other_names_are_refused(tiny, tiny_model_dir):
+def test_requests_to_other_names_or_without_the_key_are_refused(tiny, tiny_model_dir):
     """A page whose name leads here (DNS rebinding) sends that name."""
     port = tiny.url.rpartition(":")[2]
     for path in ("/", "/health", "/v1/models", "/model_info", "/metrics"):
@@ -476,12 +457,15 @@ def test_requests_to_other_names_are_refused(tiny, tiny_model_dir):
             assert status(served, "/health", "GET", Host=host) == 200, host
         assert status(served, "/health", "GET", Host="evil.example") == 400
     with serving(tiny_model_dir, api_key="secret") as served:  # no page of another site has the key
-        assert status(served, "/v1/models", "GET", Host="node1", Authorization="Bearer secret") == 200
-        assert status(served, "/v1/models", "GET", Host="node1") == 401
+        for host in ("node1", "localhost"):
+            assert status(served, "/v1/models", "GET", Host=host, Authorization="Bearer secret") == 200
+            for wrong in ("Bearer wrong", "Bearer secret1", "secret", ""):
+                assert status(served, "/v1/models", "GET", Host=host, Authorization=wrong) == 401
 
 
 def test_a_post_says_that_it_is_json(tiny):
     """A page of another site may send other types without being asked."""
+    assert requests.post(f"{tiny.url}/generate", b" " * (9 << 20), timeout=60).status_code == 413  # by its size
     for path in POSTS:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
             assert status(tiny, path, Content_Type=kind) == 415, path
@@ -513,6 +497,9 @@ def test_requests_wait_while_new_weights_are_moved(tiny_model_dir, weights, monk
 
 
 def test_the_health_is_that_of_the_engine(tiny_model_dir, monkeypatch):
+    def error_of(served, status):
+        return served.post("/generate", status, **OF_ONE)["error"]["message"]
+
     with serving(tiny_model_dir) as served:
         with monkeypatch.context() as patch:  # an error in the handling of one request
             patch.setattr(Server, "rows_to_generate", lambda self, body: 1 / 0)
@@ -523,10 +510,6 @@ def test_the_health_is_that_of_the_engine(tiny_model_dir, monkeypatch):
         for _ in range(2):
             assert "cannot sample any more: ZeroDivisionError" in error_of(served, 503)
         assert requests.get(f"{served.url}/health", timeout=60).status_code == 503
-
-
-def error_of(served, status):
-    return served.post("/generate", status, **OF_ONE)["error"]["message"]
 
 
 BAD = 40  # a token whose embedding is NaN
@@ -566,3 +549,28 @@ def test_a_stream_of_such_a_row_has_no_text(damaged):
     assert not any("step" in event for event in events)
     assert events[-1]["error"]["code"] == 500
     assert "model.embed_tokens" in events[-1]["error"]["message"]
+
+
+def test_an_endpoint_is_a_route_of_a_router(tiny_model_dir, monkeypatch):
+    """A new one is behind the key, its errors have OpenAI's form, and `/metrics` counts it."""
+    plain = app.openai_routes
+
+    def with_mine(server):
+        router = plain(server)
+
+        @router.get("/mine")
+        async def mine(wrong: bool = False):
+            if wrong:
+                raise LookupError("there is none")
+            return {"name": server.name}
+
+        return router
+
+    monkeypatch.setattr(app, "openai_routes", with_mine)
+    with serving(tiny_model_dir, api_key="secret") as served:
+        get = partial(requests.get, headers={"Authorization": "Bearer secret"}, timeout=60)
+        assert requests.get(f"{served.url}/mine", timeout=60).status_code == 401
+        assert get(f"{served.url}/mine").json() == {"name": "tiny"}
+        refused = get(f"{served.url}/mine", params={"wrong": True})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (404, "there is none")
+        assert 'd1_request_seconds_count{path="/mine",status="200"} 1.0' in get(f"{served.url}/metrics").text
