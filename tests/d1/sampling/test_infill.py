@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import Rollout, SamplingSettings, fill, fill_steps, rollout
+from d1.sampling import Rollout, fill, fill_steps
 from tests.d1.sampling.reference import (
     EDITORS,
     GIVEN,
@@ -64,27 +64,6 @@ def test_hidden_positions_are_filled_as_by_the_reference_and_no_others(model, ca
             written = [] if got.writes is None else [step for step in got.writes.steps[row].flatten() if step >= 0]
             assert len(written) == sum(map(len, expected.writes)) * (got.writes is not None)
         assert torch.equal(generators[row].get_state(), twin.get_state())
-
-
-@pytest.mark.parametrize("sampler", WITHOUT_CACHE, ids=str)
-def test_a_rollout_is_the_filling_of_a_hidden_end(model, sampler):
-    size = getattr(model.config, "block_size", None)
-    ids, mask = make_prompts([6, 1, 4, 3], 5)
-    ids, mask = torch.cat([ids, ids[:, :1].expand(-1, 11)], 1), torch.cat([mask, torch.ones(4, 11).long()], 1)
-    hidden = torch.arange(17).expand(4, -1) >= 6
-
-    def options():
-        return {"mask_token_id": MASK, "generator": [keyed_generator(1, row) for row in range(4)]}
-
-    settings = {"block_length": size or 4, "steps": 8, "temperature": 0.8, "cfg_scale": 0.5, **sampler}
-    whole = rollout(model, ids[:, :6], mask[:, :6], SamplingSettings(11, **settings), **options(), recompute=True)
-    got = fill(model, ids, hidden, mask, **settings, **options())
-    for name in ("ids", "passes", "forward_tokens"):
-        assert torch.equal(getattr(got, name), getattr(whole, name)), name
-    assert torch.equal(got.reveal_steps[:, 6:], whole.reveal_steps)
-    for name in ("logps", "entropies"):  # in a block model, groups of other rows are filled together
-        torch.testing.assert_close(getattr(got, name)[:, 6:], getattr(whole, name), rtol=0, atol=2e-5)
-        assert size or torch.equal(getattr(got, name)[:, 6:], getattr(whole, name))
 
 
 def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):

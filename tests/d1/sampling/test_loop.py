@@ -126,28 +126,6 @@ def test_blocks_end_where_a_block_causal_models_do(load, kind, options):
         rollout(model, ids, mask, **GOOD | {"block_length": 2})
 
 
-def test_log_probs_are_those_of_the_step_that_revealed_the_token(load):
-    model, (ids, mask) = load("llada"), make_prompts([5], 2)
-    got = rollout(model, ids, mask, mask_token_id=MASK, gen_length=6, block_length=6, steps=1)
-    with torch.no_grad():
-        logits = model(input_ids=torch.cat([ids, torch.full((1, 6), MASK)], dim=1)).logits[:, 5:]
-    expected = logits.log_softmax(-1).gather(-1, got.ids[:, 5:, None]).squeeze(-1)
-    torch.testing.assert_close(got.logps, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("steps", [6, 12])
-@pytest.mark.parametrize(("reveal", "level"), [("threshold", 1.0), ("factor", 0.0)])
-def test_a_rule_that_nothing_meets_leaves_the_schedule(load, steps, reveal, level):
-    ids, mask = make_prompts([6, 2, 4], 1)
-    exact, parallel = (
-        rollout(load("Dream"), ids, mask, generator=generators(3), **GOOD | sampler | {"steps": steps, **WARM[1]})
-        for sampler in ({}, {"sampler": "parallel", "reveal": reveal, "reveal_level": level})
-    )
-    assert torch.equal(exact.ids, parallel.ids)
-    assert torch.equal(exact.passes, parallel.passes)
-    assert exact.passes.tolist() == [steps] * 3
-
-
 # --- Compared with the published algorithm, draw for draw -------------------------------------------------------------
 
 
@@ -196,26 +174,6 @@ def test_tokens_and_draws_are_those_of_the_published_algorithm(load, kind, case,
 
 
 # --- The EOS stop, and what is read back to the host ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["llada", "Dream"])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"remasking": "random"}, {"cfg_scale": 0.5}])
-def test_the_eos_stop_changes_no_token_up_to_the_eos_and_saves_the_rest(load, kind, options):
-    """The other samplers are compared with the reference, with and without the EOS stop."""
-    ids, mask = make_prompts([6, 2, 4, 6, 6, 1], 1)
-    lengths = {"mask_token_id": MASK, "gen_length": 12, "block_length": 3, "steps": 8, **options}
-    full = rollout(load(kind), ids, mask, generator=generators(6), **lengths).ids[:, 6:]
-    words, counts = full.unique(return_counts=True)
-    ends = words[counts.argsort(descending=True)][:4]
-    got = rollout(load(kind), ids, mask, generator=generators(6), eos_token_ids=ends.tolist(), **lengths)
-    is_end = torch.isin(full, ends)
-    up_to_end = is_end.cumsum(1) - is_end.long() == 0
-    assert torch.equal(full[up_to_end], got.ids[:, 6:][up_to_end])
-    last_block = torch.where(is_end.any(1), is_end.long().argmax(1), 11) // 3  # the block of the row's first EOS
-    assert torch.equal(got.passes, (last_block + 1) * 2)
-    assert got.passes.sum() < 6 * 8
-    for row, block in zip(got.ids[:, 6:], last_block.tolist(), strict=True):
-        assert (row[(block + 1) * 3 :] == ends[0]).all()
 
 
 def test_a_completion_ends_before_or_with_its_first_eos():
