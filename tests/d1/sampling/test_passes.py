@@ -50,7 +50,7 @@ def test_a_cache_renewed_in_every_step_is_exact(model):
     ids, mask = make_prompts([6, 2, 4], 0)
     lengths = {"mask_token_id": MASK, "gen_length": 8, "block_length": 1, "steps": 8}  # each block is one step
     exact = rollout(model, ids, mask, **lengths)
-    for cache in [*CACHES][:-1]:
+    for cache in (name for name in CACHES if name != "lasting"):
         cached = rollout(model, ids, mask, sampler="cached", kv_cache=cache, **lengths)
         assert torch.equal(cached.ids, exact.ids)
         torch.testing.assert_close(cached.logps, exact.logps, rtol=0, atol=1e-5)

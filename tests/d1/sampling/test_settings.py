@@ -12,8 +12,8 @@ from transformers import BertConfig, LlamaConfig
 
 from d1.models.distribution import OWN, Distribution
 from d1.sampling import SamplingSettings
-from d1.sampling.caches import CACHES
-from d1.sampling.reveal import RULES
+from d1.sampling.caches import CACHES, Cache
+from d1.sampling.reveal import REMASKING, RULES, Order, Rule
 from d1.sampling.settings import FLAGS, SAMPLERS, add_model_flags, add_sampling_flags, sampling_settings
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
@@ -33,7 +33,7 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
         *[({"temperature": 1.0, "top_k": value}, "top_k must be whole and >= 0") for value in (-1, 2.0, "3", None)],
         *[({"temperature": 1.0, "top_p": value}, "top_p must be above 0") for value in (*NUMBERS, 0.0, 1.1)],
         *[({name: value}, "need a temperature above 0") for name, value in TRUNCATED.items()],
-        ({"remasking": "margin"}, "remasking must be one of low_confidence, random, entropy, got 'margin'"),
+        ({"remasking": "margin"}, "remasking must be one of low_confidence, random, .*got 'margin'"),
         (PARALLEL | {"remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
         ({"sampler": "fast"}, r"sampler must be one of exact, cached, parallel, cached\+parallel, got 'fast'"),
         ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual, delayed"),
@@ -105,12 +105,26 @@ def parsed(line: str = "", leave_out=(), **changes):
 def test_every_field_of_the_settings_has_its_flag_and_the_same_default():
     """Except for what only RL sets: the distribution apart from the temperature, and what is recorded."""
     assert SAMPLERS == ("exact", "cached", "parallel", "cached+parallel")
-    assert list(CACHES) == ["prefix", "dual", "delayed", "lasting"]
     fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
     assert [fields.pop(name) for name in ("top_k", "top_p", "record_as_sampled")] == [0, 1.0, False]
     assert [{"diffusion_steps": "steps"}.get(name, name) for name in FLAGS if name != "seed"] == [*fields]
     flags = parsed()
     assert {name: flags[name] for name in FLAGS if name in [*fields][3:]} == dict([*fields.items()][3:])
+
+
+@pytest.mark.parametrize(
+    ("flag", "table", "entry"),
+    [
+        ("reveal", RULES, Rule(lambda logps, entropies, level: 1, 0.5)),
+        ("remasking", REMASKING, Order(lambda logps, entropies, uniform: logps)),
+        ("kv_cache", CACHES, Cache(lambda *args, **options: None)),
+    ],
+)
+def test_an_entry_from_outside_is_a_choice_of_its_flag(monkeypatch, flag, table, entry):
+    with pytest.raises(SystemExit):
+        parsed(f"--{flag} mine")
+    monkeypatch.setitem(table, "mine", entry)
+    assert parsed(f"--{flag} mine")[flag] == "mine"
 
 
 def test_a_command_leaves_flags_out_and_changes_others():
