@@ -28,6 +28,8 @@ from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
+logger = logging.getLogger(__name__)
+
 # --- The canvas, the progress of each row, and the EOS stop, which decides which rows leave ---------------------------
 
 
@@ -196,8 +198,6 @@ class Batch:
 
 
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ def score(
     if width > gen_length:
         raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
     views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)
-    behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
-    clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
+    rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
+    clean = torch.cat([prompt_ids, completion_ids, rest], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     padded = padding_mask(visible) is not None  # even a mask that hides nothing excludes the fastest attention kernels
 

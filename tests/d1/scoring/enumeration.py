@@ -8,7 +8,7 @@ padding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from math import comb
@@ -73,8 +73,7 @@ def every_model() -> list[Any]:
 
 def some_rows(sampled: SampledRows, which: Any) -> SampledRows:
     """The rows `which`, a slice or a list of numbers."""
-    columns = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
-    return SampledRows(**{name: column if column is None else column[which] for name, column in columns.items()})
+    return SampledRows(**{name: of if of is None else of[which] for name, of in vars(sampled).items()})
 
 
 def subsets(positions: Any) -> list[tuple[int, ...]]:
@@ -130,14 +129,14 @@ def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLE
     return logits.log_softmax(-1).gather(-1, sampled.canvas_ids[row].unsqueeze(-1)).squeeze(-1)
 
 
-def behind(row: int) -> tuple[int, ...]:
+def after_end(row: int) -> tuple[int, ...]:
     """The canvas after a row's completion."""
     return tuple(range(LENGTHS[row], CANVAS))
 
 
 def all_states(model: Any, row: int) -> dict[tuple[int, ...], Tensor]:
     """Hidden tokens of a row's completion -> (canvas,) log-probs; the tokens after the completion are hidden."""
-    return {some: state_logps(model, row, some + behind(row)) for some in subsets(range(LENGTHS[row]))}
+    return {some: state_logps(model, row, some + after_end(row)) for some in subsets(range(LENGTHS[row]))}
 
 
 def sum_over_sets(model: Any, weight: Callable[[int, int], float]) -> Tensor:

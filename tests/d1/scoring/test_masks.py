@@ -173,7 +173,7 @@ def draw_random(views, **changes):
 def test_random_masks_have_the_chances_assumed_above_and_weigh_to_the_length():
     count = 3000
     noise, weights = draw_random(count, scored=torch.tensor([[True] * 3 + [False]]))
-    assert noise[:, -1].all()  # behind the end
+    assert noise[:, -1].all()  # after the end
     hidden = noise[:, PROMPT:-1]
     assert_sets(hidden, lambda size: chance_of_mask(size, 3))
     torch.testing.assert_close(weights.sum(-1) * count, torch.where(hidden.any(1), 3.0, 0.0))

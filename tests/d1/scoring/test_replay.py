@@ -111,19 +111,6 @@ def test_segments_cut_all_steps_of_the_canvas_evenly_and_hide_prompt_tokens_at_r
     assert count == 1 or not torch.equal(noise[:, 0], noise[:, 1])  # each view has its own
 
 
-def test_tokens_behind_the_end_are_hidden_until_the_sampler_revealed_them():
-    """Code that cuts a completion at its EOS before it rebuilds the states would show the tokens after it in all of
-    them."""
-    views = REPLAY(SAMPLED, randomness(4), settings())
-    behind = views.noise[:, :, PROMPT + 3]
-    assert behind[1].tolist() == [True, True, True, True]  # the last step's, of a completion of three tokens
-    eos_alone = views.noise[2, :, PROMPT:]
-    assert eos_alone[0].tolist() == [True, True, True, True]
-    assert eos_alone[1].tolist() == [True, False, True, True]  # the last was never revealed, as after an EOS stop
-    assert eos_alone[2].tolist() == [False, False, True, True]
-    assert (views.weights[2] != 0).sum() == 1
-
-
 # --- Draws -----------------------------------------------------------------------------------------------------------
 
 
@@ -311,16 +298,6 @@ def test_numbers_at_the_edges_draw_segments_that_have_a_chance():
     chosen, weights = drawn(chance, numbers)
     assert chosen.tolist() == [[0, 1, 2, 2], [0, 0, 0, 0]]
     torch.testing.assert_close(weights, torch.tensor([[1.0, 0.5, 2.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
-
-
-@pytest.mark.parametrize("chosen", [{}, {"num_views": 4}, {"num_views": 4, "draw_steps": "entropy"}])
-@pytest.mark.parametrize("steps", [[0, 1, 2, 3], [3, 2, 1, 0], [0, -1, -1, -1]])
-def test_a_completion_that_is_only_an_eos_is_one_token(chosen, steps):
-    sampled = replace(some_rows(SAMPLED, [2]), reveal_steps=torch.tensor([steps]))
-    views = REPLAY(sampled, randomness(1), settings(**chosen))
-    # The numbers of a single row lie one in each quarter, so each of four steps is drawn once.
-    expected = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(views.weights[0].sum(0), expected, rtol=0, atol=1e-4)
 
 
 # --- The chain rule ---------------------------------------------------------------------------------------------------
