@@ -75,6 +75,7 @@ def fill_steps(
     check_hidden(ids, holes, seen)
     size = block_size(model.config)
     progress, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
+    # Rows that hide equally many tokens have the same settings; those that hide none take no part.
     for sizes, rows in groups_of_rows(seen, holes, size).items():
         lengths = {"block_length": block_length, "steps": steps}
         settings = fill_settings(model.config, sum(sizes), **lengths, **fields)
@@ -84,6 +85,7 @@ def fill_steps(
             progress[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
     if size is not None:
         warn_of_text_behind(model.config, seen, holes)
+    # Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.
     to_fill = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
     to_fill = to_fill.to(ids.device, non_blocking=True)
     canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, to_fill)

@@ -28,6 +28,8 @@ from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
+logger = logging.getLogger(__name__)
+
 # --- The canvas, the progress of each row, and the EOS stop, which decides which rows leave ---------------------------
 
 
@@ -178,6 +180,7 @@ class Batch:
     def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
         """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
         done = [row for row in live if self.rows[row].is_whole]
+        # Rows between two blocks: an EOS in what they have filled ends them.
         between = [row for row in live if self.rows[row].left == 0 and not self.rows[row].is_whole]
         if not ends or not between:
             return done
@@ -195,8 +198,6 @@ class Batch:
 
 
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> lis
     return (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
 
 
-@cache
+@cache  # once per model
 def warn_of_edits(name: str) -> None:
     logger.warning(
         "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that "
@@ -275,6 +276,7 @@ def keep(
 ) -> Tensor:
     """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule."""
     draw = partial(uniform, logps.shape, generator, logps, left)
+    # Positions best first, and their scores in this order: a rule counts how many of the first ones to reveal.
     order, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
     if settings.rule is not None:
         count = RULES[settings.rule].count
@@ -299,7 +301,9 @@ class Sampler:
         return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
 
     def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
-        """Run one forward pass of the rows `live`; each row reveals tokens of its block."""
+        """Run one forward pass of the n rows `live`; each row reveals tokens of its block. Tensors are (n, k), with k
+        the most positions that a row predicts."""
+        # Which positions of its block each row predicts: the hidden ones or, with editing, all.
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
         left, later = [row.left for row in progress], [row.later for row in progress]
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
@@ -318,19 +322,8 @@ class Sampler:
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
-        alike: dict[SamplingSettings, list[int]] = {}
-        for index, settings in enumerate(own_settings):
-            alike.setdefault(settings, []).append(index)
-        parts = []
-        for settings, some in alike.items():  # one part, where all rows have the same settings
-            those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
-            counts, own = [left[index] for index in some], batch.generators([live[index] for index in some])
-            parts.append(self.reveal(settings, found[:, those], still[those], due[those], counts, own))
-        revealed: Any = parts[0]
-        if len(alike) > 1:
-            order = batch.upload([*chain(*alike.values())]).argsort()
-            revealed = (torch.cat(part)[order] for part in zip(*parts, strict=True))
-        ids, logps, entropies, record_logps, chosen = revealed
+        ids, logps, entropies, record_logps, chosen = self.decide(batch, live, found, still, due, left)
+        # Write what was kept. No host sync: a schedule says how many tokens are left, unless a rule or an edit decides.
         at = (rows.unsqueeze(1), positions)
         if editing:
             edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
@@ -344,12 +337,32 @@ class Sampler:
                 hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
                 for row, settings, (hides, edits) in zip(progress, own_settings, made, strict=True)
             ]
-        elif any(settings.rule is not None for settings in alike):
+        elif any(settings.rule is not None for settings in own_settings):
             later = hidden.sum(1).tolist()
         for row, count in zip(progress, later, strict=True):
             row.left, row.step = count, row.step + 1
         predicted, so_far = (ids, record_logps, entropies), (canvas.passes, canvas.forward_tokens)
         return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, self.settings.most_writes)
+
+    def decide(
+        self, batch: Batch, live: list[int], found: Tensor, still: Tensor, due: Tensor, left: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Predictions (n, k) from the states `found`, their log-probs, entropies and log-probs to record, and which of
+        those at hidden positions (`still`) are kept."""
+        alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings: all, except in a stream
+        for index, row in enumerate(live):
+            alike.setdefault(batch.rows[row].settings or self.settings, []).append(index)
+        parts = []
+        for settings, some in alike.items():
+            those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
+            counts, own = [left[index] for index in some], batch.generators([live[index] for index in some])
+            drawn = (settings, self.mask_token_id, own, self.noise_dtype)
+            guessed = predict(self.model, found[:, those], counts, *drawn)
+            parts.append((*guessed, keep(settings, *guessed[1:3], still[those], due[those], counts, own)))
+        if len(parts) == 1:
+            return parts[0]
+        order = batch.upload([*chain(*alike.values())]).argsort()
+        return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
@@ -361,24 +374,6 @@ class Sampler:
         canvas.passes[rows] += 1
         canvas.forward_tokens[rows] += fed.unflatten(0, (len(branches), -1)).sum(0)
         return states.unflatten(0, (len(branches), -1))
-
-    def reveal(
-        self,
-        settings: SamplingSettings,
-        found: Tensor,
-        hidden: Tensor,
-        due: Tensor,
-        left: Sequence[int],
-        generator: Generators,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Predictions (n, k), their log-probs, entropies, log-probs to record, and whether each is kept: those `due`
-        (n,) by the schedule, or more by the rule."""
-        options = {"noise_dtype": self.noise_dtype}
-        ids, logps, entropies, record_logps = predict(
-            self.model, found, left, settings, self.mask_token_id, generator, **options
-        )
-        chosen = keep(settings, logps, entropies, hidden, due, left, generator)
-        return ids, logps, entropies, record_logps, chosen
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""
@@ -458,7 +453,7 @@ class Rollout:
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
         """A rollout from a `record` made by `blank_record`."""
-        logps, entropies, numbers, written = record
+        logps, entropies, numbers, written = record  # (rows, canvas, writes) each
         writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
         last = ((numbers >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
         logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
@@ -602,6 +597,7 @@ def rollout_steps(
     batch = Batch.of(rows, canvas, generator)
     cache = cache_of(model.config, settings.cache, recompute)
 
+    # Rows whose prompts end at the same position of a block: their blocks, and so their passes, are aligned.
     def complete(after: int | None) -> Iterator[Step]:
         passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
         live = [row for row, other in enumerate(inside) if other == after]

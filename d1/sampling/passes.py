@@ -212,6 +212,7 @@ class Windows(WindowPasses):
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         past, length = DynamicCache(), ids.shape[1]
         states = self.feed_all(ids, visible, positions, past)
+        # The window's keys leave the cache where all rows have the same window, or are hidden where they differ.
         firsts = [max(0, block.start - self.shift) for block in self.blocks]
         ends = [length if self.to_end else min(block.end, length) for block in self.blocks]
         first, end = self.of_rows(firsts), self.of_rows(ends)
@@ -276,6 +277,7 @@ class FinishedBlocks(WindowPasses):
         def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
             past, seen = self.kept_blocks() if group[0] < old else (DynamicCache(), visible[rows, :0])
             more = max(firsts[row] - known[row] for row in group)
+            # One window for all rows of the group: it starts with the `more` positions that are not stored yet.
             window = Window.of(past, seen, visible[rows], first[rows] - more, end[rows], more + width)
             window.fed *= window.positions >= fed_before[rows].unsqueeze(1)
             states = self.feed(window, ids[rows], positions[rows])
@@ -372,7 +374,7 @@ class DelayedPasses(Passes):
                 states = self.feed_all(ids[rows], visible[rows], positions[rows], past)
                 return past, now[rows], states, visible[rows].sum(-1)
             assert self.past is not None
-            fed = self.stale | now[rows]
+            fed = self.stale | now[rows]  # hidden in the last pass or in this one
             width = self.width + positions.shape[1] * self.opening
             anew = fed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
             given = ids[rows], visible[rows], positions[rows]
@@ -393,11 +395,12 @@ class DelayedPasses(Passes):
     ) -> Tensor:
         """The states at `positions` from a pass over those of `anew` (rows, n) that are `fed`; the cache then holds
         their new keys and values."""
+        # Keys: those stored of tokens that are not processed again, then the new ones.
         stored = visible.scatter(1, anew, visible.gather(1, anew) * ~fed)
         number = torch.arange(anew.shape[1], device=ids.device).expand_as(anew)
         queries, keys, options = anew, [stored, fed.long()], {}
         at = torch.zeros_like(ids).scatter(1, anew, number).gather(1, positions)
-        if self.shift:
+        if self.shift:  # predictions are made from the tokens before the hidden ones: these are queries, too
             before = (positions - 1).clamp(min=0)
             before = torch.where(visible.gather(1, before).bool(), before, positions)
             queries = torch.cat([anew, before], dim=1)
@@ -412,15 +415,11 @@ class DelayedPasses(Passes):
             past_key_values=past,
             **options,
         )
-        write_positions(past, anew, fed, ids.shape[1])
+        # The pass appended its keys and values: move those of the `fed` tokens to their own positions.
+        length, at, fresh = ids.shape[1], anew[:, None, :, None], fed[:, None, :, None]
+        for layer in layers_of(past):
+            for name in ("keys", "values"):
+                old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)
+                new = torch.where(fresh, new[:, :, : anew.shape[1]], old.take_along_dim(at, 2))
+                setattr(layer, name, old.scatter(2, at.expand_as(new), new))
         return states
-
-
-def write_positions(past: DynamicCache, anew: Tensor, fresh: Tensor, length: int) -> None:
-    """Move what a pass has appended after the first `length` keys to the `fresh` ones of positions `anew` (rows, n)."""
-    at, fresh = anew[:, None, :, None], fresh[:, None, :, None]
-    for layer in layers_of(past):
-        for name in ("keys", "values"):
-            old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)
-            new = torch.where(fresh, new[:, :, : anew.shape[1]], old.take_along_dim(at, 2))
-            setattr(layer, name, old.scatter(2, at.expand_as(new), new))

@@ -116,11 +116,13 @@ def predict_from(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`predict`, from `logits` (rows, n, vocab) in fp32, which it changes."""
     plain = settings.rule is not None and RULES[settings.rule].plain_entropies
+    # Greedy: one pass over the logits gives all three. The mask token is excluded from the choice, not from log p.
     if settings.temperature == 0 and not plain:
         ids, logps, entropies = head.most_likely(logits, mask_token_id)
         return ids, logps, entropies, logps
     log_normaliser = logits.logsumexp(-1)
     entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
+    # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
     whole = logits.clone() if settings.record_distribution != OWN else logits
     logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
     left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits

@@ -84,9 +84,26 @@ class SamplingSettings:
         orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None
-        wrong = {
+        of_edits = any(value is not None for value in (self.edit_threshold, self.max_post_steps, self.editing))
+        wrong = {  # message -> whether it is so; the first one is raised
             f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
-            **self.wrong_edits(ignored),
+            f"edit_threshold, max_post_steps and editing {ignored} parallel one": of_edits and self.rule is None,
+            f"edit_threshold must be {BELOW_ONE}, got {self.edit_threshold!r}": (
+                self.edit_threshold is not None and self.edit_threshold not in BELOW_ONE
+            ),
+            f"max_post_steps must be {POST_STEPS_RANGE}, got {self.max_post_steps!r}": (
+                self.max_post_steps is not None and self.max_post_steps not in POST_STEPS_RANGE
+            ),
+            "max_post_steps would be ignored: nothing is edited without edit_threshold or editing": (
+                self.max_post_steps is not None and self.edits is None
+            ),
+            f"editing={self.editing!r} has a level of the rule threshold, not of {self.rule}: give edit_threshold": (
+                self.editing is not None and self.rule not in (None, "threshold")
+            ),
+            f"editing predicts all of a block in every pass, and the cache {self.cache} keeps old keys and values of "
+            "it: use the sampler parallel, which is exact with a block-causal model's own cache": (
+                self.edits is not None and self.cache is not None
+            ),
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
             f"top_k must be whole and >= 0, got {self.top_k!r}": (
                 not isinstance(self.top_k, Integral) or self.top_k < 0
@@ -104,32 +121,6 @@ class SamplingSettings:
         if any(wrong.values()):
             raise ValueError(next(message for message, is_so in wrong.items() if is_so))
         self.schedule()
-
-    def wrong_edits(self, ignored: str) -> dict[str, bool]:
-        """What is wrong with the settings of editing: message -> whether it is so."""
-        given = any(value is not None for value in (self.edit_threshold, self.max_post_steps, self.editing))
-        return {
-            f"edit_threshold, max_post_steps and editing {ignored} parallel one": given and self.rule is None,
-            f"edit_threshold must be {BELOW_ONE}, got {self.edit_threshold!r}": (
-                self.edit_threshold is not None and self.edit_threshold not in BELOW_ONE
-            ),
-            f"max_post_steps must be {POST_STEPS_RANGE}, got {self.max_post_steps!r}": (
-                self.max_post_steps is not None and self.max_post_steps not in POST_STEPS_RANGE
-            ),
-            "max_post_steps would be ignored: nothing is edited without edit_threshold or editing": (
-                self.max_post_steps is not None and self.edits is None
-            ),
-            f"editing={self.editing!r} has a level of the rule threshold, not of {self.rule}: give edit_threshold": (
-                self.editing is not None and self.rule not in (None, "threshold")
-            ),
-            f"editing predicts all of a block in every pass, and the cache {self.cache} keeps old keys and values of "
-            "it: use the sampler parallel, which is exact with a block-causal model's own cache": (
-                self.edits is not None and self.cache is not None
-            ),
-        }
-
-    def _is(self, part: str) -> bool:
-        return part in self.sampler.split("+")
 
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
@@ -149,7 +140,7 @@ class SamplingSettings:
     @property
     def cache(self) -> str | None:
         """The cache in use, or None."""
-        return (self.kv_cache or "dual") if self._is("cached") else None
+        return (self.kv_cache or "dual") if "cached" in self.sampler else None
 
     @property
     def drawn_from(self) -> Distribution:
@@ -164,7 +155,7 @@ class SamplingSettings:
     @property
     def rule(self) -> str | None:
         """The reveal rule in use, or None if the schedule alone says how many tokens a step reveals."""
-        return (self.reveal or "threshold") if self._is("parallel") else None
+        return (self.reveal or "threshold") if "parallel" in self.sampler else None
 
     @property
     def level(self) -> float:

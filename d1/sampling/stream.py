@@ -80,7 +80,21 @@ def rollout_stream(
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
     asked = (Asked(number, ids, settings, generator, ends) for number, (ids, generator) in enumerate(prompts))
-    return sample_all(stream, asked, batch_size)
+
+    def sample_all() -> Iterator[Finished]:
+        while True:
+            if done := stream.leave():
+                for error in stream.faults().values():
+                    raise error
+                yield done
+            room = batch_size - len(stream)
+            stream.enter([*islice(asked, room)] if room else [])
+            if not len(stream):
+                return
+            for _ in stream.steps():
+                pass
+
+    return sample_all()  # a generator of its own, so that wrong arguments are refused at the call
 
 
 @dataclass(frozen=True)
@@ -92,21 +106,6 @@ class Asked:
     settings: SamplingSettings
     generator: Generator | None = None  # None where nothing is drawn
     ends: tuple[int, ...] = ()  # of the EOS stop
-
-
-def sample_all(stream: Stream, asked: Iterator[Asked], batch_size: int) -> Iterator[Finished]:
-    """`rollout_stream` after the check of its arguments."""
-    while True:
-        if done := stream.leave():
-            for error in stream.faults().values():
-                raise error
-            yield done
-        room = batch_size - len(stream)
-        stream.enter([*islice(asked, room)] if room else [])
-        if not len(stream):
-            return
-        for _ in stream.steps():
-            pass
 
 
 class Stream:
@@ -193,6 +192,7 @@ class Stream:
             return
         config, device = self.sampler.model.config, self.record.device
         rows = [self.batch.rows[row] for row in self.kept]
+        # New rows: their schedule, and where in a block of a block-causal model their prompt ends.
         for one in new:
             settings = one.settings
             if settings.draws and one.generator is None:
@@ -206,6 +206,7 @@ class Stream:
             row = Row(one.number, padded, len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
             rows.append(row)
             self.padded |= len(one.ids) < padded
+        # Completions end together on the right: the batch is as wide as its longest prompt and its longest completion.
         longest = max((row.length for row in rows), default=0)
         for row in rows:
             row.shift(longest - row.length - row.offset)
@@ -225,6 +226,7 @@ class Stream:
         both = Batch.of(rows, canvas)
         more = both.hidden.shape[1] - self.batch.hidden.shape[1]
         both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
+        # The record (4, rows, canvas, writes) keeps the ends of those who stay.
         writes = max([self.record.shape[3], *(one.settings.most_writes for one in new)])
         record = blank_record(len(rows), longest, device, writes)
         common = min(longest, self.record.shape[2])

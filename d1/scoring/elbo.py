@@ -27,6 +27,9 @@ from torch import Tensor
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
+# Shapes: times and counts (rows, draws); numbers and ranks of tokens, and what a draw hides, (rows, draws, canvas);
+# prompt noise (rows, views or 1, prompt). A draw gives one view or, if antithetic, two.
+
 NODES, PARTS = (torch.tensor(values / 2, dtype=torch.float64) for values in np.polynomial.legendre.leggauss(3))
 NODES = NODES + 0.5  # from [-1, 1] to [0, 1]
 
@@ -41,24 +44,14 @@ def weighed(
 
 
 def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
-    """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time.
-
-    Args:
-        prompt_noise: (rows, views or 1, prompt) bool.
-        antithetic: add a second view for each time t, of time 1 - t and 1 minus the numbers: it hides the other tokens.
-    """
+    """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time."""
+    # The second view of a time t is of time 1 - t and 1 minus the numbers.
     draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
     return weighed(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
 
 
 def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
-    """A view for each count (rows, draws); it hides the scored tokens whose rank (rows, draws, canvas) is below it.
-
-    Args:
-        prompt_noise: (rows, views or 1, prompt) bool.
-        ranks: of the scored tokens, 0..L-1 in random order.
-        antithetic: add a second view for each count, which hides the other tokens.
-    """
+    """A view for each count (rows, draws); it hides the scored tokens whose rank (rows, draws, canvas) is below it."""
     draws, lengths, hidden = counts.shape[1], scored.sum(-1, keepdim=True), ranks < counts.unsqueeze(-1)
     weights, opposite = ((lengths + 1) / (draws * count.clamp(min=1)) for count in (counts, lengths - counts))
     return weighed(prompt_noise, hidden, scored, weights, opposite, antithetic)
@@ -67,10 +60,7 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
 def counts_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, lengths: Tensor) -> Views:
     """A view for each draw; it hides the tokens whose rank within their block is below the block's count.
 
-    Args:
-        prompt_noise: (rows, views or 1, prompt) bool.
-        counts, lengths: (rows, draws, canvas) and (rows, canvas): of each token's block, or of the whole completion.
-        ranks: (rows, draws, canvas), of the scored tokens of a block, from 0 in random order.
+    Ranks and counts are (rows, draws, canvas), lengths (rows, canvas): of each token's block or the whole completion.
     """
     weights = lengths.unsqueeze(1) / (counts.shape[1] * counts.clamp(min=1))
     return views_of_canvas(prompt_noise, ranks < counts, scored, weights)
@@ -134,13 +124,13 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block."""
     scored, device = sampled.scored, sampled.scored.device
     blocks = torch.zeros_like(scored, dtype=torch.long) if sampled.blocks is None else sampled.blocks
-    blocks = blocks - blocks[:, :1]
+    blocks = blocks - blocks[:, :1]  # numbered from 0; `lengths` are the scored tokens of each token's own block
     lengths = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long()).gather(1, blocks)
     up = spread(random, settings).to(device).unsqueeze(-1)
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
     # Sort block after block, each in random order: a token's rank in its block is its index in this order, less the
     # tokens of the blocks before.
-    numbers = numbers_of_tokens(sampled, random, settings.draws).double() + 2 * blocks.unsqueeze(1)
+    numbers = numbers_of_tokens(sampled, random, settings.draws).double() + 2 * blocks.unsqueeze(1)  # each is <= 1
     before = torch.zeros_like(blocks).scatter_add(1, blocks, torch.ones_like(blocks)).cumsum(1).roll(1, 1)
     before[:, 0] = 0
     ranks = numbers.argsort(dim=-1, stable=True).argsort(-1) - before.gather(1, blocks).unsqueeze(1)

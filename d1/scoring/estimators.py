@@ -17,23 +17,10 @@ from d1.scoring.views import Views
 
 Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
 Asked = Callable[[ViewSettings], bool]
-Read = Callable[[ViewSettings], tuple[str, ...]]
 
 
 def always(settings: ViewSettings) -> bool:
     return True
-
-
-def never(settings: ViewSettings) -> bool:
-    return False
-
-
-def nothing(settings: ViewSettings) -> tuple[str, ...]:
-    return ()
-
-
-def steps(settings: ViewSettings) -> tuple[str, ...]:
-    return ("reveal_steps",)
 
 
 def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
@@ -77,9 +64,9 @@ class Estimator:
     replays: bool = False
     replays_writes: bool = False
     clean_prompt: bool = False
-    partial: Asked = never
-    reads: Read = nothing
-    as_sampled: Asked = never
+    partial: Asked = lambda settings: False
+    reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
+    as_sampled: Asked = lambda settings: False
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     settings: tuple[str, ...] | None = None
 
@@ -110,16 +97,8 @@ def described(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
-def one(settings: ViewSettings) -> int:
-    return 1
-
-
 def drawn(settings: ViewSettings) -> int:
     return settings.draws
-
-
-def pairs(settings: ViewSettings) -> int:
-    return 2 * settings.draws
 
 
 def one_or_a_pair(settings: ViewSettings) -> int:
@@ -132,10 +111,15 @@ ESTIMATORS: dict[str, Estimator] = {
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
     "elbo": Estimator(elbo.draw, elbo.views, views_per_draw=one_or_a_pair, settings=BOUND),
     "espo": Estimator(elbo.draw_espo, elbo.views, views_per_draw=one_or_a_pair, settings=BOUND),
-    "counts": Estimator(elbo.draw_counts, drawn, views_per_draw=one, settings=("num_views", "stratified")),
+    "counts": Estimator(
+        elbo.draw_counts, drawn, views_per_draw=lambda settings: 1, settings=("num_views", "stratified")
+    ),
     "gauss": Estimator(elbo.draw_gauss, lambda settings: len(elbo.NODES), settings=()),
     "complements": Estimator(
-        elbo.draw_complements, pairs, views_per_draw=lambda settings: 2, settings=("num_views", "stratified")
+        elbo.draw_complements,
+        lambda settings: 2 * settings.draws,
+        views_per_draw=lambda settings: 2,
+        settings=("num_views", "stratified"),
     ),
     "random_masks": Estimator(masks.draw_random, drawn, partial=always, settings=("num_views",)),
     "spg": Estimator(spg.draw, drawn, linear=False, settings=("num_views",)),
@@ -156,7 +140,7 @@ ESTIMATORS: dict[str, Estimator] = {
         replay.number_of_segments,
         replays=True,
         replays_writes=True,
-        reads=steps,
+        reads=lambda settings: ("reveal_steps",),
         settings=("segments",),
     ),
     "states": Estimator(
@@ -171,7 +155,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "left_to_right": Estimator(
         replay.draw_text,
         lambda settings: settings.gen_length,
-        draws=never,
+        draws=lambda settings: False,
         clean_prompt=True,
         as_sampled=lambda settings: settings.block_length == 1,
         settings=(),

@@ -26,11 +26,7 @@ TIMES = (0.1, 0.9)  # and that of `random_masks` between these
 
 
 def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Views:
-    """One view, which hides the whole canvas and the prompt tokens in `prompt_noise` (rows, prompt).
-
-    Args:
-        scored: (rows, tokens) bool, the tokens of the completion that count, with weight 1.
-    """
+    """One view, which hides the whole canvas and `prompt_noise` (rows, prompt); `scored` (rows, tokens) weigh 1."""
     canvas = prompt_noise.new_ones(len(prompt_noise), gen_length)
     return Views(torch.cat([prompt_noise, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
 
@@ -73,12 +69,8 @@ def mean_field_logps(
 
 
 def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Tensor) -> Views:
-    """Three views: the first hides all tokens, the second those of `half` (rows, canvas), the third the others.
-
-    Args:
-        prompt_noise: (rows, 1, prompt) bool, hidden in all three.
-        share: (rows,) the probability of each token to be in `half`.
-    """
+    """Three views: the first hides all tokens, the second those of `half` (rows, canvas), the third the others. A token
+    is in `half` with probability `share` (rows,); `prompt_noise` (rows, 1, prompt) is hidden in all three."""
     hidden = torch.stack([torch.ones_like(half), half, ~half], dim=1)
     weights = torch.stack([torch.full_like(share, 0.5), 0.5 / share, 0.5 / (1 - share)], dim=1).unsqueeze(-1)
     return views_of_canvas(prompt_noise, hidden, scored, weights)

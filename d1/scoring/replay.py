@@ -78,14 +78,10 @@ class Written(NamedTuple):
 
 
 def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights: Tensor) -> Views:
-    """A view for each of a row's `chosen` segments (rows, views); tokens written before the segment are visible.
+    """A view for each of a row's `chosen` segments (rows, views), whose own tokens have `weights` (rows, views). Tokens
+    written before the segment are visible, also after the completion's end: the sampler saw them, too.
 
-    This includes tokens after the completion's end, because the sampler saw them, too.
-
-    Args:
-        prompt_noise: (rows, views or 1, prompt) bool.
-        written: the `steps` are numbers of segments.
-        weights: (rows, views), of the segment's own tokens.
+    The `steps` of `written` are numbers of segments; `prompt_noise` is (rows, views or 1, prompt).
     """
     # (rows, 1, canvas, writes) and (rows, views, 1, 1): compared, they count each position's writes in each view.
     step, at = written.steps.unsqueeze(1), chosen[..., None, None]
@@ -133,7 +129,7 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     chosen = chosen.minimum(last).sort(-1).values
     again = torch.cat([torch.zeros_like(chosen[:, :1]).bool(), chosen[:, 1:] == chosen[:, :-1]], dim=1)
     times = (chosen.unsqueeze(1) == chosen.unsqueeze(2)).sum(-1)
-    weights = times / (draws * chance.gather(1, chosen))
+    weights = times / (draws * chance.gather(1, chosen))  # of all its draws: one view scores the segment for them all
     return chosen, weights.masked_fill(again, 0.0).float()
 
 
@@ -148,19 +144,23 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     written = Written.of(sampled)
     written = written.merged(written.steps // (settings.segment_steps or 1))
     segments, scored, entropies = (values.flatten(1) for values in written[:3])
-    clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
     if not settings.num_views:
-        return every_view(clean, written)
+        return every_view(clean_prompt(sampled), written)
     if settings.draw_steps == "top":
         sums, counts = per_segment(segments, scored, entropies)
         means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
-        return replay_views(clean, written, *highest(means, settings.num_views))
+        return replay_views(clean_prompt(sampled), written, *highest(means, settings.num_views))
     numbers = random.evenly_spread(settings.num_views).to(segments.device)
     chance = chances(segments, scored, entropies, settings.draw_steps)
     chosen, weights = drawn(chance, numbers)
     if settings.mean_step:
         weights = weights / (chance > 0).sum(-1, keepdim=True)
-    return replay_views(clean, written, chosen, weights)
+    return replay_views(clean_prompt(sampled), written, chosen, weights)
+
+
+def clean_prompt(sampled: SampledRows) -> Tensor:
+    """(rows, 1, prompt) bool: no token of the prompt is hidden."""
+    return torch.zeros_like(sampled.maskable).unsqueeze(1)
 
 
 def every_view(prompt_noise: Tensor, written: Written) -> Views:
@@ -196,8 +196,7 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     # A fixed number of views: a mean over them must not depend on the other rows of the batch.
     noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
     chosen, weights = highest(noisy, settings.draws)
-    clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
-    views = replay_views(clean, Written.of(sampled), chosen, weights)
+    views = replay_views(clean_prompt(sampled), Written.of(sampled), chosen, weights)
     hidden = views.noise[..., -sampled.gen_length :] & scored.unsqueeze(1)
     return Views(views.noise, torch.where(hidden, weights.unsqueeze(-1), 0.0))
 
@@ -208,6 +207,5 @@ def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     Exact for a sampler with `block_length` 1."""
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
-    clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
     steps, scored = within_blocks(order, sampled.blocks).unsqueeze(-1), sampled.scored.unsqueeze(-1)
-    return every_view(clean, Written(steps, scored, sampled.entropies.unsqueeze(-1), None))
+    return every_view(clean_prompt(sampled), Written(steps, scored, sampled.entropies.unsqueeze(-1), None))

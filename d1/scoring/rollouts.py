@@ -108,6 +108,7 @@ def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
     if blocks is None:
         return order
     blocks = blocks - blocks[:, :1]
+    # The first step of each block: the smallest number of its tokens that were revealed at all.
     counted = order.masked_fill(order < 0, torch.iinfo(order.dtype).max)
     firsts = torch.full_like(order, torch.iinfo(order.dtype).max).scatter_reduce(1, blocks, counted, "amin")
     return torch.where(order < 0, order, order - firsts.gather(1, blocks))

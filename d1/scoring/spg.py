@@ -31,14 +31,8 @@ def spg_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
 
 
 def hidden_of_row(length: int, block: int, hide: int, order: Tensor, block_length: int, perturbed: Tensor) -> Tensor:
-    """(canvas,) bool, what a view hides of one row.
-
-    Args:
-        length: scored tokens.
-        block: the drawn block.
-        hide: how many of the block's scored tokens are hidden, the first of `order`, a permutation of them.
-        perturbed: (canvas,) bool, the tokens to hide in earlier blocks.
-    """
+    """(canvas,) bool, what a view hides of one row with `length` scored tokens: those `perturbed` of the blocks before
+    the drawn one, the first `hide` of its tokens in the order `order`, and all later blocks."""
     first, end = block * block_length, min((block + 1) * block_length, length)
     hidden = torch.ones_like(perturbed)
     hidden[:first] = perturbed[:first]

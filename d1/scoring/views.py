@@ -156,8 +156,8 @@ def score(
     if width > gen_length:
         raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
     views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)
-    behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
-    clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
+    rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
+    clean = torch.cat([prompt_ids, completion_ids, rest], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     padded = padding_mask(visible) is not None  # even a mask that hides nothing excludes the fastest attention kernels
 
@@ -168,6 +168,7 @@ def score(
         return values.to(clean.device, non_blocking=True)
 
     def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`.
         row, view = pairs.unbind(1)
         hidden = views.noise[row, view] & visible[row].bool()
         text = clean[row]
@@ -201,6 +202,8 @@ def score(
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
+    # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
+    # the loss a path to the weights costs nothing.
     each = 3 if torch.is_grad_enabled() else 1
     paid = pairs[:, 0] if scored.any() else pairs[:0, 0]
     fed = visible[paid].sum()
@@ -235,6 +238,7 @@ def hidden_states(
             return body_and_head(model)[0](noised, visible)
         mask = over_queries(visible, visible.shape[1])  # with this mask, a pass does not wait for the device
         return body_and_head(model)[0](noised, mask, position_ids=count_positions(visible))
+    # Two streams: finished blocks with the prompt as the view shows it, and the canvas with what the view hides.
     finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
     return two_stream_states(model, finished, noised[:, -again:], visible)
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
 
 from d1.masking import keyed_generator
-from d1.sampling import Rollout, SamplingSettings
+from d1.models import head
+from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling.reveal import REMASKING
 
 MASK, VOCAB = 3, 64
 SAMPLERS: list[dict[str, Any]] = [  # all pairs of a cache and a reveal rule that a sampler may have
@@ -40,6 +46,41 @@ EDITORS: list[dict[str, Any]] = [  # random models never agree with themselves: 
     {"sampler": "parallel", "reveal": "entropy", "reveal_level": 0.6, "edit_threshold": 0.5, "max_post_steps": 0},
     {"sampler": "parallel", "reveal": "threshold", "editing": "quality"},
 ]
+WITHOUT_CACHE = [sampler for sampler in SAMPLERS if "cached" not in sampler["sampler"]]
+TRUNCATED: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.7, "record_as_sampled": True}]
+TRUNCATED += [{"top_k": 5, "top_p": 0.9, "record_as_sampled": True}, {"record_as_sampled": True}]
+GIVEN: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@st.composite
+def cases(
+    draw: Any,
+    samplers: st.SearchStrategy[dict[str, Any]],
+    longest: int = 12,
+    block_length: int | None = None,
+    truncated: Sequence[dict[str, Any]] = TRUNCATED,
+    orders: Sequence[str] = tuple(REMASKING),
+) -> dict[str, Any]:
+    """A batch of prompts and the settings to complete them: lengths, noise, guidance, EOS stop, size of a chunk."""
+    gen_length, block_length = draw(st.integers(1, longest)), block_length or draw(st.integers(1, longest + 2))
+    sampler, temperature = draw(samplers), draw(st.sampled_from([0.0, 0.8]))
+    settings = SamplingSettings(
+        gen_length,
+        block_length,
+        draw(st.integers(-(-gen_length // block_length), gen_length)),
+        temperature,
+        draw(st.sampled_from([0.0, 0.0, 0.5])),
+        "low_confidence" if "reveal" in sampler else draw(st.sampled_from(orders)),
+        **sampler,
+        **draw(st.sampled_from([{}, *truncated] if temperature else [{}])),
+    )
+    return {
+        "widths": draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)),
+        "settings": settings,
+        "ends": draw(st.sampled_from([None, list(range(4, 20))])),
+        "seed": draw(st.integers(0, 1000)),
+        "chunk": draw(st.sampled_from([2, 6 * VOCAB, 2**24])),
+    }
 
 
 @dataclass
@@ -50,7 +91,7 @@ class Row:
     logps: list[float]
     entropies: list[float]
     reveal_steps: list[int]
-    writes: list[list[tuple[int, int, float, float]]]  # of each place: pass, id, log-probability, entropy
+    writes: list[list[tuple[int, int, float, float]]]  # of each position: pass, id, log-probability, entropy
     passes: int = 0
     tokens: int = 0
 
@@ -87,13 +128,13 @@ def parts(total: int, count: int) -> list[int]:
     return [total // count + (part < total % count) for part in range(count)]
 
 
-def blocks_of(prompt: int, settings: SamplingSettings, model: Any) -> list[tuple[int, int]]:
-    """The tokens and steps of each block after a prompt of this length."""
-    length = settings.gen_length
+def blocks_of(positions: Sequence[int], settings: SamplingSettings, model: Any) -> list[tuple[int, int]]:
+    """The tokens and steps of each block of the positions to fill."""
+    length = len(positions)
     if not getattr(model.config, "block_size", None):
         count = -(-length // settings.block_length)
         return list(zip(parts(length, count), parts(settings.steps, count), strict=True))
-    sizes = list(Counter(place // settings.block_length for place in range(prompt, prompt + length)).values())
+    sizes = list(Counter(position // settings.block_length for position in positions).values())
     steps = [1 for _ in sizes]
     while sum(steps) < settings.steps:
         rates = [size / count for size, count in zip(sizes, steps, strict=True)]
@@ -145,40 +186,47 @@ def recorded(logits: list[float], token: int, settings: SamplingSettings) -> flo
 
 
 def sample(
-    model: Any, prompt: list[int], settings: SamplingSettings, generator: torch.Generator, ends: list[int] | None = None
+    model: Any,
+    text: list[int],
+    settings: SamplingSettings,
+    generator: torch.Generator,
+    ends: list[int] | None = None,
+    holes: list[int] | None = None,
 ) -> Row:
-    """The row that `rollout` must give for `prompt` and this generator, whatever else is in the batch."""
+    """The row that `rollout` must give for the prompt `text` and this generator, whatever else is in the batch; with
+    `holes`, the row that `fill` must give for these positions of `text`."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
-    row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
+    ids = [*text, *[MASK] * length] if holes is None else [MASK if i in holes else id for i, id in enumerate(text)]
+    positions = list(range(len(text), len(ids))) if holes is None else holes
+    row = Row(ids, [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
     above, budget = settings.edits, settings.post_steps
-    lasting = (settings.kv_cache or "").startswith("lasting")
+    lasting = settings.kv_cache == "lasting"
     delayed = settings.kv_cache == "delayed" or lasting
-    ids, branches = row.ids, [Frozen(model, delayed) for _ in range(2 if cfg_scale else 1)]
+    branches = [Frozen(model, delayed) for _ in range(2 if cfg_scale else 1)]
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
     shift = int(getattr(model.config, "predicts_next_token", False))
-    of_model = getattr(model.config, "block_size", None)
-    start, stored = len(prompt), 0
+    of_model = getattr(model.config, "block_size", None) if holes is None else None
+    filled, stored = 0, 0
     before: list[int] = []
-    for block, (size, steps) in enumerate(blocks_of(len(prompt), settings, model)):
-        end, scheduled, post = start + size, 0, 0
-        anew = {"lasting+prompt": len(prompt), "lasting+whole": 0 if block % 2 else len(ids)}.get(settings.kv_cache, 0)
+    for size, steps in blocks_of(positions, settings, model):
+        own, scheduled, post = positions[filled : filled + size], 0, 0
+        start, end, filled = own[0], own[-1] + 1, filled + size
         last = end if settings.kv_cache == "dual" else len(ids)
         before = before if lasting else []
         for step, count in enumerate(parts(size, steps) + [0] * (above is not None) * (budget + 1)):
             scheduled += count
-            left = masked = [i for i in range(start, end) if ids[i] == MASK]
+            left = masked = [i for i in own if ids[i] == MASK]
             if not masked:
                 post += 1
                 if above is None or post > budget:
                     break
             if above is not None:
-                left = list(range(start, end))
+                left = own
             window = list(range(max(0, start - shift), last)) if cached and step > 0 else None
             if delayed and row.passes > 0 and (lasting or step > 0):
                 window = sorted({*before, *(left if lasting else [])})  # tokens hidden in the last pass or in this one
-                window = window if step else sorted({*window, *range(anew)})
             before = left
-            seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
+            seen = [ids, [token if i in positions else MASK for i, token in enumerate(ids)]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
             fed = len(ids) if window is None else len(window) + (len(left) if delayed and shift else 0)
             if of_model:  # the model's blocks that overlap this one; in its first step also what is not cached
@@ -191,7 +239,7 @@ def sample(
             # position.
             if temperature:
                 uniform = torch.rand(len(left), VOCAB, generator=generator).clamp(min=2.0**-25)
-            places = torch.rand(len(left), generator=generator).tolist() if settings.remasking == "random" else None
+            ranks = torch.rand(len(left), generator=generator).tolist() if settings.remasking == "random" else None
             guesses = []
             for number, i in enumerate(left):
                 log_softmax = logits[i].log_softmax(-1)
@@ -206,40 +254,40 @@ def sample(
                 token = int(scores.argmax())
                 logp, entropy = log_softmax[token].item(), -(log_softmax.exp() * log_softmax).sum().item()
                 rank = {"low_confidence": -logp, "entropy": entropy}.get(settings.remasking)
-                guesses.append((-places[number] if places else rank, i, token, logp, entropy))
+                guesses.append((-ranks[number] if ranks else rank, i, token, logp, entropy))
             other = [guess for guess in guesses if guess[1] not in masked]
             edits = [guess for guess in other if guess[2] != ids[guess[1]] and math.exp(guess[3]) > above]
             guesses = sorted(guess for guess in guesses if guess[1] in masked)
             due = scheduled - (size - len(masked))
             if parallel:
                 confidences, entropies = [math.exp(guess[3]) for guess in guesses], [guess[4] for guess in guesses]
-                due = max(1, due, count_by_rule(settings.reveal, settings.level, confidences, entropies))
+                due = max(1, due, count_by_rule(settings.rule, settings.level, confidences, entropies))
             for _, i, token, _, entropy in guesses[:due] + edits:
-                at, ids[i] = i - len(prompt), token
+                at, ids[i] = positions.index(i), token
                 row.logps[at] = recorded(logits[i].tolist(), token, settings)
                 row.entropies[at], row.reveal_steps[at] = entropy, row.passes
                 row.writes[at].append((row.passes, token, row.logps[at], entropy))
             row.passes += 1
             if above is not None and not masked and not edits:
                 break
-        start = end
-        if ends and set(ids[len(prompt) : end]) & set(ends):
+        if ends and set(ids[positions[0] : end]) & set(ends):
             ids[end:] = [ends[0]] * (len(ids) - end)
             break
     return row
 
 
 def make_prompts(widths, seed):
+    """Random prompts of these widths, padded on the left, and their attention mask."""
     ids, mask = torch.zeros(len(widths), max(widths), dtype=torch.long), torch.zeros(len(widths), max(widths))
     for row, width in enumerate(widths):
-        ids[row, -width:] = torch.randint(4, VOCAB, (width,), generator=keyed_generator(seed, row))
-        mask[row, -width:] = 1
+        ids[row, max(widths) - width :] = torch.randint(4, VOCAB, (width,), generator=keyed_generator(seed, row))
+        mask[row, max(widths) - width :] = 1
     return ids, mask.long()
 
 
 def sharper(model):
     """With random weights nothing is certain, and no rule would ever reveal more than one token."""
-    model.lm_head.weight.data.mul_(4)
+    model.get_output_embeddings().weight.data.mul_(4)
     return model
 
 
@@ -253,14 +301,28 @@ def check_row(got: Rollout, row: int, width: int, expected: Row) -> None:
         torch.testing.assert_close(found[row], torch.tensor(wanted), rtol=1e-5, atol=2e-5)
     assert (got.passes[row].item(), got.forward_tokens[row].item()) == (expected.passes, expected.tokens)
     if got.writes is not None:
-        steps = got.writes.steps[row].tolist()
-        found = [
-            [(step, token) for step, token in zip(*place, strict=True) if step >= 0]
-            for place in zip(steps, got.writes.ids[row].tolist(), strict=True)
-        ]
-        assert found == [[write[:2] for write in place] for place in expected.writes]
-        for column, name in enumerate(("logps", "entropies"), start=2):
-            values = getattr(got.writes, name)[row][got.writes.steps[row] >= 0]
-            wanted = torch.tensor([write[column] for place in expected.writes for write in place])
-            torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
-        assert got.edits[row].item() == sum(len(place) - 1 for place in expected.writes if place)
+        there = got.writes.steps[row] >= 0
+        wanted = [write for position in expected.writes for write in position]
+        assert there.sum(-1).tolist() == [len(position) for position in expected.writes]
+        assert got.writes.steps[row][there].tolist() == [write[0] for write in wanted]
+        assert got.writes.ids[row][there].tolist() == [write[1] for write in wanted]
+        for field, name in enumerate(("logps", "entropies"), start=2):
+            values = torch.tensor([write[field] for write in wanted])
+            torch.testing.assert_close(getattr(got.writes, name)[row][there], values, rtol=1e-5, atol=2e-5)
+        assert got.edits[row].item() == sum(len(position) - 1 for position in expected.writes if position)
+
+
+def check_against_the_reference(model: Any, case: dict[str, Any], **options: Any) -> Rollout:
+    """Compares a padded batch with each row alone, and returns the rollout."""
+    widths, settings, ends = case["widths"], case["settings"], case.get("ends")
+    ids, mask = make_prompts(widths, case["seed"])
+    generators = [keyed_generator(case["seed"], 9, row) for row in range(len(ids))]
+    options |= {"mask_token_id": MASK, "generator": generators, "eos_token_ids": ends}
+    with patch.object(head, "CHUNK_ELEMENTS", case.get("chunk", head.CHUNK_ELEMENTS)):
+        got = rollout(model, ids, mask, settings, **options)
+    assert got.reveal_steps.dtype == torch.long
+    for row, width in enumerate(widths):
+        twin = keyed_generator(case["seed"], 9, row)
+        check_row(got, row, width, sample(model, ids[row, ids.shape[1] - width :].tolist(), settings, twin, ends))
+        assert torch.equal(generators[row].get_state(), twin.get_state())  # and drew no further number
+    return got

@@ -1,216 +1,412 @@
-"""The sampler's schedule and invariances, and the distribution it draws from."""
+"""The loop of the sampler: every rollout and its record compared with slow references, and how the loop ends."""
 
+import dataclasses
 import math
-import time
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-import d1.sampling.predict
+import d1.models.head
+from benchmarks import published
 from d1.masking import keyed_generator
-from d1.models import load_model
-from d1.sampling import generate, rollout
-from d1.sampling.predict import draw_ids
-from d1.sampling.reveal import reveal_schedule, schedule_of, spread
-from tests.d1.sampling.reference import left_of
-from tests.d1.scoring.enumeration import assert_frequencies
-
-MASK, VOCAB = 3, 8
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_dir):
-    return load_model(str(tiny_model_dir))
-
-
-def left_padded(prompts, width):
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
-
-
-PROMPTS = [[1, 5, 9, 10, 11, 6], [1, 5, 20, 6], [1, 5, 30, 31, 32, 33, 34, 35, 6]]
-LENGTHS = {"mask_token_id": MASK, "gen_length": 16, "block_length": 8, "steps": 6}
-
-
-def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generator(model):
-    ids, mask = left_padded(PROMPTS, 12)
-    generators = [[keyed_generator(0, row) for row in range(3)] for _ in range(4)]
-    for number, remasking in enumerate(("low_confidence", "random")):
-        options = {"temperature": 1.0, "remasking": remasking, **LENGTHS}
-        batch = generate(model, ids, mask, generator=generators[number], **options)
-        for row, prompt in enumerate(PROMPTS):
-            own, seen = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)
-            alone = generate(model, own, seen, generator=generators[number + 2][row : row + 1], **options)
-            assert alone[0, len(prompt) :].tolist() == batch[row, 12:].tolist()
-
-
-class Recorder:
-    """A model with fixed logits that counts calls and records the numbers of hidden and of scored tokens in each."""
-
-    config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
-    d1_prepared = True
-
-    def __init__(self, logits):
-        self.logits, self.calls, self.hidden, self.scored = logits, 0, [], []
-
-    def base_model(self, input_ids, attention_mask):
-        self.calls += 1
-        self.hidden.append((input_ids == MASK).sum(1).tolist())
-        return SimpleNamespace(last_hidden_state=self.logits.expand(len(input_ids), -1, -1).clone())
-
-    def lm_head(self, states):
-        self.scored.append(states.shape[0] * states.shape[1])
-        return states
-
-
-def test_forward_passes_and_revealed_tokens_are_as_scheduled():
-    recorder = Recorder(torch.randn(1, 2 + 13, VOCAB, generator=keyed_generator(1)))
-    prompt = torch.tensor([[0, 1], [1, 2]])
-    out = generate(
-        recorder, prompt, torch.ones_like(prompt), mask_token_id=MASK, gen_length=13, block_length=5, steps=8
-    )
-    assert recorder.calls == 8
-    # blocks 5, 4, 4 with 3, 3, 2 steps
-    assert recorder.scored == [2 * n for n in [5, 3, 1, 4, 2, 1, 4, 2]]  # the head: only what the block still hides
-    assert recorder.hidden == [[n, n] for n in [13, 11, 9, 8, 6, 5, 4, 2]]
-    assert not (out == MASK).any()
-
-
-@given(tokens=st.integers(1, 200), block=st.integers(1, 64), data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_schedule_drops_neither_tokens_nor_steps(tokens, block, data):
-    blocks = -(-tokens // block)
-    steps = data.draw(st.integers(blocks, tokens))
-    schedule = reveal_schedule(tokens, block, steps)
-    assert len(schedule) == blocks
-    assert sum(map(sum, schedule)) == tokens
-    assert sum(map(len, schedule)) == steps
-    assert all(count >= 1 for reveals in schedule for count in reveals)
-    assert max(map(sum, schedule)) <= block
-    assert all(max(reveals) - min(reveals) <= 1 for reveals in schedule)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 60))
-def test_each_further_step_goes_to_the_slowest_block(sizes, steps):
-    taken = [1] * len(sizes)
-    for _ in range(steps - len(sizes)):
-        speeds = [size / count for size, count in zip(sizes, taken, strict=True)]
-        taken[speeds.index(max(speeds))] += 1
-    assert schedule_of(sizes, steps) == [spread(*block) for block in zip(sizes, taken, strict=True)]
-
-
-def test_a_schedule_of_many_blocks_takes_no_minute():
-    began = time.process_time()
-    assert sum(map(len, schedule_of([4] * 8192, 30_000))) == 30_000
-    assert time.process_time() - began < 5
-
-
-def test_spread_puts_the_remainder_first():
-    assert spread(10, 4) == [3, 3, 2, 2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gumbel_sampling_draws_from_the_tempered_softmax(dtype):
-    logits = torch.tensor([[[0.0, 1.0, 2.0, -1.0]]]).expand(1, 40_000, 4)
-    for temperature in (0.5, 1.0, 2.0):
-        tokens = draw_ids(logits, temperature, keyed_generator(9), dtype)
-        share = torch.bincount(tokens.flatten(), minlength=4) / 40_000
-        expected = torch.softmax(logits[0, 0] / temperature, -1)
-        assert (share - expected).abs().max() < 4 * (0.25 / 40_000) ** 0.5
-
-
-def test_the_smallest_uniform_number_gives_no_freak_noise(monkeypatch):
-    # torch.rand returns exactly 0 once in 2^24 draws; unguarded, that token would win with Gumbel noise of +87 or inf.
-    def smallest(shape, generator, like, counts=None):
-        return torch.tensor([[[0.0, 0.5]]], dtype=like.dtype)
-
-    monkeypatch.setattr(d1.sampling.predict, "uniform", smallest)
-    assert draw_ids(torch.tensor([[[0.0, 20.0]]]), 1.0).item() == 1
-
-
-def test_low_precision_noise_is_refused():
-    with pytest.raises(ValueError, match="float32 or float64"):
-        draw_ids(torch.zeros(1, 1, 2), 1.0, noise_dtype=torch.bfloat16)
-
-
-def test_saturated_confidences_reveal_left_to_right():
-    logits = torch.full((1, 6, VOCAB), -1e4)
-    logits[..., 5] = 1e4  # every position is certain
-    hidden = Recorder(logits)
-    generate(
-        hidden, torch.tensor([[0, 1]]), torch.ones(1, 2), mask_token_id=MASK, gen_length=4, block_length=4, steps=4
-    )
-    assert hidden.hidden == [[4], [3], [2], [1]]
-
-
-def test_random_remasking_reveals_every_position_first_equally_often():
-    logits = torch.zeros(1, 6, VOCAB)
-    logits[..., 5] = 3.0
-    first = []
-
-    class First(Recorder):
-        def base_model(self, input_ids, attention_mask):
-            if (input_ids == MASK).sum() == 3:
-                first.append((input_ids[0, 2:] != MASK).nonzero().item())
-            return super().base_model(input_ids, attention_mask)
-
-    options = {"mask_token_id": MASK, "gen_length": 4, "block_length": 4, "steps": 4, "generator": keyed_generator(4)}
-    for _ in range(400):
-        generate(First(logits), torch.tensor([[0, 1]]), torch.ones(1, 2), remasking="random", **options)
-    share = torch.bincount(torch.tensor(first), minlength=4) / 400
-    assert (share - 0.25).abs().max() < 4 * (0.1875 / 400) ** 0.5
-
-
-def test_the_mask_token_is_never_revealed_and_the_prompt_never_touched(model):
-    prompt = torch.tensor([[1, MASK, 9, 6]])  # a prompt may contain the mask token
-    logits = torch.zeros(1, 20, VOCAB)
-    logits[..., MASK] = 50.0
-    out = generate(Recorder(logits), prompt, torch.ones_like(prompt), **LENGTHS)
-    assert out[0, :4].tolist() == prompt[0].tolist()
-    assert not (out[0, 4:] == MASK).any()
-
-
-@pytest.mark.parametrize("mask_logit", [-60.0, 9.0])
-@pytest.mark.parametrize(
-    "chosen",
-    [{}, {"top_k": 2}, {"top_k": 1}, {"top_p": 0.8}, {"top_p": 1e-6}, {"top_k": 4, "top_p": 0.9, "temperature": 0.5}],
-    ids=str,
+from d1.models import load_model, prepare
+from d1.sampling import SamplingSettings, eos_cut, generate, rollout, rollout_steps
+from tests.d1.sampling.reference import (
+    EDITORS,
+    GIVEN,
+    MASK,
+    SAMPLERS,
+    TRUNCATED,
+    VOCAB,
+    cases,
+    check_against_the_reference,
+    make_prompts,
 )
-def test_tokens_are_drawn_from_what_is_left_and_recorded_with_these_chances(chosen, mask_logit):
-    """The mask token is never chosen. If it is the most likely token (in no trained model), only the record includes
-    it."""
-    count, words = 3000, [0.0, 1.0, 0.5, mask_logit, 1.4, -1.0, -0.5, 0.2]
-    chosen = {"temperature": 1.3, **chosen}
-    prompt = torch.ones(count, 1, dtype=torch.long)
-    options = {"mask_token_id": MASK, "gen_length": 1, "block_length": 1, "steps": 1}
-    model = Recorder(torch.tensor(words).expand(1, 2, VOCAB))
-    got, own = (
-        rollout(model, prompt, prompt, generator=keyed_generator(5), **options | chosen | {"record_as_sampled": record})
-        for record in (True, False)
-    )
-    of = [chosen.get(name, default) for name, default in (("temperature", 1), ("top_k", 0), ("top_p", 1.0))]
-    left = left_of([-math.inf if token == MASK else word for token, word in enumerate(words)], *of)
-    often = got.ids[:, 1].bincount(minlength=VOCAB)
-    assert set(often.nonzero().flatten().tolist()) == set(left) - {MASK}
-    chances = torch.tensor([left.get(token, 0.0) for token in range(VOCAB)])
-    assert_frequencies(often, chances)
-    assert got.logps.isfinite().all()
-    if mask_logit < 0:
-        torch.testing.assert_close(got.logps[:, 0].exp(), chances[got.ids[:, 1]])
-    assert torch.equal(own.ids, got.ids)
-    torch.testing.assert_close(own.logps[:, 0], torch.tensor(words).log_softmax(-1)[got.ids[:, 1]])
+
+GOOD = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 9}
+FULL = ["llama", "llada", "Dream"]  # Dream's logits predict the next token
+
+
+def generators(rows):
+    return [keyed_generator(5, row) for row in range(rows)]
+
+
+# --- Compared with the slow reference, row by row ---------------------------------------------------------------------
+
+ALL_IS_WINDOW = {  # with Dream's shift, the window begins at the prompt's only token
+    "widths": [1, 1],
+    "settings": SamplingSettings(3, 3, 3, **SAMPLERS[6] | {"reveal_level": 0.1}),
+    "ends": None,
+    "seed": 0,
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+@given(case=cases(st.sampled_from(SAMPLERS)))
+@example(case=ALL_IS_WINDOW)
+@settings(max_examples=25, **GIVEN)
+def test_rows_of_a_padded_batch_equal_the_reference_on_each_row_alone(load, kind, case):
+    check_against_the_reference(load(kind), case)
+
+
+EDITING = st.fixed_dictionaries(
+    {
+        "sampler": st.just("parallel"),
+        "reveal": st.sampled_from(["threshold", "factor", "entropy"]),
+        "reveal_level": st.floats(0.05, 0.99),
+        "edit_threshold": st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9]),
+        "max_post_steps": st.integers(0, 4),
+    }
+)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama", None), ("Dream", None), ("Fast_dLLM_Qwen", 5), ("sdar", 4)])
+@given(data=st.data())
+@settings(max_examples=20, **GIVEN)
+def test_every_write_of_an_editor_is_the_references(load, kind, size, data):
+    check_against_the_reference(load(kind), data.draw(cases(EDITING, block_length=size)))
+
+
+RANDOM = [one | {"remasking": "random"} for one in SAMPLERS[:3]]
+WARM: list[dict[str, Any]] = [{}, {"temperature": 0.8}]
+WARMER = [one | {"temperature": 0.8, **TRUNCATED[2]} for one in (SAMPLERS[0], RANDOM[0], SAMPLERS[2], SAMPLERS[5])]
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("sampler", [one | warm for one in SAMPLERS + RANDOM for warm in WARM] + WARMER, ids=str)
+def test_the_record_of_every_sampler_is_the_references(load, kind, sampler):
+    case = {"widths": [6, 1, 4], "settings": SamplingSettings(12, 4, 9, **sampler), "seed": 3}
+    got = check_against_the_reference(load(kind), case)
+    assert (got.reveal_steps >= 0).all()
+    ends = got.ids[:, 6:10].unique()[:3].tolist()
+    stopped = check_against_the_reference(load(kind), case | {"ends": ends})
+    filled = stopped.reveal_steps == -1
+    assert filled.any(), "no row stopped: the test shows nothing"
+    assert (stopped.logps[filled] == 0).all()
+    assert (stopped.entropies[filled] == 0).all()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_every_sampler_equals_the_reference_under_eager_attention(load, sampler):
+    case = {"widths": [6, 1, 4], "settings": SamplingSettings(12, 4, 9, cfg_scale=0.5, **sampler), "seed": 3}
+    check_against_the_reference(load("Dream", attn_implementation="eager"), case)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("cache", ["prefix", "dual", "delayed", "lasting"])
+def test_other_kinds_with_caches_equal_the_reference(load, kind, cache):
+    chosen = SamplingSettings(9, 3, 6, sampler="cached", kv_cache=cache)
+    check_against_the_reference(load(kind), {"widths": [5, 2], "settings": chosen, "seed": 1})
+
+
+OF_BLOCKS = [{"temperature": 0.8, **TRUNCATED[1]}, {"cfg_scale": 0.5, "remasking": "random"}]
+OF_BLOCKS += [SAMPLERS[5], {"remasking": "entropy"}]
+
+
+@pytest.mark.parametrize("kind", ["sdar", "Fast_dLLM_Qwen", "llada2_moe"])
+@pytest.mark.parametrize("options", OF_BLOCKS, ids=str)
+def test_blocks_end_where_a_block_causal_models_do(load, kind, options):
+    """Prompts that end at every position of a block, one of them inside the first block."""
+    model = load(kind)
+    size = model.config.block_size
+    widths = [size + n for n in range(size)] + [1]
+    case = {"widths": widths, "settings": SamplingSettings(11, size, 6, **options), "seed": 2}
+    got = check_against_the_reference(model, case)
+    assert (got.reveal_steps >= 0).all()
+    ends = got.ids[:, -11:-6].unique()[:6].tolist()
+    assert (check_against_the_reference(model, case | {"ends": ends}).reveal_steps == -1).any()
+    ids, mask = make_prompts(widths, 0)
+    message = rf"has blocks of {size} tokens, so block_length must be {size}, not 2;.*other_blocks=True"
+    with pytest.raises(ValueError, match=message):
+        rollout(model, ids, mask, **GOOD | {"block_length": 2})
+
+
+# --- Compared with the published algorithm, draw for draw -------------------------------------------------------------
+
+
+def same_draws(generators):
+    """`rand` for the published sampler: numbers of the library's documented stream, in the positions where they are
+    used.
+
+    One number per word of the vocabulary for each token still hidden in the block, left to right, then (random
+    remasking) one per token. The library's Gumbel noise is -log(-log(1 - u)).
+    """
+
+    def rand(hidden, shape):
+        values = torch.full(shape, 0.5, dtype=torch.float64)
+        per_row = int(hidden[0].sum())
+        wide = (VOCAB,) if len(shape) == 3 else ()
+        if isinstance(generators, list):
+            drawn = torch.cat([torch.rand(per_row, *wide, generator=generator) for generator in generators])
+        else:
+            drawn = torch.rand(len(hidden) * per_row, *wide, generator=generators)
+        drawn = drawn.double()
+        values[hidden] = 1 - drawn.clamp(min=2.0**-25) if wide else drawn
+        return values
+
+    return rand
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream"])
+@given(
+    case=cases(st.just({"sampler": "exact"}), truncated=(), orders=("low_confidence", "random")),
+    per_row=st.booleans(),
+)
+@settings(max_examples=20, **GIVEN)
+def test_tokens_and_draws_are_those_of_the_published_algorithm(load, kind, case, per_row):
+    """Also with one generator for the whole batch."""
+    chosen, (ids, mask) = case["settings"], make_prompts(case["widths"], case["seed"])
+    ours, theirs = (generators(len(ids)) if per_row else keyed_generator(case["seed"]) for _ in range(2))
+    with pytest.MonkeyPatch.context() as given:
+        given.setattr(d1.models.head, "CHUNK_ELEMENTS", case["chunk"])
+        got = generate(load(kind), ids, mask, chosen, mask_token_id=MASK, generator=ours)
+    names = ("gen_length", "block_length", "steps", "temperature", "cfg_scale", "remasking")
+    fields = {name: getattr(chosen, name) for name in names} | {"mask_token_id": MASK, "dtype": torch.float64}
+    expected = published.generate(load(kind), ids, mask, rand=same_draws(theirs), **fields)
+    assert got.tolist() == expected.tolist()
+    for a, b in zip(*(g if isinstance(g, list) else [g] for g in (ours, theirs)), strict=True):
+        assert torch.equal(a.get_state(), b.get_state())  # no further number was drawn
+
+
+# --- The EOS stop, and what is read back to the host ------------------------------------------------------------------
+
+
+def test_a_completion_ends_before_or_with_its_first_eos():
+    ids = torch.tensor([[7, 2, 8, 2], [7, 7, 7, 7], [2, 7, 7, 7]])
+    assert eos_cut(ids, [2]).tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
+    assert eos_cut(ids, torch.tensor([2, 8]), including=False).sum(1).tolist() == [1, 4, 0]
+
+
+class Ops(TorchDispatchMode):
+    """Counts reads back to the host, and the most elements of a tensor over the vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.largest, self.kinds = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.reads += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        if isinstance(out, torch.Tensor) and out.shape[-1:] == (VOCAB,) and out.shape != (32, VOCAB):
+            self.largest = max(self.largest, out.numel() // VOCAB)
+            self.kinds.add(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream"])
+@pytest.mark.parametrize("widths", [[5] * 4, [5, 2, 4, 5]])  # without padding and with
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"remasking": "random"}, {"cfg_scale": 0.5}])
+def test_a_block_reads_back_once_for_the_eos_stop_and_a_rollout_once_at_its_end(
+    load, kind, monkeypatch, widths, options
+):
+    lists = []  # on a CPU `tolist` is not an operation
+    tolist = torch.Tensor.tolist
+    model, (ids, mask) = load(kind), make_prompts(widths, 0)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(len(tensor)) or tolist(tensor))
+    lengths = {"mask_token_id": MASK, "gen_length": 16, "block_length": 4, "steps": 16}
+    for ends, blocks in ((None, 0), ([MASK], 3)):  # the mask token is never said, so no row ends
+        lists.clear()
+        with Ops() as ops:
+            generate(model, ids, mask, generator=generators(4), eos_token_ids=ends, **lengths, **options)
+        assert lists == [4] * (blocks + 1)  # at the end: is everything finite?
+        assert ops.reads == 1  # is there padding?
+
+
+def test_a_step_holds_few_logits(load, monkeypatch):
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 2 * 6 * VOCAB)
+    ids, mask = make_prompts([5] * 4, 0)
+    lengths = {"mask_token_id": MASK, "gen_length": 16, "block_length": 4, "steps": 16}
+    with Ops() as ours:
+        generate(load("llada"), ids, mask, **lengths)
+    assert ours.largest == 6  # positions: 2 rows with 3 hidden tokens each, or 1 row with 4
+    assert not {"_softmax", "sort", "topk", "_to_copy"} & ours.kinds
+    with Ops() as theirs:
+        published.generate(load("llada"), ids, mask, **lengths)
+    assert theirs.largest == 4 * 21
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [*SAMPLERS, EDITORS[1]], ids=str)
+@pytest.mark.parametrize("ends", [None, list(range(4, 24))])
+def test_the_steps_add_up_to_the_rollout(load, sampler, ends):
+    ids, mask = make_prompts([6, 1, 4, 3], 5)
+    chosen = SamplingSettings(12, 4, 9, temperature=0.8, cfg_scale=0.5, **sampler)
+
+    def options():
+        return {"mask_token_id": MASK, "generator": generators(4), "eos_token_ids": ends}
+
+    whole = rollout(load("Dream"), ids, mask, chosen, **options())
+    canvas = torch.cat([ids, torch.full((4, 12), MASK)], dim=1)
+    logps, entropies, numbers = torch.zeros(4, 18), torch.zeros(4, 18), torch.full((4, 18), -1)
+    passes, seen = torch.zeros(4, dtype=torch.long), set()
+    for step in rollout_steps(load("Dream"), ids, mask, chosen, **options()):
+        assert torch.is_grad_enabled()
+        assert not step.logps.requires_grad
+        assert torch.equal(step.numbers, passes[step.rows])
+        passes[step.rows] += 1
+        assert torch.equal(step.passes, passes)
+        assert step.revealed.any(1).all() or chosen.edits is not None
+        for i, row in enumerate(step.rows.tolist()):
+            at, ids_now = step.positions[i][step.revealed[i]], step.ids[i][step.revealed[i]]
+            if chosen.edits is None:
+                assert (canvas[row, at] == MASK).all()  # each is revealed once
+            assert (canvas[row, at] != ids_now).all()  # an edit writes another token
+            canvas[row, at] = ids_now
+            logps[row, at] = step.logps[i][step.revealed[i]]
+            entropies[row, at] = step.entropies[i][step.revealed[i]]
+            numbers[row, at] = step.numbers[i]
+        assert torch.equal(step.canvas[step.rows], canvas[step.rows])
+        seen.add(step.canvas.data_ptr())
+    assert len(seen) == 1  # steps share the canvas
+    stopped = canvas == MASK
+    assert stopped.any() == (ends is not None)
+    assert torch.equal(canvas.masked_fill(stopped, (ends or [0])[0]), whole.ids)
+    assert torch.equal(step.canvas, whole.ids)
+    assert torch.equal(logps[:, 6:], whole.logps)
+    assert torch.equal(entropies[:, 6:], whole.entropies)
+    assert torch.equal(numbers[:, 6:], whole.reveal_steps)
+    assert torch.equal(step.passes, whole.passes)
+    assert torch.equal(step.forward_tokens, whole.forward_tokens)
+
+
+# --- Editing ----------------------------------------------------------------------------------------------------------
+
+
+class Scripted(torch.nn.Module):
+    """A head that predicts at each pass what a script says, whatever it reads."""
+
+    def __init__(self, model, script):
+        super().__init__()
+        self.script, self.calls, self.weight = script, 0, model.lm_head.weight
+
+    def forward(self, states):
+        rows = [
+            [math.log(p) if token == k else math.log((1 - p) / 63) for k in range(64)]
+            for token, p in self.script[min(self.calls, len(self.script) - 1)]
+        ]
+        self.calls += 1
+        return torch.tensor(rows).expand(states.shape[0], -1, -1) if states.dim() == 3 else torch.tensor(rows)
+
+
+def scripted(kind_dirs, script, **chosen):
+    model = load_model(kind_dirs["llama"])
+    model.lm_head = Scripted(model, script)
+    ids, mask = make_prompts([3], 0)
+    given = {"gen_length": 2, "block_length": 2, "steps": 2, "sampler": "parallel", "reveal_level": 0.5} | chosen
+    return rollout(model, ids, mask, mask_token_id=MASK, **given)
+
+
+def test_a_block_ends_after_a_pass_without_masks_and_edits(kind_dirs):
+    script = [[(5, 0.9), (6, 0.2)], [(7, 0.8), (6, 0.9)], [(7, 0.9), (8, 0.4)]]
+    got = scripted(kind_dirs, script, edit_threshold=0.5)
+    # Pass 0 reveals a 5; pass 1 replaces it by a 7, with masks left, and reveals a 6; pass 2 would write an 8 of 0.4.
+    assert got.ids[0, 3:].tolist() == [7, 6]
+    assert (got.passes.item(), got.edits.item()) == (3, 1)
+    assert got.writes.ids[0, :, :2].tolist() == [[5, 7], [6, 0]]
+    assert got.first_ids[0].tolist() == [*got.ids[0, :3].tolist(), 5, 6]
+    assert got.writes.steps[0, :, :2].tolist() == [[0, 1], [1, -1]]
+    torch.testing.assert_close(got.writes.logps[0, 0, :2].exp(), torch.tensor([0.9, 0.8]))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_a_block_ends_when_its_budget_is_spent(kind_dirs, budget):
+    unsettled = [[(5 + n % 2, 0.9), (7 + n % 2, 0.9)] for n in range(40)]
+    got = scripted(kind_dirs, unsettled, edit_threshold=0.5, max_post_steps=budget)
+    assert (got.passes.item(), got.edits.item()) == (1 + budget, 2 * budget)
+
+
+def test_at_zero_an_edit_of_any_probability_is_made_and_unset_none(kind_dirs):
+    script = [[(5, 0.9), (6, 0.9)], [(7, 0.02), (6, 0.9)]]
+    assert scripted(kind_dirs, script, edit_threshold=0.0).ids[0, 3:].tolist() == [7, 6]
+    assert scripted(kind_dirs, script, edit_threshold=0.1).ids[0, 3:].tolist() == [5, 6]
+    unset = scripted(kind_dirs, script)
+    assert (unset.ids[0, 3:].tolist(), unset.passes.item(), unset.writes) == ([5, 6], 1, None)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama", 4), ("Dream", 4), ("Fast_dLLM_Qwen", 5)])
+def test_an_editor_that_never_edits_fills_like_the_sampler_without(load, kind, size):
+    """At a threshold that no prediction reaches, greedy tokens are those without editing, for one more pass per
+    block."""
+    ids, mask = make_prompts([6, 3, 1], 4)
+    chosen = SamplingSettings(12, size, 9, sampler="parallel", reveal_level=0.5)
+    plain = rollout(load(kind), ids, mask, chosen, mask_token_id=MASK)
+    editing = dataclasses.replace(chosen, edit_threshold=0.999999)
+    edited = rollout(load(kind), ids, mask, editing, mask_token_id=MASK)
+    assert torch.equal(plain.ids, edited.ids)
+    assert not edited.edits.any()
+    assert (edited.passes > plain.passes).all()
+    for editor in EDITORS:  # those of the other tests do edit; with a budget of 0 only before the last mask
+        got = rollout(load(kind), ids, mask, SamplingSettings(12, size, 9, **editor), mask_token_id=MASK)
+        assert got.edits.any() or editor.get("max_post_steps") == 0
+
+
+def test_a_model_that_does_not_say_that_it_learnt_to_edit_is_warned_of_once(kind_dirs, caplog):
+    model = load_model(kind_dirs["llama"])
+    ids, mask = make_prompts([3], 0)
+    rollout(model, ids, mask, **GOOD)
+    model.config.edit_noise = "uniform"
+    rollout(model, ids, mask, **GOOD, **EDITORS[0])
+    assert not caplog.records
+    del model.config.edit_noise
+    model.config.name_or_path = "a model trained on masks"
+    for _ in range(2):
+        rollout(model, ids, mask, **GOOD, **EDITORS[0])
+    (record,) = caplog.records
+    assert "a model trained on masks: nothing in its config says that it learnt to correct" in record.getMessage()
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_and_their_fields_give_the_same_rollout_and_not_both(load):
+    model, (ids, mask) = load("Dream"), make_prompts([4, 2], 0)
+    chosen, one = SamplingSettings(12, 4, 9, temperature=0.7), {"mask_token_id": MASK}
+    by_field = rollout(model, ids, mask, generator=keyed_generator(0), temperature=0.7, **GOOD)
+    whole = rollout(model, ids, mask, chosen, generator=keyed_generator(0), **one)
+    assert torch.equal(by_field.ids, whole.ids)
+    assert torch.equal(generate(model, ids, mask, chosen, generator=keyed_generator(0), **one), whole.ids)
+    with pytest.raises(ValueError, match="both settings and temperature"):
+        rollout(model, ids, mask, chosen, temperature=0.7, **one)
+
+
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def bare(make=LlamaForCausalLM, config=LlamaConfig):
+    """A model whose first pass would fail the test."""
+    model = make(config(**SHAPE)).eval()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("ran the model"))
+    return model
+
+
+@pytest.mark.parametrize("sample", [generate, rollout, rollout_steps])
+def test_a_model_that_was_not_prepared_is_refused_before_its_first_pass(sample):
+    ids, mask = make_prompts([4, 2], 0)
+    for model in (bare(), bare(BertForMaskedLM, BertConfig)):
+        with pytest.raises(ValueError, match=r"was not prepared.*d1\.models\.load_model"):
+            sample(model, ids, mask, **GOOD)
+    model = prepare(LlamaForCausalLM(LlamaConfig(is_causal=False, **SHAPE)).eval())  # built and prepared
+    assert rollout(model, ids, mask, **GOOD).ids.shape == (2, 16)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"steps": 17}, "between 2 and 16 steps"), ({"generator": [keyed_generator(0)] * 2}, "one generator per row")],
+    [
+        ({"steps": 17}, "between 3 and 12 steps"),
+        ({"generator": [keyed_generator(0)]}, "one generator per row"),
+        ({"temperature": 1.0, "sampler": "parallel", "generator": keyed_generator(0)}, "a list of generators, one per"),
+        ({"temperature": 1.0, "eos_token_ids": [2], "generator": keyed_generator(0)}, "a list of generators, one per"),
+        ({"remasking": "random", "eos_token_ids": [2]}, "a list of generators, one per row"),
+    ],
 )
 def test_bad_arguments_are_refused_before_the_first_forward_pass(change, message):
-    recorder = Recorder(torch.zeros(1, 20, VOCAB))
+    ids, mask = make_prompts([4, 2], 0)
     with pytest.raises(ValueError, match=message):
-        generate(recorder, torch.tensor([[0, 1]]), torch.ones(1, 2), **{**LENGTHS, **change})
-    assert recorder.calls == 0
+        rollout_steps(prepare(bare()), ids, mask, **GOOD | change)

@@ -1,6 +1,7 @@
 """Logits that are not finite end the work everywhere a sampler runs, and the error names the row and the layer."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -20,15 +21,24 @@ WIDTHS = [5, 3, 4]
 
 
 @pytest.fixture(scope="module")
-def damaged(kind_dirs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("damaged")
-    return load_model(with_nan(kind_dirs["llama"], folder / "llama", f"{DOWN}.weight", (3, 5)))
+def broken(kind_dirs, tmp_path_factory):
+    """`broken(kind, weight, where)`: a model with NaN in a weight."""
+
+    @cache
+    def broken(kind, weight, where):
+        return load_model(with_nan(kind_dirs[kind], tmp_path_factory.mktemp("broken") / kind, weight, where))
+
+    return broken
 
 
-@pytest.fixture(scope="module")
-def one_bad_token(kind_dirs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("token")
-    return load_model(with_nan(kind_dirs["llama"], folder / "llama", "model.embed_tokens.weight", (BAD,)))
+@pytest.fixture
+def damaged(broken):
+    return broken("llama", f"{DOWN}.weight", (3, 5))
+
+
+@pytest.fixture
+def one_bad_token(broken):
+    return broken("llama", "model.embed_tokens.weight", (BAD,))
 
 
 def prompts(bad_row=None):
@@ -100,17 +110,17 @@ def test_a_stream_yields_what_ended_before_and_names_the_prompt(one_bad_token, s
         next(stream)
 
 
-def test_block_causal_models_too(kind_dirs, tmp_path):
-    model = load_model(with_nan(kind_dirs["sdar"], tmp_path / "sdar", "model.layers.2.input_layernorm.weight", (0,)))
-    with pytest.raises(NotFiniteError, match=r"comes from model\.layers\.2\.input_layernorm, whose"):
-        rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK)
-
-
-def test_a_mask_embedding_shows_in_the_first_state_alone(kind_dirs, tmp_path):
-    """Once all tokens are revealed, a pass over the text is finite again."""
-    model = load_model(with_nan(kind_dirs["llama"], tmp_path / "llama", "model.embed_tokens.weight", (MASK,)))
-    with pytest.raises(NotFiniteError, match=r"comes from model\.embed_tokens"):
-        rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK)
+@pytest.mark.parametrize(
+    ("kind", "weight", "where"),
+    [
+        ("sdar", "model.layers.2.input_layernorm", 0),
+        # A mask embedding shows in the first state alone: once all tokens are revealed, a pass is finite again.
+        ("llama", "model.embed_tokens", MASK),
+    ],
+)
+def test_other_weights_and_block_causal_models_too(broken, kind, weight, where):
+    with pytest.raises(NotFiniteError, match=rf"comes from {weight}, whose"):
+        rollout(broken(kind, f"{weight}.weight", (where,)), *prompts(), **LENGTHS, mask_token_id=MASK)
 
 
 def test_float16_that_overflows_is_another_cause(kind_dirs):

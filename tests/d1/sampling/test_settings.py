@@ -1,24 +1,23 @@
-"""The settings of a rollout check themselves, and their tables accept a user's own rows."""
+"""The settings of a rollout check themselves; the flags of commands give the same settings."""
 
 import argparse
 import dataclasses
 import math
-from collections import Counter
+import re
+import subprocess
+import sys
 
 import pytest
-import torch
+from transformers import BertConfig, LlamaConfig
 
-from d1.masking import keyed_generator
-from d1.models import load_model
 from d1.models.distribution import OWN, Distribution
-from d1.sampling import SamplingSettings, rollout, rollout_stream
+from d1.sampling import SamplingSettings
 from d1.sampling.caches import CACHES, Cache
-from d1.sampling.passes import Passes
 from d1.sampling.reveal import REMASKING, RULES, Order, Rule
-from d1.sampling.settings import SAMPLERS
-from tests.d1.sampling.reference import MASK, make_prompts
+from d1.sampling.settings import FLAGS, SAMPLERS, add_model_flags, add_sampling_flags, sampling_settings
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
+PARALLEL = {"sampler": "parallel"}
 TRUNCATED = {"top_k": 2, "top_p": 0.9, "record_as_sampled": True}
 NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
 
@@ -26,25 +25,32 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *[({name: value}, f"{name} must be positive and whole, got") for name in GOOD for value in (0, -4, 2.0, "4")],
-        *[({name: True}, f"{name} must be positive and whole, got True") for name in GOOD],
+        *[({name: value}, f"{name} must be positive and whole, got") for name in GOOD for value in (0, 2.0, "4", True)],
         *[({name: value}, f"{name} must be >= 0") for name in ("temperature", "cfg_scale") for value in NUMBERS],
-        *[({"sampler": "parallel", "reveal_level": value}, "reveal_level must be >= 0") for value in NUMBERS[:-1]],
+        *[(PARALLEL | {"reveal_level": value}, "reveal_level must be >= 0") for value in NUMBERS[:-1]],
         ({"steps": 2}, "12 tokens in 3 blocks need between 3 and 12 steps, got 2"),
         ({"steps": 13}, "between 3 and 12 steps, got 13"),
         *[({"temperature": 1.0, "top_k": value}, "top_k must be whole and >= 0") for value in (-1, 2.0, "3", None)],
         *[({"temperature": 1.0, "top_p": value}, "top_p must be above 0") for value in (*NUMBERS, 0.0, 1.1)],
         *[({name: value}, "need a temperature above 0") for name, value in TRUNCATED.items()],
-        ({"remasking": "margin"}, "remasking must be one of low_confidence, random, entropy, got 'margin'"),
-        ({"sampler": "parallel", "remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
+        ({"remasking": "margin"}, "remasking must be one of low_confidence, random, .*got 'margin'"),
+        (PARALLEL | {"remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
         ({"sampler": "fast"}, r"sampler must be one of exact, cached, parallel, cached\+parallel, got 'fast'"),
         ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual, delayed"),
-        ({"sampler": "parallel", "reveal": "margin"}, "reveal must be one of threshold, factor, entropy"),
-        ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),
+        (PARALLEL | {"reveal": "margin"}, "reveal must be one of threshold, factor, entropy"),
         ({"kv_cache": "dual"}, "kv_cache='dual' would be ignored by the sampler exact"),
-        ({"sampler": "parallel", "kv_cache": "dual"}, "would be ignored by the sampler parallel"),
+        (PARALLEL | {"kv_cache": "dual"}, "would be ignored by the sampler parallel"),
         ({"reveal": "factor"}, "would be ignored by the sampler exact"),
         ({"sampler": "cached", "reveal_level": 0.5}, "would be ignored by the sampler cached"),
+        ({"edit_threshold": 0.5}, "would be ignored by the sampler exact: choose a parallel one"),
+        ({"editing": "speed"}, "would be ignored by the sampler exact: choose a parallel one"),
+        (PARALLEL | {"edit_threshold": 1.0}, r"edit_threshold must be in \[0, 1\), got 1.0"),
+        (PARALLEL | {"edit_threshold": "0.5x"}, r"edit_threshold must be in \[0, 1\)"),
+        (PARALLEL | {"edit_threshold": 0.5, "max_post_steps": -1}, r"max_post_steps must be an integer in \[0, 256\]"),
+        (PARALLEL | {"max_post_steps": 3}, "max_post_steps would be ignored: nothing is edited"),
+        (PARALLEL | {"editing": "fast"}, "editing must be one of quality, speed, got 'fast'"),
+        (PARALLEL | {"editing": "speed", "reveal": "factor"}, "has a level of the rule threshold, not of factor"),
+        ({"sampler": "cached+parallel", "edit_threshold": 0.5}, "use the sampler parallel, which is exact"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, message):
@@ -52,116 +58,126 @@ def test_what_makes_no_sense_is_refused(changes, message):
         SamplingSettings(**GOOD | changes)
 
 
-def in_use(**changes):
+@pytest.mark.parametrize(
+    ("changes", "in_use"),
+    [
+        ({}, (None, None, 0.0, None, 0)),
+        ({"sampler": "cached"}, ("dual", None, 0.0, None, 0)),
+        ({"sampler": "cached", "kv_cache": "prefix"}, ("prefix", None, 0.0, None, 0)),
+        (PARALLEL | {"reveal": "factor"}, (None, "factor", RULES["factor"].level, None, 0)),
+        (PARALLEL | {"reveal_level": 0}, (None, "threshold", 0, None, 0)),
+        ({"sampler": "cached+parallel"}, ("dual", "threshold", 0.9, None, 0)),
+        # The presets are LLaDA2.1's, and single values win.
+        (PARALLEL | {"editing": "quality"}, (None, "threshold", 0.7, 0.5, 16)),
+        (PARALLEL | {"editing": "speed"}, (None, "threshold", 0.5, 0.0, 16)),
+        (
+            PARALLEL | {"editing": "speed", "edit_threshold": 0.9, "max_post_steps": 2, "reveal_level": 0.95},
+            (None, "threshold", 0.95, 0.9, 2),
+        ),
+    ],
+)
+def test_what_is_not_said_is_the_tables_default(changes, in_use):
     chosen = SamplingSettings(**GOOD | changes)
-    return chosen.cache, chosen.rule, chosen.level
+    assert (chosen.cache, chosen.rule, chosen.level, chosen.edits, chosen.post_steps) == in_use
+    assert chosen.most_passes() == 6 + 3 * in_use[-1]
 
 
-def test_what_is_not_said_is_the_tables_default():
-    assert in_use() == (None, None, 0.0)
-    assert in_use(sampler="cached") == ("dual", None, 0.0)
-    assert in_use(sampler="cached", kv_cache="prefix") == ("prefix", None, 0.0)
-    assert in_use(sampler="parallel", reveal="factor") == (None, "factor", RULES["factor"].level)
-    assert in_use(sampler="parallel", reveal_level=0) == (None, "threshold", 0)
-    assert in_use(sampler="cached+parallel") == ("dual", "threshold", RULES["threshold"].level)
-    assert (SAMPLERS, tuple(CACHES)) == (
-        ("exact", "cached", "parallel", "cached+parallel"),
-        ("prefix", "dual", "delayed", "lasting"),
-    )
-
-
-def test_settings_know_whether_they_draw():
-    assert not SamplingSettings(**GOOD).draws
-    assert SamplingSettings(**GOOD, temperature=0.1).draws
+def test_settings_know_whether_they_draw_from_what_and_what_they_record():
+    """At temperature 0 nothing is drawn, and the model's own log-probability is recorded."""
+    greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)
+    assert (greedy.draws, greedy.drawn_from, greedy.record_distribution) == (False, OWN, OWN)
+    assert (warm.draws, warm.drawn_from, warm.record_distribution) == (True, Distribution(0.5, 2, 0.9), OWN)
+    assert dataclasses.replace(warm, record_as_sampled=True).record_distribution == warm.drawn_from
     assert SamplingSettings(**GOOD, remasking="random").draws
 
 
-def test_settings_know_what_they_draw_from_and_what_they_record():
-    """At temperature 0 nothing is drawn, and the model's own log-probability is recorded."""
-    greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)
-    assert (greedy.drawn_from, greedy.record_distribution) == (OWN, OWN)
-    assert (warm.drawn_from, warm.record_distribution) == (Distribution(0.5, 2, 0.9), OWN)
-    assert dataclasses.replace(warm, record_as_sampled=True).record_distribution == warm.drawn_from
+# --- Flags ------------------------------------------------------------------------------------------------------------
+
+IN_BLOCKS = LlamaConfig(block_size=4)
+
+
+def parsed(line: str = "", leave_out=(), **changes):
+    parser = argparse.ArgumentParser()
+    add_sampling_flags(parser, leave_out, **changes)
+    return vars(parser.parse_args(line.split()))
+
+
+def test_every_field_of_the_settings_has_its_flag_and_the_same_default():
+    """Except for what only RL sets: the distribution apart from the temperature, and what is recorded."""
+    assert SAMPLERS == ("exact", "cached", "parallel", "cached+parallel")
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
+    assert [fields.pop(name) for name in ("top_k", "top_p", "record_as_sampled")] == [0, 1.0, False]
+    assert [{"diffusion_steps": "steps"}.get(name, name) for name in FLAGS if name != "seed"] == [*fields]
+    flags = parsed()
+    assert {name: flags[name] for name in FLAGS if name in [*fields][3:]} == dict([*fields.items()][3:])
+
+
+@pytest.mark.parametrize(
+    ("flag", "table", "entry"),
+    [
+        ("reveal", RULES, Rule(lambda logps, entropies, level: 1, 0.5)),
+        ("remasking", REMASKING, Order(lambda logps, entropies, uniform: logps)),
+        ("kv_cache", CACHES, Cache(lambda *args, **options: None)),
+    ],
+)
+def test_an_entry_from_outside_is_a_choice_of_its_flag(monkeypatch, flag, table, entry):
+    with pytest.raises(SystemExit):
+        parsed(f"--{flag} mine")
+    monkeypatch.setitem(table, "mine", entry)
+    assert parsed(f"--{flag} mine")[flag] == "mine"
+
+
+def test_a_command_leaves_flags_out_and_changes_others():
+    flags = parsed("--steps 3", leave_out=("seed", "kv_cache"), gen_length={"default": None})
+    assert list(flags) == [name for name in FLAGS if name not in ("seed", "kv_cache")]
+    assert (flags["gen_length"], flags["diffusion_steps"]) == (None, 3)
+    assert parsed()["gen_length"] == 128
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser, checkpoint_path={"default": ""})
+    flags = vars(parser.parse_args(["--model_name", "m", "--plain_chat_template"]))
+    unset = {"dtype": None, "attn_implementation": None}
+    assert flags == {"model_path": "m", "checkpoint_path": "", "plain_chat_template": True, **unset}
+
+
+ALL = "--temperature 0.5 --cfg_scale 1 --sampler cached+parallel --kv_cache prefix --reveal factor --reveal_level 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "expected"),
+    [
+        ("", None, (128, 32, 64)),
+        ("", LlamaConfig(), (128, 32, 64)),
+        ("", IN_BLOCKS, (128, 4, 64)),
+        ("--gen_length 1", IN_BLOCKS, (1, 4, 1)),
+        ("--gen_length 13 --block_length 5", LlamaConfig(), (13, 5, 6)),
+        ("--diffusion_steps 128 --block_length 8", None, (128, 8, 128)),
+        (ALL, None, (128, 32, 64, 0.5, 1.0, "low_confidence", "cached+parallel", "prefix", "factor", 2.0)),
+    ],
+)
+def test_what_is_said_is_kept_and_steps_and_blocks_that_are_left_open_are_filled_in(line, config, expected):
+    assert sampling_settings(parsed(line), config) == SamplingSettings(*expected)
 
 
 def test_flags_with_other_names_give_the_settings():
-    flags = {"diffusion_steps": 6, "temperature": 0.5, "cfg_scale": 1, "remasking": "low_confidence"}
-    flags |= {"sampler": "cached+parallel", "kv_cache": None, "reveal": "factor", "reveal_level": 2.0, "seed": 3}
-    args = argparse.Namespace(max_completion_length=12, block_length=4, **flags)
+    args = argparse.Namespace(max_completion_length=12, block_length=4, diffusion_steps=6, temperature=0.5, seed=3)
     found = SamplingSettings.of(args, steps="diffusion_steps", gen_length="max_completion_length")
-    assert found == SamplingSettings(12, 4, 6, 0.5, 1, "low_confidence", "cached+parallel", None, "factor", 2.0)
+    assert found == SamplingSettings(12, 4, 6, 0.5)
 
 
-@pytest.fixture(scope="module")
-def model(kind_dirs):
-    return load_model(kind_dirs["llada"])
+@pytest.mark.parametrize(
+    ("line", "config", "message"),
+    [
+        ("--block_length 8", IN_BLOCKS, "has blocks of 4 tokens, so block_length must be 4, not 8"),
+        ("--sampler cached", BertConfig(), "bert is an encoder"),
+        ("--diffusion_steps 3", None, "128 tokens in 4 blocks need between 4 and 128 steps, got 3"),
+    ],
+)
+def test_flags_that_make_no_sense_or_do_not_suit_the_model_are_refused(line, config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sampling_settings(parsed(line), config)
 
 
-def test_a_rule_added_from_outside_says_how_many_are_revealed(model, monkeypatch):
-    def even(logps, entropies, level):
-        """Two at a time; all tokens of a row if their entropies sum to less than the level."""
-        return torch.where(entropies.sum(-1) < level, logps.shape[1], 2)
-
-    monkeypatch.setitem(RULES, "even", Rule(even, 0.0))
-    ids, mask = make_prompts([5, 2], 0)
-    pairs = rollout(model, ids, mask, mask_token_id=MASK, sampler="parallel", reveal="even", **GOOD | {"steps": 12})
-    assert pairs.reveal_steps.sort(1).values.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]] * 2
-    options = {"sampler": "parallel", "reveal": "even", "reveal_level": 1000.0}
-    blocks = rollout(model, ids, mask, mask_token_id=MASK, **options, **GOOD)
-    assert blocks.reveal_steps.tolist() == [[0] * 4 + [1] * 4 + [2] * 4] * 2
-
-
-def test_an_order_added_from_outside_says_which_are_revealed(model, monkeypatch):
-    def from_the_right(logps, entropies, uniform):
-        return torch.arange(logps.shape[1]).expand_as(logps).float()
-
-    monkeypatch.setitem(REMASKING, "from_the_right", Order(from_the_right))
-    ids, mask = make_prompts([5, 2], 0)
-    options = {"mask_token_id": MASK, "remasking": "from_the_right", "generator": keyed_generator(0)}
-    got = rollout(model, ids, mask, eos_token_ids=[MASK], **options, **GOOD)  # draws nothing: one generator will do
-    assert got.reveal_steps.tolist() == [[1, 1, 0, 0, 3, 3, 2, 2, 5, 5, 4, 4]] * 2
-
-
-def test_an_order_that_draws_needs_a_generator_a_row_beside_the_eos_stop(model, monkeypatch):
-    monkeypatch.setitem(REMASKING, "coin", Order(lambda logps, entropies, uniform: uniform().round(), draws=True))
-    ids, mask = make_prompts([5, 2], 0)
-    options = {"mask_token_id": MASK, "remasking": "coin", "eos_token_ids": [MASK]}
-    with pytest.raises(ValueError, match="one per row"):
-        rollout(model, ids, mask, generator=keyed_generator(0), **options, **GOOD)
-    generators = [keyed_generator(0, row) for row in range(2)]
-    assert (rollout(model, ids, mask, generator=generators, **options, **GOOD).reveal_steps >= 0).all()
-
-
-def test_an_order_by_confidence_added_from_outside_goes_with_a_rule(monkeypatch):
-    monkeypatch.setitem(REMASKING, "mine", Order(lambda logps, entropies, uniform: logps, by_confidence=True))
-    assert SamplingSettings(**GOOD, remasking="mine", sampler="parallel").rule == "threshold"
-    monkeypatch.setitem(REMASKING, "other", Order(lambda logps, entropies, uniform: -entropies))
-    with pytest.raises(ValueError, match="needs remasking low_confidence or mine"):
-        SamplingSettings(**GOOD, remasking="other", sampler="parallel")
-
-
-def test_a_cache_added_from_outside_serves_the_fixed_batch_and_the_stream(model, monkeypatch):
-    counts = Counter()
-
-    class OwnPasses(Passes):
-        """Counts blocks and passes, and computes all tokens, like the exact sampler."""
-
-        def enter(self, places, kept):
-            counts["blocks"] += 1
-
-        def states(self, *tensors):
-            counts["passes"] += 1
-            return super().states(*tensors)
-
-    monkeypatch.setitem(CACHES, "mine", Cache(OwnPasses))
-    ids, mask = make_prompts([5, 2], 0)
-    exact = rollout(model, ids, mask, mask_token_id=MASK, **GOOD)
-    own = SamplingSettings(**GOOD, sampler="cached", kv_cache="mine")
-    got = rollout(model, ids, mask, own, mask_token_id=MASK)
-    assert all(torch.equal(getattr(got, name), value) for name, value in vars(exact).items() if name != "writes")
-    assert counts == {"blocks": 3, "passes": 6}
-    prompts = [(row[real.bool()].tolist(), None) for row, real in zip(ids, mask, strict=True)]
-    for _, part in rollout_stream(model, prompts, own, batch_size=2, mask_token_id=MASK):
-        assert torch.equal(part.ids[:, 5:], got.ids[:, 5:])
-        assert torch.equal(part.reveal_steps, got.reveal_steps)
-    assert counts == {"blocks": 6, "passes": 12}
+def test_settings_rules_and_caches_need_no_torch():
+    names = ("settings", "reveal", "caches")
+    code = f"import sys, {', '.join(f'd1.sampling.{name}' for name in names)}; "
+    subprocess.run([sys.executable, "-c", code + "assert not {'torch', 'transformers'} & set(sys.modules)"], check=True)

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.stream import Asked, Stream
-from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts
+from tests.d1.sampling.reference import EDITORS, MASK, SAMPLERS, WITHOUT_CACHE, make_prompts
 
 WIDTHS = [9, 9, 8, 6, 5, 5, 3, 2, 1]
 ENDS = list(range(4, 20))
 FULL = [("llama", sampler) for sampler in SAMPLERS]
 FULL += [("Dream", sampler) for sampler in SAMPLERS if "cached" in sampler["sampler"]]  # predicts the next token
 FULL += [(kind, SAMPLERS[0]) for kind in ("llada", "Dream", "gemma2", "bert")]
-BLOCKS = [("sdar", sampler) for sampler in SAMPLERS if "cached" not in sampler["sampler"]]
-BLOCKS += [("Fast_dLLM_Qwen", sampler) for sampler in SAMPLERS[0:4:3]]
+FULL += [(kind, editor) for kind in ("llama", "Dream") for editor in EDITORS[1:4]]
+BLOCKS = [("sdar", sampler) for sampler in WITHOUT_CACHE]
+BLOCKS += [("Fast_dLLM_Qwen", sampler) for sampler in (*SAMPLERS[0:4:3], EDITORS[1])]
 CHOICES = [  # length and steps, further settings of the sampler, and the EOS tokens to stop at
     ((11, 7), {}, None),
     ((12, 12), {"temperature": 0.8}, ENDS),
@@ -28,26 +28,18 @@ def generators(rows):
     return [keyed_generator(3, row) for row in range(rows)]
 
 
-def stream(model, ids, mask, settings, batch_size, ends):
-    """Every row's record, in the form of one `rollout` of all rows, and the order in which the rows ended."""
-    prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
-    taken = zip(prompts, generators(len(prompts)), strict=True)
-    options = {"batch_size": batch_size, "mask_token_id": MASK, "eos_token_ids": ends}
-    found = {}
-    for numbers, part in rollout_stream(model, taken, settings, **options):
-        for place, number in enumerate(numbers):
-            found[number] = {name: values[place] for name, values in vars(part).items() if name != "writes"}
-            if part.writes is not None:
-                found[number] |= {f"written {name}": getattr(part.writes, name)[place] for name in ("ids", "steps")}
-            found[number]["ids"] = found[number]["ids"][part.ids.shape[1] - settings.gen_length :]
-    assert sorted(found) == list(range(len(prompts)))
-    return {name: torch.stack([found[row][name] for row in sorted(found)]) for name in found[0]}, list(found)
+def of_row(taken, row):
+    """What a rollout says of a row's completion; log-probs and entropies are equal up to rounding only."""
+    length = taken.logps.shape[1]
+    exact = [taken.ids[row, -length:], taken.reveal_steps[row], taken.passes[row], taken.forward_tokens[row]]
+    if taken.writes is not None:
+        exact += [taken.writes.ids[row], taken.writes.steps[row]]
+    return exact, [taken.logps[row], taken.entropies[row]]
 
 
 @pytest.mark.parametrize(("kind", "sampler"), [*FULL, *BLOCKS], ids=str)
-def test_rows_are_those_of_a_fixed_batch(kind_dirs, kind, sampler):
-    model = load_model(kind_dirs[kind])
-    model.get_output_embeddings().weight.data.mul_(4)  # more certain, so that rules reveal several tokens
+def test_rows_are_those_of_a_fixed_batch(load, kind, sampler):
+    model = load(kind)
     own = getattr(model.config, "block_size", None)
     ids, mask = make_prompts(WIDTHS, 0)
     early = 0
@@ -55,21 +47,24 @@ def test_rows_are_those_of_a_fixed_batch(kind_dirs, kind, sampler):
         if fields.get("remasking") and "parallel" in sampler["sampler"]:
             continue
         settings = SamplingSettings(length, own or 4, steps, **fields, **sampler)
-        options = {"mask_token_id": MASK, "generator": generators(len(ids)), "eos_token_ids": ends}
-        expected = rollout(model, ids, mask, settings, **options)
-        got, _ = stream(model, ids, mask, settings, 4, ends)
-        assert torch.equal(got["ids"], expected.ids[:, ids.shape[1] :]), settings
-        for name in ("reveal_steps", "passes", "forward_tokens"):
-            assert torch.equal(got[name], getattr(expected, name)), f"{name}: {settings}"
-        for name in ("logps", "entropies"):
-            torch.testing.assert_close(got[name], getattr(expected, name), rtol=0, atol=2e-5)
-        early += len(got["passes"].unique()) > 1
+        options = {"mask_token_id": MASK, "eos_token_ids": ends}
+        expected = rollout(model, ids, mask, settings, generator=generators(len(ids)), **options)
+        prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+        asked = zip(prompts, generators(len(ids)), strict=True)
+        ended = []
+        for numbers, part in rollout_stream(model, asked, settings, batch_size=4, **options):
+            ended += numbers
+            for index, number in enumerate(numbers):
+                (found, close), (wanted, close_to) = of_row(part, index), of_row(expected, number)
+                assert all(map(torch.equal, found, wanted)), settings
+                torch.testing.assert_close(close, close_to, rtol=0, atol=2e-5)
+        assert sorted(ended) == list(range(len(ids)))
+        early += len(expected.passes.unique()) > 1
     assert early, "no row ended before another: the test shows little"
 
 
-def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts(kind_dirs):
-    model = load_model(kind_dirs["llama"])
-    model.get_output_embeddings().weight.data.mul_(4)
+def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts(load):
+    model = load("llama")
     ids, mask = make_prompts(sorted(WIDTHS * 4, reverse=True), 1)
     settings = SamplingSettings(12, 4, 12, temperature=0.8, **SAMPLERS[3])
     fed, working, left = [], {}, list(range(len(ids)))
@@ -102,8 +97,8 @@ def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts
     assert full < 0.75 * (len(fed) - full)
 
 
-def test_what_makes_no_sense_is_refused(kind_dirs):
-    model = load_model(kind_dirs["sdar"])
+def test_what_makes_no_sense_is_refused(load):
+    model = load("sdar")
     given = {"batch_size": 2, "mask_token_id": MASK}
     with pytest.raises(ValueError, match="block_length must be 4, not 3"):
         rollout_stream(model, [], SamplingSettings(6, 3, 6), **given)
@@ -136,10 +131,9 @@ MIXED = [
         *(("Dream", cache) for cache in ("dual", "prefix", "delayed", "lasting")),
     ],
 )
-def test_rows_of_any_lengths_and_settings_share_a_batch(kind_dirs, kind, cache, guidance):
+def test_rows_of_any_lengths_and_settings_share_a_batch(load, kind, cache, guidance):
     """Each is what `rollout` gives for it alone, also where others arrive and are dropped in the meantime."""
-    model = load_model(kind_dirs[kind])
-    model.get_output_embeddings().weight.data.mul_(4)
+    model = load(kind)
     own = getattr(model.config, "block_size", None)
     ids, mask = make_prompts(WIDTHS * 3, 0)
     asked = []
@@ -155,28 +149,22 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(kind_dirs, kind, cache, 
     dropped, turns = {4, 17}, 0
     while left or len(stream):
         if done := stream.leave(dropped if turns > 6 else ()):
-            found |= {number: (part, place) for place, number in enumerate(done[0]) for part in [done[1]]}
+            found |= {number: (done[1], index) for index, number in enumerate(done[0])}
         stream.enter([left.pop(0) for _ in range(min(len(left), turns % 3, 5 - len(stream)))])
         for _ in stream.steps() if len(stream) else ():
             if not stream.cache.together:
                 break  # after any step
         turns += 1
     assert {*range(len(asked))} - {*found} <= dropped
-    for number, (part, place) in found.items():
-        one = asked[number]
-        alone = rollout(
-            model,
-            torch.tensor([one.ids]),
-            torch.ones(1, len(one.ids), dtype=torch.long),
-            one.settings,
-            mask_token_id=MASK,
-            generator=[keyed_generator(3, number)],
-            eos_token_ids=one.ends or None,
-        )
+    for number, (part, index) in found.items():
+        one, own = asked[number], [keyed_generator(3, number)]
+        options = {"mask_token_id": MASK, "generator": own, "eos_token_ids": one.ends or None}
+        prompt = torch.tensor([one.ids])
+        alone = rollout(model, prompt, torch.ones_like(prompt), one.settings, **options)
         tail = slice(-one.settings.gen_length, None)
-        assert torch.equal(part.ids[place, tail], alone.ids[0, tail]), one.settings
-        assert torch.equal(part.reveal_steps[place, tail], alone.reveal_steps[0])
-        assert part.edits[place] == alone.edits[0]
-        assert (part.passes[place], part.forward_tokens[place]) == (alone.passes[0], alone.forward_tokens[0])
+        assert torch.equal(part.ids[index, tail], alone.ids[0, tail]), one.settings
+        assert torch.equal(part.reveal_steps[index, tail], alone.reveal_steps[0])
+        assert part.edits[index] == alone.edits[0]
+        assert (part.passes[index], part.forward_tokens[index]) == (alone.passes[0], alone.forward_tokens[0])
         for name in ("logps", "entropies"):
-            torch.testing.assert_close(getattr(part, name)[place, tail], getattr(alone, name)[0], rtol=0, atol=2e-5)
+            torch.testing.assert_close(getattr(part, name)[index, tail], getattr(alone, name)[0], rtol=0, atol=2e-5)

@@ -7,7 +7,8 @@ padding.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from math import comb
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from d1.masking import keyed_generator
 from d1.models import prepare
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
-from d1.scoring import SampledRows, Views, ViewSettings, score
+from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
@@ -71,28 +73,27 @@ def every_model() -> list[Any]:
 
 def some_rows(sampled: SampledRows, which: Any) -> SampledRows:
     """The rows `which`, a slice or a list of numbers."""
-    columns = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
-    return SampledRows(**{name: column if column is None else column[which] for name, column in columns.items()})
+    return SampledRows(**{name: of if of is None else of[which] for name, of in vars(sampled).items()})
 
 
-def subsets(places: Any) -> list[tuple[int, ...]]:
-    return [some for size in range(len(places) + 1) for some in combinations(places, size)]
+def subsets(positions: Any) -> list[tuple[int, ...]]:
+    return [some for size in range(len(positions) + 1) for some in combinations(positions, size)]
 
 
-def marked(places: Any, width: int = CANVAS) -> Tensor:
-    """(width,) bool, true at `places`."""
-    return torch.tensor([place in places for place in range(width)])
+def marked(positions: Any, width: int = CANVAS) -> Tensor:
+    """(width,) bool, true at `positions`."""
+    return torch.tensor([position in positions for position in range(width)])
 
 
 def quadrature(low: float = 0.0, high: float = 1.0, parts: int = 1, points: int = 3) -> list[tuple[float, float]]:
     """Points and their weights in each of several equal parts of [low, high]. They are exact for polynomials of degree
     2 points - 1; the probabilities of a completion's sets have degree 4 at most."""
-    places, weights = np.polynomial.legendre.leggauss(points)
+    nodes, weights = np.polynomial.legendre.leggauss(points)
     size = (high - low) / parts
     return [
         (low + (part + (x + 1) / 2) * size, w / 2 * size)
         for part in range(parts)
-        for x, w in zip(places.tolist(), weights.tolist(), strict=True)
+        for x, w in zip(nodes.tolist(), weights.tolist(), strict=True)
     ]
 
 
@@ -118,7 +119,7 @@ def canvas_logits(model: Any, clean: Tensor, noise: Tensor, canvas: int, mask: i
 
 
 def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLED, prompt: Any = ()) -> Tensor:
-    """(canvas,) log p of each token of a row in the state that hides the places `hidden` of its canvas, and those of
+    """(canvas,) log p of each token of a row in the state that hides the positions `hidden` of its canvas, and those of
     its prompt in `prompt`; the prompt without its padding, and the logits of every position."""
     real = sampled.attention_mask[row].bool()
     canvas = len(sampled.canvas_ids[row])
@@ -128,24 +129,28 @@ def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLE
     return logits.log_softmax(-1).gather(-1, sampled.canvas_ids[row].unsqueeze(-1)).squeeze(-1)
 
 
-def behind(row: int) -> tuple[int, ...]:
+def after_end(row: int) -> tuple[int, ...]:
     """The canvas after a row's completion."""
     return tuple(range(LENGTHS[row], CANVAS))
 
 
 def all_states(model: Any, row: int) -> dict[tuple[int, ...], Tensor]:
     """Hidden tokens of a row's completion -> (canvas,) log-probs; the tokens after the completion are hidden."""
-    return {some: state_logps(model, row, some + behind(row)) for some in subsets(range(LENGTHS[row]))}
+    return {some: state_logps(model, row, some + after_end(row)) for some in subsets(range(LENGTHS[row]))}
+
+
+def sum_over_sets(model: Any, weight: Callable[[int, int], float]) -> Tensor:
+    """(rows, canvas): the sum over all sets of hidden tokens of `weight(their number, length)` x their log-probs."""
+    rows = []
+    for row, length in enumerate(LENGTHS):
+        terms = [marked(some) * logps * weight(len(some), length) for some, logps in all_states(model, row).items()]
+        rows.append(sum(terms, torch.zeros(CANVAS, dtype=torch.float64)))
+    return torch.stack(rows)
 
 
 def any_order_bound(model: Any) -> Tensor:
     """(rows, canvas): the sum over x = 1..L of E[log p of hidden tokens] / x, over all sets of x hidden tokens."""
-    rows = []
-    for row, length in enumerate(LENGTHS):
-        states = all_states(model, row)
-        terms = [marked(some) * states[some] / (len(some) * comb(length, len(some))) for some in states if some]
-        rows.append(sum(terms, torch.zeros(CANVAS, dtype=torch.float64)))
-    return torch.stack(rows)
+    return sum_over_sets(model, lambda x, length: 1 / (x * comb(length, x)) if x else 0.0)
 
 
 def blocks_bounds(model: Any, size: int) -> Tensor:
@@ -175,9 +180,9 @@ def merged(chances: Tensor, views: Views) -> Views:
         views: of the row in each draw, (draws, views, ...).
     """
     torch.testing.assert_close(chances.sum(), torch.ones((), dtype=torch.float64), rtol=0, atol=1e-12)
-    states, place = views.noise.flatten(0, 1).unique(dim=0, return_inverse=True)
+    states, index = views.noise.flatten(0, 1).unique(dim=0, return_inverse=True)
     weights = (chances[:, None, None] * views.weights.double()).flatten(0, 1)
-    total = weights.new_zeros(len(states), weights.shape[-1]).index_add(0, place, weights)
+    total = weights.new_zeros(len(states), weights.shape[-1]).index_add(0, index, weights)
     return Views(states.unsqueeze(0), total.unsqueeze(0))
 
 
@@ -227,3 +232,21 @@ def assert_frequencies(counts: Tensor, chances: Tensor) -> None:
 def repeated(row: int, times: int) -> SampledRows:
     """A row of `SAMPLED`, repeated."""
     return some_rows(SAMPLED, [row] * times)
+
+
+def randomness(rows: int, first: int = 0, total: int | None = None, seed: int = 0) -> Randomness:
+    """The random numbers of `rows` rows, the first of which is row `first` of a rollout of `total`."""
+    generators = [keyed_generator(seed, 1, row) for row in range(first, first + rows)]
+    return Randomness(generators, keyed_generator(seed), first, total or rows)
+
+
+def numbers_of(hidden: Tensor) -> Tensor:
+    """Sets of tokens (..., n) bool as numbers: token k counts 2^k."""
+    return (hidden * 2 ** torch.arange(hidden.shape[-1])).sum(-1)
+
+
+def assert_sets(hidden: Tensor, chance: Callable[[int], float]) -> None:
+    """Checks that each set of tokens, of the draws `hidden` (draws, n), is as frequent as the `chance` of its size."""
+    count = 2 ** hidden.shape[-1]
+    chances = torch.tensor([chance(some.bit_count()) for some in range(count)])
+    assert_frequencies(numbers_of(hidden).bincount(minlength=count), chances)

@@ -15,8 +15,8 @@ from tests.d1.scoring.enumeration import (
     MASK,
     PROMPT,
     SAMPLED,
+    after_end,
     assert_same,
-    behind,
     gradient,
     scores,
     settings,
@@ -124,7 +124,7 @@ def test_views_are_as_many_as_planned_and_show_nothing_that_tells_the_length(nam
         assert not views.weights[~SAMPLED.scored.unsqueeze(1).expand_as(hidden)].any()
         if not ESTIMATORS[estimator].replays:
             for row in range(len(LENGTHS)):
-                assert hidden[row][views.weights[row].any(-1)][:, list(behind(row))].all()
+                assert hidden[row][views.weights[row].any(-1)][:, list(after_end(row))].all()
 
 
 @each
@@ -150,7 +150,7 @@ def test_an_eos_alone_is_scored_and_a_row_that_takes_no_part_is_not(name):
 
 
 @each
-def test_attention_sees_the_whole_canvas_so_that_other_tokens_behind_the_end_change_nothing(name):
+def test_attention_sees_the_whole_canvas_so_that_other_tokens_after_the_end_change_nothing(name):
     """Replay hides them here, too, because none of them was revealed before the others."""
     late = SAMPLED.reveal_steps.masked_fill(~SAMPLED.scored, 9)
     sampled = replace(SAMPLED, reveal_steps=late)

@@ -180,8 +180,8 @@ def forms(states, size, beta):
 
 
 def loss_inputs(states, views):
-    places = [tuple(noise[PROMPT:].nonzero().flatten().tolist()) for noise in views.noise[0]]
-    logps = torch.stack([states[some] * marked(some) for some in places]).unsqueeze(0)
+    sets = [tuple(noise[PROMPT:].nonzero().flatten().tolist()) for noise in views.noise[0]]
+    logps = torch.stack([states[some] * marked(some) for some in sets]).unsqueeze(0)
     ones = torch.ones(1, CANVAS)
     return LossInputs(logps, logps, None, views.weights.double(), ones[:, 0], ones, torch.tensor(4.0))
 
