@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.train", "d1.sft.trainer", "d1.eval.completions"])
+SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.train", "d1.sft.stage", "d1.eval.completions"])
 
 
 def free_port() -> int:

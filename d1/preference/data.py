@@ -20,8 +20,7 @@ from trl import extract_prompt
 
 from d1.masking import keyed_generator
 from d1.models.conversation import as_messages, prompt_and_answer, tokenize, whole_turns
-from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import Slot, tokenised, usable_rows
+from d1.runs.data import IGNORED, Slot, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 

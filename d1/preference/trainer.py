@@ -28,10 +28,9 @@ from trl.trainer.utils import disable_dropout_in_model, use_adapter
 
 from d1.models.attention import require_prepared
 from d1.models.head import run_inside
-from d1.preference.data import IGNORED
 from d1.preference.losses import LOSSES
 from d1.preference.methods import Method
-from d1.runs.data import GlobalBatchSampler
+from d1.runs.data import IGNORED, GlobalBatchSampler
 from d1.runs.trainer import SummingTrainer
 from d1.scoring import Views, score
 

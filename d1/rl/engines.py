@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +18,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from d1.models.convert import write_weights
@@ -27,7 +27,7 @@ from d1.rl.batch import SCORED, Batch, evaluating, log_rollout, score_batch, tex
 from d1.rl.bridge import EpochSampler
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.runs.checkpoints import reading
-from d1.runs.cli import RunError
+from d1.runs.processes import together
 from d1.sampling import Rollout, SamplingSettings
 from d1.scoring import ESTIMATORS, SampledRows, Views
 from d1.scoring.replay import Written, replay_views
@@ -185,20 +185,9 @@ class PolicyServers:
                 logger.warning("%s is back, with the current weights.", server.url)
             server.problem = None
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Raises in all processes what one of them raises inside: otherwise the others would wait for it."""
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            problem = error
-        told = gather_object([None if problem is None else (isinstance(problem, NoServer), str(problem))])
-        wrong = sorted(one for one in told if one is not None)  # first those that waiting longer would not help
-        if problem is not None and isinstance(problem, NoServer) == wrong[0][0]:
-            raise problem
-        if wrong:
-            raise (NoServer if wrong[0][0] else RunError)(wrong[0][1])
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Raise in all processes what one of them raises inside: otherwise the others would wait for it."""
+        return together(first=NoServer)  # which waiting longer would not help
 
     def publish(self, model: Any, step: int) -> None:
         """Has the servers take the weights of `model` after so many optimizer steps, or its adapter, unless they have

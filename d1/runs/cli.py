@@ -241,10 +241,10 @@ class ConfigParser(OneLineParser):
     """
 
     def __init__(
-        self, config: type, prog: str | None = None, methods: Mapping[str, Any] | None = None, **options: Any
+        self, config: type, prog: str | None, about: str | None, methods: Mapping[str, Any] | None = None
     ) -> None:
-        """`methods`: the rows of --method, whose `values` replace a setting's default of None."""
-        super().__init__(prog, **options)
+        """`methods`: the entries of --method, whose `values` replace a setting's default of None."""
+        super().__init__(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.config = config
         self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
         hints, ranges = get_type_hints(config), ranges_of(config)

@@ -76,7 +76,7 @@ def drawn_ids(
 def drafted(
     model: Any,
     inputs: dict[str, Any],
-    asked: Tensor,
+    replaced: Tensor,
     at: tuple[Tensor, Tensor],
     turn: int,
     mask_token_id: int,
@@ -86,12 +86,13 @@ def drafted(
 
     Args:
         model: as it is wrapped for training: every process has to call it.
-        asked: (rows, length) bool on the CPU, where `at` points: the replaced tokens, or another one if there are none.
+        replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or another one if there are
+            none.
         states_of: of `trainer.py`.
     """
 
     def draw(inner: Any) -> Tensor:
-        states = states_of(inner, inputs, asked, at)
+        states = states_of(inner, inputs, replaced, at)
         at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
         calls = calls_in_step(inner, -(-len(states) // at_once))
         return drawn_ids(

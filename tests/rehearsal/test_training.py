@@ -11,7 +11,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
-from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests.losses import settings
 from tests.rehearsal.device import DEVICE, rehearsal
 from tests.rehearsal.waits import LOADING, LOSSES, RL, SFT, TRANSFORMERS, TRL, expected, places

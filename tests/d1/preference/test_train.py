@@ -78,7 +78,7 @@ def test_a_resume_over_other_pairs_is_refused(flags: list[str], tmp_path: Path) 
     run(own, tmp_path, "--max_steps", "1")
     shutil.rmtree(tmp_path / "rows")
     data.select(range(8)).save_to_disk(tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"another run, of rows of train_data \w{16} \(now \w{16}\): continue it with"):
+    with pytest.raises(ValueError, match=r"a run with rows of train_data \w{16} instead of \w{16}: continue it with"):
         run(own, tmp_path, "--max_steps", "2")
 
 
@@ -148,7 +148,7 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     assert logged(killed, "train_loss") == logged(whole, "train_loss")
     expected, found = weights(whole / "job"), weights(killed / "job")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(ValueError, match=r"another run, of beta 0.1 \(now 0.3\)"):
+    with pytest.raises(ValueError, match=r"a run with beta 0.1 instead of 0.3"):
         run([*training, "--resume", "--beta", "0.3"], killed)
 
 

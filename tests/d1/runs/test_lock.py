@@ -59,7 +59,7 @@ def test_a_second_run_in_a_folder_is_refused_in_all_its_processes_until_the_firs
     last = max(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
     done = start([*flags, str(last + 1), "--resume"], folder.parent, processes=2)  # 2 rows in all, as with one process
     text = forks.finish(done, folder.parent / "log", status=1, timeout=120)
-    assert "holds another run, of batch_size x grad_accum_steps x world_size 2 (now 4)" in text
+    assert "holds a run with batch_size x grad_accum_steps x world_size 2 instead of 4" in text
     flags[5] = "1"
     forks.finish(start([*flags, str(last + 1), "--resume"], folder.parent, processes=2), folder.parent / "log")
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == last + 1

@@ -295,7 +295,7 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
 
 def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, two_steps: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(two_steps, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"another run, of (?=.*seed 42 \(now 7\)).*weight_decay 0\.\d \(now 0\.5\)"):
+    with pytest.raises(ValueError, match=r"a run with (?=.*seed 42 instead of 7).*weight_decay 0\.\d instead of 0\.5"):
         run(folder, "--resume", "--seed", "7", "--weight_decay", "0.5")
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged .* delete it to continue without a record"):
@@ -323,7 +323,7 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
             edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"model_max_length": 99}))
         for max_steps in (1, 2):
             with pytest.raises(
-                ValueError, match=rf"another run, of contents of {name} [^ ].* \(now .*settings and files"
+                ValueError, match=rf"a run with contents of {name} [^ ].* instead of .*settings and files"
             ):
                 run(folder, *own, max_steps=max_steps)
         path.write_bytes(before)

@@ -13,7 +13,8 @@ from datasets import Dataset
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from d1.models import prepare
-from d1.sft.data import GlobalBatchSampler, Slot, dLLMDataCollator, dLLMSFTDataset
+from d1.runs.data import GlobalBatchSampler, Slot
+from d1.sft.data import dLLMDataCollator, dLLMSFTDataset
 from d1.sft.trainer import band_losses, dLLMTrainer
 
 

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
+from d1.runs.data import load_rows
 from d1.sft import data as sft_data
-from d1.sft.data import load_function, load_rows, preprocess_dataset, tokenize_row
+from d1.sft.data import load_function, preprocess_dataset, tokenize_row
 
 TEMPLATES = {
     "chatml": (

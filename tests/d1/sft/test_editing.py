@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from d1.models import load_model, load_tokenizer
+from d1.runs.data import IGNORED
 from d1.sft.config import SFTConfig
-from d1.sft.data import IGNORED, dLLMDataCollator, dLLMSFTDataset
+from d1.sft.data import dLLMDataCollator, dLLMSFTDataset
 from d1.sft.editing import GOLDEN, EditNoise
 from tests.d1.sft.test_loss import ROWS, WAYS, assert_same, found, make_trainer, model_of, rows_of_all_lengths
 

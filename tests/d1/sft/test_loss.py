@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
-from d1.sft.data import Slot
+from d1.runs.data import IGNORED, Slot
+from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import EditNoise
-from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests import forks
 
 ROWS = 8
@@ -291,8 +291,9 @@ def test_blocks_of_one_token_are_left_to_right(tmp_path: Path, lora: bool) -> No
     labels, visible = clean.clone(), torch.ones_like(clean)
     labels[0, :2] = labels[1, :5] = labels[0, 7:] = IGNORED
     visible[0, 7:] = 0
-    batch = {"input_ids": torch.where(labels == IGNORED, clean, 3), "labels": labels, "attention_mask": visible}
-    loss = trainer.compute_loss(blocks, batch | {"t": torch.ones(clean.shape)})
+    masked, times = labels != IGNORED, torch.ones(clean.shape)
+    batch = {"input_ids": clean.masked_fill(masked, 3), "labels": labels, "attention_mask": visible}
+    loss = trainer.compute_loss(blocks, batch | {"masked": masked, "t": times})
     loss.backward()
     expected = causal(input_ids=clean, attention_mask=visible, labels=labels).loss
     expected.backward()

@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from d1.models import load_model, load_tokenizer
 from d1.models.convert import a2d, export
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
-from d1.sft.train import main, make_parser, on_gpu
+from d1.runs.stage import on_gpu
+from d1.sft.train import main, make_parser
 from tests import forks
 from tests.faults import flip_bit
 
@@ -145,7 +146,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
     shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
     shutil.copy(two / "job/run.json", fewer / "job/run.json")
     with pytest.raises(
-        ValueError, match=r"another run, of batch_size x grad_accum_steps x world_size 8 \(now 4\): continue"
+        ValueError, match=r"a run with batch_size x grad_accum_steps x world_size 8 instead of 4: continue"
     ):
         run([*flags, *step, "--packing", "--batch_size", "2", "--resume"], fewer)
     run([*flags, *step, "--packing", "--resume"], fewer)
