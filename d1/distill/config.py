@@ -58,7 +58,7 @@ class DistillConfig(TrainingSettings):
     path_weight: OptionalAmount = setting(None, "t3d: of the cross-entropy by trace level")
     path_tokens: OptionalCount = setting(None, "t3d: tokens of a block per trace level")
     reference_steps: Annotated[int | None, NATURAL | None] = setting(
-        None, "t3d, d-opsd: the reference becomes the current model every so many steps; 0: never"
+        None, "t3d, d-opsd: steps after which the reference becomes the current model; 0: never"
     )
     teacher_top_k: OptionalCount = setting(None, "d-opsd: the teacher's most likely tokens that are compared")
     clip: Annotated[float | None, POSITIVE | None] = setting(None, "d-opsd: upper bound of each token's term of the KL")

@@ -17,7 +17,7 @@ class Method:
 
     Attributes:
         states: which parts of a trace are hidden; a name in `STATES` (`d1/distill/states.py`).
-        target: what the model is compared with at hidden places; a name in `TARGETS` (`d1/distill/losses.py`).
+        target: what the model is compared with at hidden positions; a name in `TARGETS` (`d1/distill/losses.py`).
         divergence: a name in `DIVERGENCES` (`d1/distill/losses.py`).
         teacher: which model gives the target: the trained one, or the reference (`reference_steps`).
         paper: where it is from.

@@ -43,7 +43,6 @@ def stage(args: DistillConfig) -> Stage:
         training,
         lambda tokenizer, config: prepare(args, training, tokenizer, config),
         ON_RESUME,
-        DistillTrainer.sums_file,
         next_command=lambda: next_command(args, str(training.output_dir)),
     )
 

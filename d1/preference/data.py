@@ -166,7 +166,7 @@ class PreferenceCollator:
     key alone: neither its batch nor a resume changes them.
 
     Returns:
-        `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `completion_ids` (rows, canvas); `noise` and
+        `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `canvas_ids` (rows, canvas); `noise` and
         `weights` of `d1.scoring.Views`; and `labels` (items,), 1 or -1, or -100 for an empty slot.
     """
 
@@ -211,7 +211,7 @@ class PreferenceCollator:
         return {
             "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.pad_token_id),
             "prompt_mask": F.pad(visible[0], (padding, 0)),
-            "completion_ids": completion[0],
+            "canvas_ids": completion[0],
             "noise": F.pad(views.noise[0], (padding, 0)),
             "weights": views.weights[0] * (item["label"] != IGNORED),
         }

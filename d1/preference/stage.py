@@ -35,7 +35,6 @@ def stage(args: PreferenceConfig) -> Stage:
         training,
         lambda tokenizer, config: prepare(args, training, tokenizer, config),
         ON_RESUME,
-        PreferenceTrainer.sums_file,
     )
 
 

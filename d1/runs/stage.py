@@ -34,7 +34,6 @@ from d1.runs.cli import TrainingSettings
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.processes import from_rank_0, together
 from d1.runs.record import ROWS, OnResume, has_card, history, of_settings, save_record, whole, write_card
-from d1.runs.trainer import read_sums
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,6 @@ def stage_of(
     training: TrainingArguments,
     prepare: Callable[[Any, Any], tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
     on_resume: OnResume,
-    sums_file: str,
     lora_dropout: float = 0.0,
     **more: Any,
 ) -> Stage:
@@ -119,7 +117,6 @@ def stage_of(
         training: from `trainer_arguments`.
         prepare: gets the tokenizer and the model's config; returns what `Stage.prepare` returns, where the function
             gets the model.
-        sums_file: the file of the trainer's sums in a checkpoint.
         **more: further fields of `Stage`.
     """
     folder = Path(str(training.output_dir))
@@ -148,7 +145,6 @@ def stage_of(
         on_resume=on_resume,
         prepare=prepared,
         conclude=conclude,
-        check=lambda checkpoint: read_sums(checkpoint / sums_file),
         **own,
     )
 
@@ -280,7 +276,7 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
         with together():
             check_sums(checkpoint, training.process_index, training.world_size)
         stage.check(checkpoint)
-        check_checkpoint(checkpoint, training, past.settings.get("world_size"))
+        check_checkpoint(checkpoint, training)
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()

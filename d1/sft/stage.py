@@ -17,7 +17,7 @@ from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_argumen
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
 from d1.sft.editing import EditNoise
-from d1.sft.trainer import LOSS_SUMS, dLLMTrainer
+from d1.sft.trainer import dLLMTrainer
 
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 ON_RESUME = on_resume(
@@ -44,7 +44,6 @@ def stage(args: SFTConfig) -> Stage:
         training,
         lambda tokenizer, config: prepare(args, training, tokenizer, config),
         ON_RESUME,
-        LOSS_SUMS,
         args.lora_dropout,
         outcome=lambda: kept_step(Path(str(training.output_dir)), args.keep_last),
     )

@@ -24,7 +24,7 @@ from d1.models.kinds import block_size
 from d1.models.packing import take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
 from d1.runs.data import IGNORED
-from d1.runs.trainer import RunTrainer, read_sums
+from d1.runs.trainer import RunTrainer
 from d1.sft.data import by_row, row_numbers
 from d1.sft.editing import drafted
 
@@ -179,7 +179,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             (folder / LOSS_SUMS).write_text(json.dumps(sums))
 
     def load_extra(self, folder: Path) -> None:
-        self.set_loss_sums(read_sums(folder / LOSS_SUMS)["losses"])
+        self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
 
 
 def positions_of(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def logged(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: list[str], tmp_path: Path) -> None:
-    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference takes a model's place for a while."""
+    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference takes a model's position for a while."""
     shared = [*flags, "--method", method, *(["--num_iterations", "2"] if SPLIT[method] else [])]
     run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1, "--views_at_once", 8)
     trainer = run(shared, tmp_path / "parts", "--batch_size", 1, "--grad_accum_steps", 4)
