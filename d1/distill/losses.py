@@ -1,4 +1,4 @@
-"""The targets and divergences of `METHODS`, on the positions of a micro-batch, n in all.
+"""The targets and divergences of `METHODS`, at the positions of a micro-batch, n in all.
 
 A target is read from the logits of the teacher, without gradients, a divergence from those of the student. The loss of
 an optimizer step is a mean over all of its micro-batches and processes: `totals` are the counts that it divides by.
@@ -20,9 +20,7 @@ from d1.models.attention import padding_mask
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, token_entropies, token_logps
 from d1.scoring.views import hidden_states, noised_tokens, pairs_to_score
 
-# --- Passes -----------------------------------------------------------------------------------------------------------
-#
-# Read a model's logits at chosen positions of chosen states, a few states and a few logits at a time.
+# --- Logits at chosen positions of chosen states --------------------------------------------------------------------
 
 Read = Callable[..., tuple[Tensor, ...]]
 
@@ -35,7 +33,7 @@ class Seen:
         ids: (rows, prompt + canvas) clean.
         visible: (rows, prompt + canvas), 0 at padding.
         noise: (rows, states, canvas) bool, what each state hides of the canvas; the prompt is always shown.
-        positions: (rows, states, canvas) bool, on the host. Everything that is read has the order of `positions.nonzero()`.
+        positions: (rows, states, canvas) bool, on the host. What is read has the order of `positions.nonzero()`.
     """
 
     ids: Tensor
@@ -53,7 +51,6 @@ def read_positions(
     so that memory does not grow with the number of states.
 
     Args:
-        model: from `d1.models.load_model`.
         read: gets logits (positions, vocabulary), fp32 or fp64, and the same positions of the columns; returns tensors
             (positions, ...).
         columns: (positions, ...) each.
@@ -103,7 +100,7 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
     return tuple(map(torch.cat, zip(*(run(*part) for part in parts), strict=True)))
 
 
-# --- Losses -----------------------------------------------------------------------------------------------------------
+# --- Targets: (settings, logits, own ids) -> columns ------------------------------------------------------------------
 
 Logged = dict[str, Tensor]  # values, whose mean is logged
 
@@ -128,9 +125,6 @@ class Compared:
     picks: Tensor
     rows: int
     target: tuple[Tensor, ...] = ()
-
-
-# --- Targets: (settings, logits, own ids) -> columns -----------------------------------------------------------------
 
 
 def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -164,9 +158,7 @@ def read_certainty(settings: Any, logits: Tensor, ids: Tensor, right: Tensor) ->
 def count_certainty(seen: Compared) -> Tensor:
     """(2, states) positions, and those where the own token is the most likely one."""
     (right,) = seen.target
-    return torch.stack(
-        [torch.bincount(seen.state, weights, minlength=2) for weights in (torch.ones_like(right), right)]
-    )
+    return torch.stack([torch.bincount(seen.state, each, minlength=2) for each in (torch.ones_like(right), right)])
 
 
 def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
@@ -198,9 +190,9 @@ def by_row(values: Tensor, seen: Compared) -> Tensor:
 
 
 def discriminator(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
-    """T3D (direct discriminative optimization): with d the mean, over a row's positions, of the log-probability less the
-    reference's, -log sigmoid(beta d) for the own tokens and -w log(1 - sigmoid(beta d)) for the reference's most likely
-    ones; plus the cross-entropy by trace level."""
+    """T3D (direct discriminative optimization): with d the mean, over a row's positions, of the log-probability less
+    the reference's, -log sigmoid(beta d) for the own tokens and -w log(1 - sigmoid(beta d)) for the reference's most
+    likely ones; plus the cross-entropy by trace level."""
     (logps, of_rivals), (reference, _, rival_reference) = read, seen.target
     ratio, other = by_row(logps - reference, seen), by_row(of_rivals - rival_reference, seen)
     here = by_row(torch.ones_like(logps), seen)  # 1 for rows with positions, else 0
@@ -226,9 +218,9 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
     order = largest.argsort(descending=True, stable=True)
     group = seen.row * (int(seen.state.max()) + 1 if len(seen.state) else 1) + seen.state
     order = order[group[order].argsort(stable=True)]  # state after state, in each the highest first
-    position = torch.arange(len(order), device=order.device)
-    firsts = torch.searchsorted(group[order].contiguous(), group[order].contiguous())
-    ranks = torch.empty_like(position).scatter(0, order, position - firsts)
+    numbers, sorted_groups = torch.arange(len(order), device=order.device), group[order].contiguous()
+    firsts = torch.searchsorted(sorted_groups, sorted_groups)
+    ranks = torch.empty_like(numbers).scatter(0, order, numbers - firsts)
     counts = seen.weights * (ranks < seen.picks)
     found = terms.clamp(max=settings.clip).sum(-1)
     return (counts * found).sum() / rows, {"kl": terms.sum(-1)[counts > 0], "clipped": (terms > settings.clip).float()}
@@ -236,13 +228,13 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
 
 @dataclass(frozen=True)
 class Divergence:
-    """A row of the table.
+    """An entry of the table.
 
     Attributes:
         read: (settings, logits, own ids, *target's columns) -> what the loss needs of each position, differentiable.
         totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
-        loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the loss of the
-            step, and what is logged. The parts sum to the loss.
+        loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the step's
+            loss, and what is logged.
     """
 
     read: Callable[..., tuple[Tensor, ...]]

@@ -1,4 +1,4 @@
-"""The states of a trace in which a student is compared with its target: the rows of `STATES`.
+"""The states of a trace in which a student is compared with its target: the entries of `STATES`.
 
 A new one is a function of `Traces`, one generator per row and the settings, and a line of the table. It draws from a
 row's own generator, so that a row's states depend neither on its batch nor on the number of processes.
@@ -49,8 +49,7 @@ class Traces:
 
     def up_to(self, tail: int) -> Tensor:
         """(rows, canvas) bool: a completion and `tail` positions after it; -1: all positions."""
-        positions = torch.arange(self.ids.shape[1])
-        return (positions < self.lengths + tail) | torch.tensor(tail < 0)
+        return (torch.arange(self.ids.shape[1]) < self.lengths + tail) | torch.tensor(tail < 0)
 
     @property
     def filled(self) -> Tensor:
@@ -60,10 +59,10 @@ class Traces:
 
 @dataclass(frozen=True)
 class States:
-    """In which states a batch is compared, and where. All on the host.
+    """In which states a batch is compared, and where; on the host.
 
     Attributes:
-        ids: (rows, canvas) the tokens of the text, and the own tokens to compare with.
+        ids: (rows, canvas) the tokens of the text, which are the own tokens to compare with.
         noise: (rows, states, canvas) bool, what each state hides.
         positions: (rows, states, canvas) bool, hidden positions where student and target are compared.
         weights: (rows, states, canvas) of a position, where the divergence reads weights.
@@ -126,8 +125,10 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
 
 
 def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
-    """(rows, canvas) the rank of a position, from 0, among those of its block by the step that revealed it (in a step,
-    from left to right; positions that no step revealed come last). Places that are not `among` come after all others."""
+    """(rows, canvas) the rank of a position, from 0, among those of its block, by the step that revealed it.
+
+    In a step, from left to right; positions that no step revealed come last, and those that are not `among` after them.
+    """
     canvas = blocks.shape[1]
     late = torch.where(steps < 0, steps.amax() + 1, steps) + (steps.amax() + 2) * ~among
     order = late * canvas + torch.arange(canvas)

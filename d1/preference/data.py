@@ -20,7 +20,7 @@ from trl import extract_prompt
 
 from d1.masking import keyed_generator
 from d1.models.conversation import as_messages, prompt_and_answer, tokenize, whole_turns
-from d1.runs.data import IGNORED, Slot, tokenised, usable_rows
+from d1.runs.data import IGNORED, Slot, problem_of, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 
@@ -46,10 +46,10 @@ def token_rows(
     bad_rows: str = "error",
     num_proc: int | None = None,
 ) -> Dataset:
-    """The rows that can be trained on, as tokens, in their order; the others are an error or counted and reported.
+    """The rows that can be trained on, as tokens, in their order; the others are an error, or counted and reported.
 
     Args:
-        data: in one of TRL's formats. Pairs are taken apart where `paired` is False.
+        data: in one of TRL's formats. Pairs are taken apart if `paired` is False.
 
     Returns:
         A data set with `prompt_ids`; `completions`, each with its EOS: the chosen and the rejected one, or one; and
@@ -115,9 +115,8 @@ def tokenize_row(
             raise ValueError(f"the prompt has {len(prompts[0])} tokens, more than --max_prompt_length")
         if (longest := max(map(len, completions))) > max_completion_length:
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
-    except Exception as error:  # a chat template may raise anything; the row is what is wrong
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return none | {"problem": f"{kind}{error}"}
+    except Exception as error:  # a chat template may raise anything
+        return none | {"problem": problem_of(error)}
     return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
 
 

@@ -22,9 +22,7 @@ import yaml
 
 from d1.ranges import AMOUNT, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
 
-# --- Entry ------------------------------------------------------------------------------------------------------------
-#
-# How a script starts and ends: a user's mistake gives one line on stderr and status 1, a bug keeps its traceback.
+# --- How a script starts and ends: a mistake of the user is one line on stderr and status 1, a bug has its traceback --
 
 # Deprecation and other warnings, by their beginnings, that do not help a user. Delete each one with its version.
 WARNINGS = (
@@ -193,11 +191,11 @@ def leave(status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-# --- Settings ---------------------------------------------------------------------------------------------------------
-#
-# Dataclasses of settings, and the command line that is made from one. Imports no torch.
+# --- Dataclasses of settings, and the command line that is made from one ----------------------------------------------
 
 T = TypeVar("T")
+OptionalAmount = Annotated[float | None, AMOUNT | None]
+OptionalCount = Annotated[int | None, COUNT | None]
 
 
 def setting(default: T, help: str = "", **options: Any) -> T:
@@ -302,9 +300,7 @@ class ConfigParser(OneLineParser):
         return words
 
 
-# --- Training settings ------------------------------------------------------------------------------------------------
-#
-# The settings that SFT, preference training and distillation share. Needs no torch.
+# --- What SFT, preference training and distillation share -------------------------------------------------------------
 
 
 @dataclass
@@ -359,3 +355,26 @@ class TrainingSettings:
         check_settings(self)
         if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
             raise ValueError("--merge_at_end and --load_in_4bit need LoRA: leave --full_finetuning out")
+
+
+@dataclass
+class MethodSettings(TrainingSettings):
+    """Flags of stages that choose a method from a table. A setting that is None becomes the method's value."""
+
+    method: str = ""  # each stage has its own choices
+    num_epochs: Annotated[float, POSITIVE] = setting(1)
+    grad_accum_steps: Annotated[int, COUNT] = setting(8)
+    save_steps: Annotated[int, COUNT] = setting(100, "optimizer steps between checkpoints")
+    max_prompt_length: Annotated[int, COUNT] = setting(1024, "tokens of a prompt; rows with a longer one are bad rows")
+    max_completion_length: Annotated[int, COUNT] = setting(256, "tokens of the canvas")
+    learning_rate: OptionalAmount = setting(None, "peak learning rate")
+    weight_decay: OptionalAmount = setting(None)
+    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
+    lr_scheduler_type: str | None = setting(None)
+    warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Fill the settings that are None."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)

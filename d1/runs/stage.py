@@ -37,7 +37,7 @@ from d1.runs.record import ROWS, OnResume, has_card, history, of_settings, save_
 
 logger = logging.getLogger(__name__)
 
-# --- A stage --------------------------------------------------------------------------------------------------------
+# --- A stage ----------------------------------------------------------------------------------------------------------
 
 # What a checked run adds to its record, and the function that loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
@@ -77,7 +77,7 @@ def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
     return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
 
 
-# --- The stages with `TrainingSettings` -----------------------------------------------------------------------------
+# --- The stages with `TrainingSettings` -------------------------------------------------------------------------------
 
 # Settings that Transformers' `TrainingArguments` know by the same name
 SAME_IN_TRAINER = (
@@ -234,7 +234,7 @@ def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
     return get_peft_model(model, LoraConfig(**lora, target_modules=targets))
 
 
-# --- A run ----------------------------------------------------------------------------------------------------------
+# --- A run ------------------------------------------------------------------------------------------------------------
 
 
 def run(stage: Stage) -> Any:

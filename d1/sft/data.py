@@ -17,7 +17,7 @@ from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models.conversation import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
-from d1.runs.data import IGNORED, Slot, tokenised, usable_rows
+from d1.runs.data import IGNORED, Slot, problem_of, tokenised, usable_rows
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
 
@@ -94,10 +94,8 @@ def tokenize_row(
             if start >= max_length:
                 raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
             ids, status = ids[:max_length], "truncated"
-    except Exception as error:  # templates and users' functions may raise anything; the row is reported as bad
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        kind = "there is no " if isinstance(error, KeyError) else kind
-        return none | {"status": "bad", "problem": f"{kind}{error}"}
+    except Exception as error:  # templates and users' functions may raise anything
+        return none | {"status": "bad", "problem": problem_of(error)}
     answer = [False] * start + [True] * (len(ids) - start)
     return none | {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status}
 

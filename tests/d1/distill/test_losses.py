@@ -1,4 +1,4 @@
-"""Losses and gradients against the papers' formulas, written out position by position; and logits read state by state."""
+"""Losses and gradients against the papers' formulas, position by position; and logits read state by state."""
 
 from __future__ import annotations
 
