@@ -155,12 +155,12 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
 def test_damage_is_noticed_and_the_last_line_names_the_folder(
     flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Flipped bits and lost sums in a checkpoint; weights that the last step made infinite."""
+    """Flipped bits in a checkpoint; weights that the last step made infinite."""
     caplog.set_level("INFO")
     short = [*flags, "--method", "vrpo", "--save_steps", "1", "--max_steps"]
     run([*short, "1"], tmp_path / "run")
     assert caplog.messages[-1] == f"The adapter is in {tmp_path}/run/job: python -m d1 chat {tmp_path}/run/job"
-    damage_is_noticed(run, short, tmp_path, "preference_sums.json")
+    damage_is_noticed(run, short, tmp_path)
 
 
 def test_memory_does_not_grow_with_the_draws(flags: list[str], tmp_path: Path) -> None:
