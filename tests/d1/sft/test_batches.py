@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from d1.models import prepare
-from d1.runs.data import GlobalBatchSampler, Slot
+from d1.models import load_model, prepare
+from d1.runs.data import IGNORED, GlobalBatchSampler, Slot
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset
 from d1.sft.trainer import band_losses, dLLMTrainer
 
@@ -221,3 +221,37 @@ def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: 
     assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
     assert cut[slot]["input_ids"] == [1] * 5 + [2]
     assert whole.lengths == [length]
+
+
+def test_a_mask_token_in_a_text_has_nothing_to_predict() -> None:
+    """It is hidden like others, but not marked as masked, and so it is not in the loss."""
+    tokenizer: Any = ThreeTokens()
+    ids = [1, 0, 1, 0, 1, 1, 0, 2] * 4
+    batch = dLLMDataCollator(tokenizer)([dLLMSFTDataset(make_rows([32], ids), tokenizer, 64)[Slot(0, t=0.8)]])
+    answer = batch["labels"] != IGNORED
+    assert torch.equal(batch["masked"], answer & (batch["input_ids"] != batch["labels"]))
+    assert batch["masked"].sum() < (answer & (batch["input_ids"] == 0)).sum()
+
+
+class HalfSchedule(dLLMDataCollator):
+    """Half of all tokens, whatever the time, each with weight 3."""
+
+    def schedule(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(t, 0.5), torch.full_like(t, 3.0)
+
+
+def test_a_noise_schedule_of_ones_own(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """It is one method of the collator, which both the masks and the loss follow."""
+    tokenizer: Any = ThreeTokens()
+    rows = [dLLMSFTDataset(make_rows([400] * 2), tokenizer, 512)[Slot(row, t=0.05)] for row in range(2)]
+    collate, model = HalfSchedule(tokenizer), load_model(str(tiny_model_dir))
+    batch, plain = collate(rows), dLLMDataCollator(tokenizer)(rows)
+    assert plain["masked"].float().mean() < 0.1 < 0.45 < batch["masked"].float().mean() < 0.55
+    trainer = dLLMTrainer(
+        model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), data_collator=collate
+    )
+    logps = (
+        model(input_ids=batch["input_ids"]).logits.log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])
+    )
+    expected = -3 * logps.squeeze(-1)[batch["masked"]].sum() / (batch["labels"] != IGNORED).sum()
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
