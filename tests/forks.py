@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.train", "d1.sft.stage", "d1.eval.completions"])
+SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.stage", "d1.eval.completions"])
 
 
 def free_port() -> int:
@@ -97,12 +97,14 @@ def start(
 
 
 def job(
-    path: Path, flags: Sequence[str], output_dir: Path, processes: int = 1, **environment: str | None
+    program: Path | str, flags: Sequence[str], output_dir: Path, processes: int = 1, **environment: str | None
 ) -> list[BaseProcess]:
-    """The script at `path` in its own folder, as the job "job" in `output_dir`; its log is `output_dir`/log."""
-    words = [path.name, *flags, "--output_dir", str(output_dir), "--job_name", "job"]
-    place: dict[str, Any] = {"log": output_dir / "log", "folder": path.parent, "processes": processes}
-    return start(script, *words, **place, **environment)
+    """A script in its own folder, or a module, as the job "job" in `output_dir`; its log is `output_dir`/log."""
+    words = [*flags, "--output_dir", str(output_dir), "--job_name", "job"]
+    where: dict[str, Any] = {"log": output_dir / "log", "processes": processes, **environment}
+    if isinstance(program, str):
+        return start(module, program, *words, folder=Path(__file__).parents[1], **where)
+    return start(script, program.name, *words, folder=program.parent, **where)
 
 
 def finish(started: Sequence[BaseProcess], log: Path, status: int = 0, timeout: float = 900) -> str:

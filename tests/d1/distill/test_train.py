@@ -19,10 +19,9 @@ from d1.distill.trainer import Reference, trained_parts
 from d1.models import load_model
 from d1.models.finite import NotFiniteError
 from tests import forks
-from tests.commands import ROOT
 from tests.faults import damage_is_noticed, edit_json, with_nan, write_at_the_same_time
 
-start = partial(forks.job, ROOT / "distill" / "distill_train.py")
+start = partial(forks.job, "d1.distill.train")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
 # Any text is an answer, and about two thirds of them are right.
 TASK = """

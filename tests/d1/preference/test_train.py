@@ -18,10 +18,9 @@ from d1.models.fit import LiveStorages
 from d1.preference.train import main, make_parser
 from d1.runs.stage import on_gpu
 from tests import forks
-from tests.commands import ROOT
 from tests.faults import damage_is_noticed
 
-start = partial(forks.job, ROOT / "preference" / "prefer_train.py")
+start = partial(forks.job, "d1.preference.train")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]
 STEP = ["--learning_rate", "1e-3", "--warmup_steps", "0", "--num_views", "2", "--logging_steps", "1"]
 METHODS = ["vrpo", "vrpo-dare", "elbo-kto"]
