@@ -21,8 +21,9 @@ class Unsendable(Exception):
         super().__init__(f"{one} {two}")
 
 
-def raised(error: Exception) -> None:
-    raise error
+def raised(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def worker() -> None:
@@ -32,8 +33,7 @@ def worker() -> None:
     with pytest.raises(FileNotFoundError, match=r"^no rows$"):
         from_rank_0(lambda: raised(FileNotFoundError("no rows")))
     with pytest.raises(Unsendable if rank else RunError, match=r"^two words$"), together():
-        if rank:
-            raise Unsendable("two", "words")
+        raised(Unsendable("two", "words") if rank else None)
     with pytest.raises(Lost, match=r"^a server$"), together(first=Lost):  # though process 0 raised, too
         raise Lost("a server") if rank else ValueError("another")
     dist.destroy_process_group()

@@ -175,6 +175,10 @@ def test_schemas() -> None:
 
 
 def test_template_and_function(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
+        prepare(PAIR, template=("{absent}", "{completion}"))
+    with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
+        prepare(PAIR, function=lambda row: 1 / 0)
     expected = prepare(PAIR).to_list()
     other = Dataset.from_list([{"prompt": "not this", "q": "ab", "a": "cd"}])
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
@@ -250,13 +254,8 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
     [
         ({"question": "a", "thinking_trajectories": [], "attempt": "b"}, "thinking_trajectories is not a list with"),
         ({"question": "a", "thinking_trajectories": ["c"], "attempt": ""}, "attempt is empty"),
-        ({"question": 3, "thinking_trajectories": ["c"], "attempt": "b"}, "question is int, not text"),
         ({"prompt": 3, "completion": "a"}, "prompt is int, not text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
-        (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
-            "assistant message is empty",
-        ),
         ({"messages": "text"}, "messages is not a list"),
         ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
     ],
@@ -264,13 +263,6 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
 def test_malformed_rows(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
         prepare([row])
-
-
-def test_template_and_function_problems_name_the_row() -> None:
-    with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
-        prepare(PAIR, template=("{absent}", "{completion}"))
-    with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
-        prepare(PAIR, function=lambda row: 1 / 0)
 
 
 def test_unknown_columns_are_refused() -> None:

@@ -302,9 +302,6 @@ def test_an_adapter_on_a_released_format_alarms_nobody(flags: list[str], tiny_mo
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
-        (["--max_length", "-5"], "--max_length -5 "),
-        (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
-        (["--num_epochs", "0"], "--num_epochs 0.0 "),
         pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
         pytest.param(
             ["--packing", "--attn_implementation", "flex_attention"],
@@ -359,13 +356,6 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], 
             run(flags, tmp_path, "--train_data", str(tmp_path / name))
     with pytest.raises(ValueError, match=r"has no modules c_attn for LoRA: use attention, all-linear or"):
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
-
-
-def test_eos_padding_flag() -> None:
-    typed = [make_parser().parse_args(["--eos_padding", text]) for text in ("32", "batch", "max")]
-    assert [args.eos_padding for args in typed] == [32, "batch", "max"]
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["--eos_padding", "longest"])
 
 
 def test_defaults_are_d1s() -> None:
