@@ -9,40 +9,12 @@ path; so are the checkpoints, the sampled traces and everything that is logged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
-
 from d1.distill.config import DistillConfig
 from d1.distill.methods import METHODS
-from d1.runs.cli import ConfigParser, quick_imports, run_script
+from d1.runs.cli import Program
 
-if TYPE_CHECKING:
-    from d1.distill.trainer import DistillTrainer
-
-
-def make_parser(prog: str | None = None) -> ConfigParser:
-    return ConfigParser(DistillConfig, prog, __doc__, METHODS)
-
-
-def main(args: DistillConfig) -> DistillTrainer | None:
-    """Train, and save the model and the Trainer's state.
-
-    Returns the trainer, or None if the run was already finished.
-
-    Raises:
-        ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
-    """
-    with quick_imports():  # only now: they take seconds, and `--help` does not need them
-        from d1.distill.stage import stage
-        from d1.runs.stage import run
-
-    return run(stage(args))
-
-
-def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run distillation as the command `prog`, and exit. Default of `arguments`: those of the command line."""
-    run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))
-
+program = Program(DistillConfig, "d1.distill.stage", __doc__, METHODS)
+make_parser, main, cli = program.make_parser, program.main, program.cli
 
 if __name__ == "__main__":
     cli("d1.distill.train")

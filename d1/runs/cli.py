@@ -12,9 +12,10 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
@@ -52,14 +53,14 @@ MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 def silence() -> None:
     """Silence the warnings in the tables, without importing the libraries that raise them."""
+
+    def says_more(text: str, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(text)
+
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for logger, text in MESSAGES.items():
         logging.getLogger(logger).addFilter(partial(says_more, text))
-
-
-def says_more(text: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -378,3 +379,41 @@ class MethodSettings(TrainingSettings):
         for name, value in values.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The command of such a stage.
+
+    Attributes:
+        config: its class of settings.
+        module: has `stage(args)`, which makes the `Stage` that `d1.runs.stage.run` runs.
+        about: the text of its help.
+        methods: the entries of --method.
+    """
+
+    config: type[TrainingSettings]
+    module: str
+    about: str | None
+    methods: Mapping[str, Any] | None = None
+
+    def make_parser(self, prog: str | None = None) -> ConfigParser:
+        return ConfigParser(self.config, prog, self.about, self.methods)
+
+    def main(self, args: Any) -> Any:
+        """Train, and save the model and the Trainer's state.
+
+        Returns the trainer, or None if the run was already finished.
+
+        Raises:
+            ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
+        """
+        with quick_imports():  # only now: they take seconds, and `--help` does not need them
+            from d1.runs.stage import run
+
+            make_stage = import_module(self.module).stage
+        return run(make_stage(args))
+
+    def cli(self, prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
+        """Run the stage as the command `prog`, and exit. Default of `arguments`: those of the command line."""
+        run_script(prog, lambda: self.main(self.make_parser(prog).parse_args(arguments)))

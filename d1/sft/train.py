@@ -9,39 +9,11 @@ which diffu_grpo_train.py and eval.py accept as a model path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
-
-from d1.runs.cli import ConfigParser, quick_imports, run_script
+from d1.runs.cli import Program
 from d1.sft.config import SFTConfig
 
-if TYPE_CHECKING:
-    from d1.sft.trainer import dLLMTrainer
-
-
-def make_parser(prog: str | None = None) -> ConfigParser:
-    return ConfigParser(SFTConfig, prog, __doc__)
-
-
-def main(args: SFTConfig) -> dLLMTrainer | None:
-    """Train, and save the model and the Trainer's state.
-
-    Returns the trainer, or None if the run was already finished.
-
-    Raises:
-        ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
-    """
-    with quick_imports():  # only now: they take seconds, and `--help` does not need them
-        from d1.runs.stage import run
-        from d1.sft.stage import stage
-
-    return run(stage(args))
-
-
-def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run SFT as the command `prog`, and exit. Default of `arguments`: those of the command line."""
-    run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))
-
+program = Program(SFTConfig, "d1.sft.stage", __doc__)
+make_parser, main, cli = program.make_parser, program.main, program.cli
 
 if __name__ == "__main__":
     cli("d1.sft.train")
