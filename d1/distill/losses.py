@@ -80,9 +80,9 @@ def read_positions(
         found.append(run(some, *(column[end - size : end] for column in columns)))
     joined = tuple(torch.cat(parts)[:total] for parts in zip(*found, strict=True))
     each, paid = 3 if torch.is_grad_enabled() else 1, pairs[:, 0] if total else pairs[:0, 0]
-    fed = seen.visible[paid.to(seen.visible.device)]
-    again = noised_tokens(model, canvas)
-    return joined, each * (fed.sum() + (fed[:, -again:].sum() if again else 0))
+    computed = seen.visible[paid.to(seen.visible.device)]
+    again = noised_tokens(model, canvas)  # a block-causal model also reads the clean text
+    return joined, each * (computed.sum() + (computed[:, -again:].sum() if again else 0))
 
 
 def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -165,6 +165,7 @@ def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: An
     """dParallel (section 4): for each of the two states, the mean cross-entropy of the own tokens plus the weighted
     mean entropy, at a temperature below 1, of positions where the own token is already the most likely one."""
     (logps, entropies), (right,) = read, seen.target
+    # Each state's weight of a position, and of one whose own token is the most likely one.
     each, every = (1 / totals.clamp(min=1)).to(logps.dtype)[:, seen.state]
     sharp = entropies * right
     loss = -(logps * each).sum() + settings.entropy_weight * (sharp * every).sum()
@@ -220,6 +221,7 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
     order = order[group[order].argsort(stable=True)]  # state after state, in each the highest first
     numbers, sorted_groups = torch.arange(len(order), device=order.device), group[order].contiguous()
     firsts = torch.searchsorted(sorted_groups, sorted_groups)
+    # The rank of each position in its state, by the teacher's largest logit.
     ranks = torch.empty_like(numbers).scatter(0, order, numbers - firsts)
     counts = seen.weights * (ranks < seen.picks)
     found = terms.clamp(max=settings.clip).sum(-1)

@@ -59,7 +59,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class States:
-    """In which states a batch is compared, and where; on the host.
+    """The states in which a batch is compared, and the positions; on the host.
 
     Attributes:
         ids: (rows, canvas) the tokens of the text, which are the own tokens to compare with.
@@ -98,6 +98,7 @@ def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part:
         half = draw_mask(blocks == block, noise_level(torch.tensor(0.5)), generator)
         found.append(torch.stack([half, (blocks == block) & ~half]))
     inside = torch.stack(found)
+    # (rows, 1): the number of the drawn block; later blocks and the tail stay hidden.
     chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
     positions = inside & scored.unsqueeze(1)
     noise = inside | ((traces.blocks > chosen) | ~scored).unsqueeze(1)
@@ -114,6 +115,7 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
     ranks = ranks_in_blocks(traces.blocks, traces.steps, scored)
     sizes = torch.zeros_like(traces.blocks).scatter_add(1, traces.blocks, scored.long()).gather(1, traces.blocks)
     hidden = scored & (ranks < (sizes * share).long())
+    # The loss is the mean over levels of means over tokens; -1: a token of no level.
     levels = torch.where(hidden, ranks // settings.path_tokens, -1)
     last, weights = levels.amax(-1, keepdim=True), torch.zeros(levels.shape)
     for level in range(int(last.max()) + 1):
@@ -140,6 +142,7 @@ def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
     """d-OPSD: the sampler's own states, divided evenly among the `num_iterations` parts of a trace. In each state, as
     many positions of the current block count as the sampler revealed. The teacher also sees a share of later blocks."""
     taken = traces.steps.amax(-1) + 1
+    # This part's steps of each row: from `first` to before `end`.
     first, end = taken * part // settings.num_iterations, taken * (part + 1) // settings.num_iterations
     number = first.unsqueeze(1) + torch.arange(max(1, int((end - first).max())))
     real = (number < end.unsqueeze(1)).unsqueeze(-1)

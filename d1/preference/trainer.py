@@ -114,6 +114,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             with self.reference() as model:
                 for batch in batches:
                     batch["reference"] = self.bounds(model, batch)
+            # KTO's centre is the mean over the whole step, so it takes a pass of its own over all micro-batches.
             total = torch.zeros((), device=self.args.device)
             for batch in batches if self.method.centred else []:
                 ratios = self.ratios(self.bounds(self.model, batch), batch)

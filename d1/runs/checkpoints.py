@@ -36,7 +36,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 @contextlib.contextmanager
 def staged_checkpoint(trainer: Any) -> Iterator[Path]:
-    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is renamed to its place.
+    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is moved to `output_dir`.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.

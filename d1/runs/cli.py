@@ -92,12 +92,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def ranges(self) -> dict[str, Range]:
         """The range of each of these flags; None is allowed if it is the default."""
-        rows = {}
+        found = {}
         for action in self._actions:
             if isinstance(action.type, Range):
-                row = replace(action.type, many=action.nargs == "+")
-                rows[action.dest] = row if action.default is not None or None in row else row | None
-        return rows
+                one = replace(action.type, many=action.nargs == "+")
+                found[action.dest] = one if action.default is not None or None in one else one | None
+        return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does; ValueError names all flags that are out of range."""
@@ -225,7 +225,7 @@ def check_settings(config: Any) -> None:
 
 def of_methods(name: str, methods: Mapping[str, Any]) -> str:
     """For a flag's help: the setting's default in each method that has one; empty if none has."""
-    values = {method: row.values[name] for method, row in methods.items() if name in row.values}
+    values = {method: entry.values[name] for method, entry in methods.items() if name in entry.values}
     if len(values) == len(methods) and len({*values.values()}) == 1:
         return f" (default: {next(iter(values.values()))})"
     listed = ", ".join(f"{method} {value}" for method, value in values.items())
@@ -242,7 +242,7 @@ class ConfigParser(OneLineParser):
     def __init__(
         self, config: type, prog: str | None, about: str | None, methods: Mapping[str, Any] | None = None
     ) -> None:
-        """`methods`: the entries of --method, whose `values` replace a setting's default of None."""
+        """`methods`: the entries of --method; their `values` replace a setting's default of None."""
         super().__init__(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.config = config
         self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")

@@ -148,15 +148,15 @@ class SummingTrainer(RunTrainer):
         super().log(logs, start_time)
 
     def save_extra(self, folder: Path) -> None:
-        state = {"sums": self.total_sums(), "losses": self.loss_sums()}
+        stored = {"sums": self.total_sums(), "losses": self.loss_sums()}
         if self.args.should_save:
-            (folder / self.sums_file).write_text(json.dumps(state))
+            (folder / self.sums_file).write_text(json.dumps(stored))
 
     def load_extra(self, folder: Path) -> None:
-        state = json.loads((folder / self.sums_file).read_text())
-        self.set_loss_sums(state["losses"])
+        stored = json.loads((folder / self.sums_file).read_text())
+        self.set_loss_sums(stored["losses"])
         share = float(self.args.process_index == 0)  # the first process has what all had counted
-        self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in state["sums"].items()}
+        self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in stored["sums"].items()}
         self.compute = self.sums.pop("compute").to(self.compute)
 
 

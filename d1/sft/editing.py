@@ -7,7 +7,7 @@ Published is that SFT mixes masks with tokens that are to be recovered from rand
   vocabulary, or by the model's own draft: a draw from what it predicts there with these tokens hidden, too.
 - Replaced tokens count with `weight`, unchanged visible ones with `keep_weight`, hidden ones with 1 / t' as ever. Equal
   weights make p(token | what is seen) the true one; without the second, a model learns that what it sees is wrong.
-- With `turns` > 1 the model's draws at the replaced tokens take their places, and it corrects these in turn. The loss
+- With `turns` > 1 the model's draws replace the replaced tokens, and it corrects these in turn. The loss
   is the mean over turns. No gradient goes through a draft.
 
 Numbers come from the row's own generator, after those of its mask: without this noise no draw changes.
