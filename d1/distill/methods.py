@@ -1,4 +1,4 @@
-"""The distillation methods, as entries of a table: in which states, towards which target, by which divergence. Needs no torch.
+"""The distillation methods: in which states, towards which target, by which divergence. Needs no torch.
 
 A trace is a completion with the step in which the sampler revealed each token. All methods train on traces of the model
 itself: of the model before the training, or of the model that is being trained.

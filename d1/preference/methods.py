@@ -1,4 +1,4 @@
-"""The preference methods, as entries of a table: which loss, of what ratio, with which values. Needs no torch.
+"""The preference methods: which loss, of what ratio, with which values. Needs no torch.
 
 The ratio of a completion is the bound of its log-probability under the policy, less that under the reference, both in
 the same views.

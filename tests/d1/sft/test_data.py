@@ -129,13 +129,6 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
         assert answer_ids[:-1] == tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
 
 
-def test_boundary_without_straddling_tokens_is_that_of_the_whole(tiny_model_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_model_dir))
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2!"}]
-    (row,) = prepare([{"messages": messages}], tokenizer)
-    assert row["input_ids"] == tokenizer.apply_chat_template(messages, return_dict=False)
-
-
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
 def test_local_files(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"rows{suffix}"
