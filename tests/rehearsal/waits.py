@@ -52,7 +52,7 @@ SFT = [
         "batch of full attention",
         "is there padding?",
     ),
-    Wait("accelerate/utils/operations.py send_to_device", 4, "batch", "uploads the batch, a column each"),
+    Wait("accelerate/utils/operations.py send_to_device", 5, "batch", "uploads the batch, a column each"),
 ]
 RL = [
     *SAMPLING,
