@@ -6,7 +6,7 @@ Python, NumPy or PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ def draw_noise(
     high: float = 1.0,
     mirror: bool = False,
     block_size: int | None = None,
+    level: Callable[[Tensor], Tensor] = noise_level,
 ) -> tuple[Tensor, BoolTensor]:
     """Time and mask of one training row: t ~ U(low, high), then each token is hidden with probability t' (LLaDA).
 
@@ -69,6 +70,7 @@ def draw_noise(
             together cover every token, and a token is in both with probability `NOISE_EPS`.
         block_size: tokens per block of a block-causal model, where each block has its own time (BD3-LM, arXiv
             2503.09573, section 3.1); blocks are counted from the first token. None: one time for all tokens.
+        level: the masking probability at times t.
 
     Returns:
         t (scalar or, with a `block_size`, (tokens,), the time of each token) and the mask (tokens,) bool.
@@ -83,4 +85,4 @@ def draw_noise(
         drawn = drawn[block]
     t = low + (high - low) * drawn
     t = 1 - t if mirror else t
-    return t, draw_mask(maskable, noise_level(t), generator, mirror=mirror)
+    return t, draw_mask(maskable, level(t), generator, mirror=mirror)

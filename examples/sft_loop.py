@@ -22,7 +22,8 @@ from torch import Tensor
 
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models import load_model, load_tokenizer
-from d1.sft.data import prompt_and_answer, to_messages, tokenize
+from d1.models.tokenizer import prompt_and_answer, tokenize
+from d1.sft.data import to_messages
 
 TRAIN_NOISE = 0  # the stream of random numbers, numbered as in `d1.sft.data`
 

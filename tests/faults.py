@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pytest
 import requests
 import torch
 from peft import PeftModel
@@ -64,29 +63,6 @@ def full_disk(room: int) -> Iterator[None]:
 def edit_json(path: Path, **fields: Any) -> None:
     """Change fields of a JSON file such as a model's `config.json`."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def damage_is_noticed(run: Callable[[list[str], Path], object], short: list[str], folder: Path, sums: str) -> None:
-    """A stage refuses to resume a damaged `folder`/run/job/checkpoint-1, and weights that are not finite are not saved.
-
-    Args:
-        run: the stage; takes flags and the folder of its job.
-        short: flags that end with --max_steps.
-        sums: the file of the stage's sums in a checkpoint.
-    """
-    checkpoint = folder / "run/job/checkpoint-1"
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        flip_bit(file)
-        with pytest.raises(ValueError, match=rf"{file} is damaged \(its checksum"):
-            run([*short, "2", "--resume"], folder / "run")
-        flip_bit(file)
-    (checkpoint / "checksums.json").unlink()
-    (checkpoint / sums).write_text("{}")
-    with pytest.raises(ValueError, match=rf"{sums} is damaged \(.*; no earlier checkpoint is left"):
-        run([*short, "2", "--resume"], folder / "run")
-    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
-        run([*short, "1", "--learning_rate", "1e39"], folder / "bad")
-    assert not list((folder / "bad/job").glob("**/*model.safetensors"))
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.train", "d1.sft.trainer", "d1.eval.completions"])
+SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.stage", "d1.eval.completions"])
 
 
 def free_port() -> int:
@@ -99,13 +99,12 @@ def start(
 def job(
     program: Path | str, flags: Sequence[str], output_dir: Path, processes: int = 1, **environment: str | None
 ) -> list[BaseProcess]:
-    """A script in its own folder, or a module by its name, as the job "job" in `output_dir`; its log is
-    `output_dir`/log."""
+    """A script in its own folder, or a module, as the job "job" in `output_dir`; its log is `output_dir`/log."""
     words = [*flags, "--output_dir", str(output_dir), "--job_name", "job"]
-    options: dict[str, Any] = {"log": output_dir / "log", "processes": processes}
-    if isinstance(program, Path):
-        return start(script, program.name, *words, folder=program.parent, **options, **environment)
-    return start(module, program, *words, folder=output_dir, **options, **environment)
+    where: dict[str, Any] = {"log": output_dir / "log", "processes": processes, **environment}
+    if isinstance(program, str):
+        return start(module, program, *words, folder=Path(__file__).parents[1], **where)
+    return start(script, program.name, *words, folder=program.parent, **where)
 
 
 def finish(started: Sequence[BaseProcess], log: Path, status: int = 0, timeout: float = 900) -> str:

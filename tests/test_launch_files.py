@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,20 +14,60 @@ from accelerate.commands.config.config_args import load_config_from_file
 from tests import forks
 from tests.commands import ROOT
 
-OLD_SCRIPTS = {  # what scripts written for d1's repository import, in the folder that they run in
-    "SFT": "from sft_trainer import *; print(dLLMTrainer.__module__, dLLMDataCollator, dLLMSFTDataset)",
-    "diffu-grpo": "from diffu_grpo_trainer import *; from diffu_grpo_config import *; "
-    "print(DiffuGRPOTrainer.__module__, DiffuGRPOConfig)",
+# Scripts written for d1's repository, in the folder that they run in. Of SFT, the lines of d1's `sft_train.py` that use
+# its `sft_trainer.py`; only the model is loaded by this library, and Transformers 5 renamed `evaluation_strategy`.
+OLD_SCRIPTS = {
+    "SFT": """
+import sys
+from datasets import load_dataset
+from sft_trainer import *
+from transformers import AutoTokenizer, TrainingArguments
+from d1.models import load_model
+model_name, train_data, output_dir = sys.argv[1:]
+max_length = 256
+tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="right", trust_remote_code=True, use_fast=True)
+model = load_model(model_name)
+data = load_dataset("json", data_files=train_data, split="train")
+train_data, eval_data = preprocess_dataset(data, tokenizer, max_length)
+print("Train data length: ", len(train_data))
+print("Eval data length: ", len(eval_data))
+train_dataset = dLLMSFTDataset(train_data, tokenizer, max_length)
+eval_dataset = dLLMSFTDataset(eval_data, tokenizer, max_length, eval=True)
+training_args = TrainingArguments(
+    output_dir=output_dir, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=2,
+    eval_strategy="steps", eval_steps=2, logging_steps=2, save_total_limit=20, learning_rate=1e-3, weight_decay=0.1,
+    max_grad_norm=1.0, load_best_model_at_end=True, report_to="none", remove_unused_columns=False, use_cpu=True,
+)
+trainer = dLLMTrainer(
+    model=model,
+    args=training_args,
+    data_collator=dLLMDataCollator(tokenizer=tokenizer, mask_token_id=3, max_length=max_length),
+    train_dataset=train_dataset,
+    eval_dataset=eval_dataset,
+)
+trainer.train()
+asked = tokenizer.decode(tokenizer(SYSTEM_PROMPT, add_special_tokens=False)["input_ids"])
+assert asked in tokenizer.decode(train_data[0]["input_ids"])
+print("trained", dLLMTrainer.__module__)
+""",
+    "diffu-grpo": """
+from diffu_grpo_config import *
+from diffu_grpo_trainer import *
+print("found", DiffuGRPOTrainer.__module__, DiffuGRPOConfig)
+""",
 }
 
 
-@pytest.mark.parametrize("folder", OLD_SCRIPTS)
-def test_scripts_written_for_d1s_repository_find_its_names(folder, tmp_path):
+@pytest.mark.parametrize(("folder", "says"), [("SFT", "trained d1.sft.trainer"), ("diffu-grpo", "found d1.rl.trainer")])
+def test_scripts_written_for_d1s_repository_work(folder, says, tiny_model_dir, tmp_path):
     for file in (ROOT / folder).glob("*.py"):
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "old.py").write_text(OLD_SCRIPTS[folder])
-    started = forks.start(forks.script, "old.py", log=tmp_path / "log", folder=tmp_path)
-    assert forks.finish(started, tmp_path / "log").startswith(("d1.sft.trainer ", "d1.rl.trainer "))
+    rows = [{"question": f"{i}+{i}=?", "thinking_trajectories": ["add"], "attempt": str(2 * i)} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [str(tiny_model_dir), str(tmp_path / "rows.jsonl"), str(tmp_path / "out")]
+    started = forks.start(forks.script, "old.py", *words, log=tmp_path / "log", folder=tmp_path)
+    assert says in forks.finish(started, tmp_path / "log")
 
 
 @pytest.mark.parametrize("words", ["d1 sft", "d1 rl", "d1 eval", "d1 parse", "d1.sft.train"])

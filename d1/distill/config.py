@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from d1.distill.methods import METHODS
-from d1.ranges import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Range
-from d1.runs.cli import TrainingSettings, setting
+from d1.ranges import COUNT, NATURAL, POSITIVE, SHARE
+from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount, setting
 
-OptionalAmount = Annotated[float | None, AMOUNT | None]
-OptionalCount = Annotated[int | None, COUNT | None]
 READ_BY_SOME = {name for method in METHODS.values() for name in method.values}
 
 
 @dataclass
-class DistillConfig(TrainingSettings):
+class DistillConfig(MethodSettings):
     """Arguments of `d1.distill.train.main`. A setting that is None becomes the method's value.
 
     Raises:
@@ -29,13 +27,8 @@ class DistillConfig(TrainingSettings):
     data_file: str | None = setting(None, "of a task: its training rows, instead of its own")
     num_prompts: OptionalCount = setting(None, "use only this number of prompts, drawn by the seed (default: all)")
     job_name: str = setting("distill")
-    num_epochs: Annotated[float, POSITIVE] = setting(1)
-    grad_accum_steps: Annotated[int, COUNT] = setting(8)
-    save_steps: Annotated[int, COUNT] = setting(100, "optimizer steps between checkpoints")
 
     # The traces
-    max_prompt_length: Annotated[int, COUNT] = setting(1024, "tokens of a prompt; rows with a longer one are bad rows")
-    max_completion_length: Annotated[int, COUNT] = setting(256, "tokens of the canvas")
     diffusion_steps: Annotated[int, COUNT] = setting(128, "steps of the sampler per canvas, at most")
     block_length: OptionalCount = setting(None, "of the sampler (default: the model's own, else 32)")
     temperature: OptionalAmount = setting(None, "of the sampler; 0 is greedy")
@@ -58,19 +51,12 @@ class DistillConfig(TrainingSettings):
     path_weight: OptionalAmount = setting(None, "t3d: of the cross-entropy by trace level")
     path_tokens: OptionalCount = setting(None, "t3d: tokens of a block per trace level")
     reference_steps: Annotated[int | None, NATURAL | None] = setting(
-        None, "t3d, d-opsd: the reference becomes the current model every so many steps; 0: never"
+        None, "t3d, d-opsd: steps after which the reference becomes the current model; 0: never"
     )
     teacher_top_k: OptionalCount = setting(None, "d-opsd: the teacher's most likely tokens that are compared")
     clip: Annotated[float | None, POSITIVE | None] = setting(None, "d-opsd: upper bound of each token's term of the KL")
     num_iterations: OptionalCount = setting(None, "d-opsd: optimizer steps per rollout, each on its part of the states")
     views_at_once: Annotated[int, COUNT] = setting(1, "states of a row per forward pass; more take more memory")
-
-    # The optimizer
-    learning_rate: OptionalAmount = setting(None, "peak learning rate")
-    weight_decay: OptionalAmount = setting(None)
-    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
-    lr_scheduler_type: str | None = setting(None)
-    warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,9 +64,7 @@ class DistillConfig(TrainingSettings):
         for name in sorted(READ_BY_SOME - {*values}):
             if getattr(self, name) is not None:
                 raise ValueError(f"--{name} would be ignored by the method {self.method}: leave it out")
-        for name, value in values.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        self.take(values)
         if not self.train_data:
             raise ValueError("--train_data is missing: a task, or a file with a column prompt")
         if self.tries != 1 and not (self.temperature and self.keep == "right"):

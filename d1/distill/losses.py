@@ -1,4 +1,4 @@
-"""The targets and divergences of `METHODS`, on the places of a micro-batch, n in all.
+"""The targets and divergences of `METHODS`, at the positions of a micro-batch, n in all.
 
 A target is read from the logits of the teacher, without gradients, a divergence from those of the student. The loss of
 an optimizer step is a mean over all of its micro-batches and processes: `totals` are the counts that it divides by.
@@ -20,52 +20,49 @@ from d1.models.attention import padding_mask
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, token_entropies, token_logps
 from d1.scoring.views import hidden_states, noised_tokens, pairs_to_score
 
-# --- Passes -----------------------------------------------------------------------------------------------------------
-#
-# Read a model's logits at chosen places of chosen states, a few states and a few logits at a time.
+# --- Logits at chosen positions of chosen states --------------------------------------------------------------------
 
 Read = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Texts in several states, and the places of their canvas to read there.
+    """Texts in several states, and the positions of their canvas to read there.
 
     Attributes:
         ids: (rows, prompt + canvas) clean.
         visible: (rows, prompt + canvas), 0 at padding.
         noise: (rows, states, canvas) bool, what each state hides of the canvas; the prompt is always shown.
-        places: (rows, states, canvas) bool, on the host. Everything that is read has the order of `places.nonzero()`.
+        positions: (rows, states, canvas) bool, on the host. What is read has the order of `positions.nonzero()`.
     """
 
     ids: Tensor
     visible: Tensor
     noise: Tensor
-    places: Tensor
+    positions: Tensor
 
 
-def read_places(
+def read_positions(
     model: Any, seen: Seen, read: Read, columns: Sequence[Tensor] = (), *, mask_token_id: int, states_at_once: int = 1
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What `read(logits, *columns)` returns for the places of `seen`, and the compute, as in `d1.scoring.Scores`.
+    """What `read(logits, *columns)` returns for the positions of `seen`, and the compute, as in `d1.scoring.Scores`.
 
-    Only states with a place are computed. With gradients and several passes, the backward pass recomputes each pass,
+    Only states with a position are computed. With gradients and several passes, the backward pass recomputes each pass,
     so that memory does not grow with the number of states.
 
     Args:
-        model: from `d1.models.load_model`.
-        read: gets logits (places, vocabulary), fp32 or fp64, and the same places of the columns; returns tensors
-            (places, ...).
-        columns: (places, ...) each.
+        read: gets logits (positions, vocabulary), fp32 or fp64, and the same positions of the columns; returns tensors
+            (positions, ...).
+        columns: (positions, ...) each.
         states_at_once: of each row per forward pass, on average.
     """
-    places, canvas = seen.places, seen.places.shape[-1]
+    positions, canvas = seen.positions, seen.positions.shape[-1]
     padded = padding_mask(seen.visible) is not None  # even a mask that hides nothing excludes fast kernels
-    pairs = pairs_to_score(places)
-    passes = list(pairs.split(len(places) * states_at_once))
+    pairs = pairs_to_score(positions)
+    passes = list(pairs.split(len(positions) * states_at_once))
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
-    sizes = [int(places[some.unbind(1)].sum()) for some in passes]
-    total = int(places.sum())
+    sizes = [int(positions[some.unbind(1)].sum()) for some in passes]
+    total = int(positions.sum())
     ends = torch.tensor(sizes).cumsum(0).clamp(max=total).tolist()
 
     def compute(some: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
@@ -73,7 +70,7 @@ def read_places(
         hidden = torch.cat([torch.zeros_like(seen.visible[row, :-canvas]).bool(), seen.noise[row, state]], dim=1)
         options: dict[str, Any] = {"gen_length": canvas, "mask_token_id": mask_token_id}
         states = hidden_states(model, seen.ids[row], hidden, seen.visible[row] if padded else None, **options)
-        at = places[some.unbind(1)].flatten().nonzero().squeeze(1).to(seen.ids.device, non_blocking=True)
+        at = positions[some.unbind(1)].flatten().nonzero().squeeze(1).to(seen.ids.device, non_blocking=True)
         return read_logits(model, states[:, -canvas:].flatten(0, 1)[at], read, own)
 
     recompute = torch.is_grad_enabled() and len(passes) > 1
@@ -83,9 +80,9 @@ def read_places(
         found.append(run(some, *(column[end - size : end] for column in columns)))
     joined = tuple(torch.cat(parts)[:total] for parts in zip(*found, strict=True))
     each, paid = 3 if torch.is_grad_enabled() else 1, pairs[:, 0] if total else pairs[:0, 0]
-    fed = seen.visible[paid.to(seen.visible.device)]
-    again = noised_tokens(model, canvas)
-    return joined, each * (fed.sum() + (fed[:, -again:].sum() if again else 0))
+    computed = seen.visible[paid.to(seen.visible.device)]
+    again = noised_tokens(model, canvas)  # a block-causal model also reads the clean text
+    return joined, each * (computed.sum() + (computed[:, -again:].sum() if again else 0))
 
 
 def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -103,20 +100,20 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
     return tuple(map(torch.cat, zip(*(run(*part) for part in parts), strict=True)))
 
 
-# --- Losses -----------------------------------------------------------------------------------------------------------
+# --- Targets: (settings, logits, own ids) -> columns ------------------------------------------------------------------
 
 Logged = dict[str, Tensor]  # values, whose mean is logged
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The places of a micro-batch.
+    """The positions of a micro-batch.
 
     Attributes:
-        row, state: (n,) of each place.
+        row, state: (n,) of each position.
         ids: (n,) own tokens.
         weights: (n,) as in `States`.
-        picks: (n,) of each place's state, as in `States`.
+        picks: (n,) of each position's state, as in `States`.
         rows: of the micro-batch.
         target: what the target read, (n, ...) each.
     """
@@ -128,9 +125,6 @@ class Compared:
     picks: Tensor
     rows: int
     target: tuple[Tensor, ...] = ()
-
-
-# --- Targets: (settings, logits, own ids) -> columns -----------------------------------------------------------------
 
 
 def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -162,17 +156,16 @@ def read_certainty(settings: Any, logits: Tensor, ids: Tensor, right: Tensor) ->
 
 
 def count_certainty(seen: Compared) -> Tensor:
-    """(2, states) places, and those where the own token is the most likely one."""
+    """(2, states) positions, and those where the own token is the most likely one."""
     (right,) = seen.target
-    return torch.stack(
-        [torch.bincount(seen.state, weights, minlength=2) for weights in (torch.ones_like(right), right)]
-    )
+    return torch.stack([torch.bincount(seen.state, each, minlength=2) for each in (torch.ones_like(right), right)])
 
 
 def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
     """dParallel (section 4): for each of the two states, the mean cross-entropy of the own tokens plus the weighted
-    mean entropy, at a temperature below 1, of places where the own token is already the most likely one."""
+    mean entropy, at a temperature below 1, of positions where the own token is already the most likely one."""
     (logps, entropies), (right,) = read, seen.target
+    # Each state's weight of a position, and of one whose own token is the most likely one.
     each, every = (1 / totals.clamp(min=1)).to(logps.dtype)[:, seen.state]
     sharp = entropies * right
     loss = -(logps * each).sum() + settings.entropy_weight * (sharp * every).sum()
@@ -191,19 +184,19 @@ def count_nothing(seen: Compared) -> Tensor:
 
 
 def by_row(values: Tensor, seen: Compared) -> Tensor:
-    """(rows,) means over each row's places; 0 for rows without one."""
+    """(rows,) means over each row's positions; 0 for rows without one."""
     zeros = values.new_zeros(seen.rows)
     count = zeros.index_add(0, seen.row, torch.ones_like(values))
     return zeros.index_add(0, seen.row, values) / count.clamp(min=1)
 
 
 def discriminator(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
-    """T3D (direct discriminative optimization): with d the mean, over a row's places, of the log-probability less the
-    reference's, -log sigmoid(beta d) for the own tokens and -w log(1 - sigmoid(beta d)) for the reference's most likely
-    ones; plus the cross-entropy by trace level."""
+    """T3D (direct discriminative optimization): with d the mean, over a row's positions, of the log-probability less
+    the reference's, -log sigmoid(beta d) for the own tokens and -w log(1 - sigmoid(beta d)) for the reference's most
+    likely ones; plus the cross-entropy by trace level."""
     (logps, of_rivals), (reference, _, rival_reference) = read, seen.target
     ratio, other = by_row(logps - reference, seen), by_row(of_rivals - rival_reference, seen)
-    here = by_row(torch.ones_like(logps), seen)  # 1 for rows with places, else 0
+    here = by_row(torch.ones_like(logps), seen)  # 1 for rows with positions, else 0
     losses = -F.logsigmoid(settings.beta * ratio) - settings.rival_weight * F.logsigmoid(-settings.beta * other)
     path = -(seen.weights * logps).sum()
     loss = ((losses * here).sum() + settings.path_weight * path) / rows
@@ -219,16 +212,17 @@ def read_reverse_kl(
 
 
 def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
-    """d-OPSD: at the places of a state where the teacher's largest logit is highest, as many as the sampler revealed
+    """d-OPSD: at the positions of a state where the teacher's largest logit is highest, as many as the sampler revealed
     there, KL(student | teacher) among the teacher's most likely tokens, each term clipped from above; the mean over a
     row's states, and over all rows of the step, also those that are not trained on."""
     (terms,), (largest, _, _) = read, seen.target
     order = largest.argsort(descending=True, stable=True)
     group = seen.row * (int(seen.state.max()) + 1 if len(seen.state) else 1) + seen.state
     order = order[group[order].argsort(stable=True)]  # state after state, in each the highest first
-    place = torch.arange(len(order), device=order.device)
-    firsts = torch.searchsorted(group[order].contiguous(), group[order].contiguous())
-    ranks = torch.empty_like(place).scatter(0, order, place - firsts)
+    numbers, sorted_groups = torch.arange(len(order), device=order.device), group[order].contiguous()
+    firsts = torch.searchsorted(sorted_groups, sorted_groups)
+    # The rank of each position in its state, by the teacher's largest logit.
+    ranks = torch.empty_like(numbers).scatter(0, order, numbers - firsts)
     counts = seen.weights * (ranks < seen.picks)
     found = terms.clamp(max=settings.clip).sum(-1)
     return (counts * found).sum() / rows, {"kl": terms.sum(-1)[counts > 0], "clipped": (terms > settings.clip).float()}
@@ -236,13 +230,13 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
 
 @dataclass(frozen=True)
 class Divergence:
-    """A row of the table.
+    """An entry of the table.
 
     Attributes:
-        read: (settings, logits, own ids, *target's columns) -> what the loss needs of each place, differentiable.
-        totals: (places) -> counts, which are summed over the optimizer step before the loss sees them.
-        loss: (places, what was read, totals, rows of the step, settings) -> the micro-batch's part of the loss of the
-            step, and what is logged. The parts sum to the loss.
+        read: (settings, logits, own ids, *target's columns) -> what the loss needs of each position, differentiable.
+        totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
+        loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the step's
+            loss, and what is logged.
     """
 
     read: Callable[..., tuple[Tensor, ...]]

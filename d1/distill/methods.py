@@ -1,4 +1,4 @@
-"""The distillation methods, as rows: in which states, towards which target, by which divergence. Needs no torch.
+"""The distillation methods: in which states, towards which target, by which divergence. Needs no torch.
 
 A trace is a completion with the step in which the sampler revealed each token. All methods train on traces of the model
 itself: of the model before the training, or of the model that is being trained.
@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Method:
-    """A row of `METHODS`.
+    """An entry of `METHODS`.
 
     Attributes:
         states: which parts of a trace are hidden; a name in `STATES` (`d1/distill/states.py`).
-        target: what the model is compared with at hidden places; a name in `TARGETS` (`d1/distill/losses.py`).
+        target: what the model is compared with at hidden positions; a name in `TARGETS` (`d1/distill/losses.py`).
         divergence: a name in `DIVERGENCES` (`d1/distill/losses.py`).
         teacher: which model gives the target: the trained one, or the reference (`reference_steps`).
         paper: where it is from.
-        values: settings of `DistillConfig` where the user gives none. A setting that no row but others names is an
-            error for this row, because it would be ignored.
+        values: settings of `DistillConfig` where the user gives none. A setting that only other entries name is an
+            error for this entry, because it would be ignored.
         on_policy: traces are sampled during the training; otherwise once, before it.
         looks_ahead: the teacher sees tokens of later blocks, which a block-causal model cannot.
     """

@@ -1,4 +1,4 @@
-"""The states of a trace in which a student is compared with its target: the rows of `STATES`.
+"""The states of a trace in which a student is compared with its target: the entries of `STATES`.
 
 A new one is a function of `Traces`, one generator per row and the settings, and a line of the table. It draws from a
 row's own generator, so that a row's states depend neither on its batch nor on the number of processes.
@@ -48,39 +48,38 @@ class Traces:
         return eos_cut(self.ids, [self.eos_token_id]).sum(-1, keepdim=True)
 
     def up_to(self, tail: int) -> Tensor:
-        """(rows, canvas) bool: a completion and `tail` places after it; -1: all places."""
-        places = torch.arange(self.ids.shape[1])
-        return (places < self.lengths + tail) | torch.tensor(tail < 0)
+        """(rows, canvas) bool: a completion and `tail` positions after it; -1: all positions."""
+        return (torch.arange(self.ids.shape[1]) < self.lengths + tail) | torch.tensor(tail < 0)
 
     @property
     def filled(self) -> Tensor:
-        """(rows, canvas) ids, with EOS at all places after the first EOS."""
+        """(rows, canvas) ids, with EOS at all positions after the first EOS."""
         return self.ids.masked_fill(~eos_cut(self.ids, [self.eos_token_id]), self.eos_token_id)
 
 
 @dataclass(frozen=True)
 class States:
-    """In which states a batch is compared, and where. All on the host.
+    """The states in which a batch is compared, and the positions; on the host.
 
     Attributes:
-        ids: (rows, canvas) the tokens of the text, and the own tokens to compare with.
+        ids: (rows, canvas) the tokens of the text, which are the own tokens to compare with.
         noise: (rows, states, canvas) bool, what each state hides.
-        places: (rows, states, canvas) bool, hidden places where student and target are compared.
-        weights: (rows, states, canvas) of a place, where the divergence reads weights.
-        picks: (rows, states) how many of a state's places count, where the divergence chooses among them.
+        positions: (rows, states, canvas) bool, hidden positions where student and target are compared.
+        weights: (rows, states, canvas) of a position, where the divergence reads weights.
+        picks: (rows, states) how many of a state's positions count, where the divergence chooses among them.
         teacher_noise: what the teacher's states hide; None: the same.
     """
 
     ids: Tensor
     noise: Tensor
-    places: Tensor
+    positions: Tensor
     weights: Tensor
     picks: Tensor
     teacher_noise: Tensor | None = None
 
 
 def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:
-    """(rows, canvas) the number of each place's block, from 0; `size` is the block size of a block-causal model."""
+    """(rows, canvas) the number of each position's block, from 0; `size` is the block size of a block-causal model."""
 
     def row(filled: int | None) -> Tensor:
         lengths = torch.tensor([sum(block) for block in settings.schedule(filled)])
@@ -99,10 +98,11 @@ def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part:
         half = draw_mask(blocks == block, noise_level(torch.tensor(0.5)), generator)
         found.append(torch.stack([half, (blocks == block) & ~half]))
     inside = torch.stack(found)
+    # (rows, 1): the number of the drawn block; later blocks and the tail stay hidden.
     chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
-    places = inside & scored.unsqueeze(1)
+    positions = inside & scored.unsqueeze(1)
     noise = inside | ((traces.blocks > chosen) | ~scored).unsqueeze(1)
-    return States(traces.filled, noise, places, places.float(), places.sum(-1))
+    return States(traces.filled, noise, positions, positions.float(), positions.sum(-1))
 
 
 def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
@@ -115,19 +115,22 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
     ranks = ranks_in_blocks(traces.blocks, traces.steps, scored)
     sizes = torch.zeros_like(traces.blocks).scatter_add(1, traces.blocks, scored.long()).gather(1, traces.blocks)
     hidden = scored & (ranks < (sizes * share).long())
+    # The loss is the mean over levels of means over tokens; -1: a token of no level.
     levels = torch.where(hidden, ranks // settings.path_tokens, -1)
     last, weights = levels.amax(-1, keepdim=True), torch.zeros(levels.shape)
     for level in range(int(last.max()) + 1):
         within = hidden & (levels <= level) & (level <= last)
         weights += within / within.sum(-1, keepdim=True).clamp(min=1)
     weights = weights / (last + 1).clamp(min=1)
-    places = hidden.unsqueeze(1)
-    return States(traces.filled, places | ~scored.unsqueeze(1), places, weights.unsqueeze(1), places.sum(-1))
+    positions = hidden.unsqueeze(1)
+    return States(traces.filled, positions | ~scored.unsqueeze(1), positions, weights.unsqueeze(1), positions.sum(-1))
 
 
 def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
-    """(rows, canvas) the rank of a place, from 0, among those of its block by the step that revealed it (in a step,
-    from left to right; places that no step revealed come last). Places that are not `among` come after all others."""
+    """(rows, canvas) the rank of a position, from 0, among those of its block, by the step that revealed it.
+
+    In a step, from left to right; positions that no step revealed come last, and those that are not `among` after them.
+    """
     canvas = blocks.shape[1]
     late = torch.where(steps < 0, steps.amax() + 1, steps) + (steps.amax() + 2) * ~among
     order = late * canvas + torch.arange(canvas)
@@ -137,8 +140,9 @@ def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
 
 def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
     """d-OPSD: the sampler's own states, divided evenly among the `num_iterations` parts of a trace. In each state, as
-    many places of the current block count as the sampler revealed. The teacher also sees a share of later blocks."""
+    many positions of the current block count as the sampler revealed. The teacher also sees a share of later blocks."""
     taken = traces.steps.amax(-1) + 1
+    # This part's steps of each row: from `first` to before `end`.
     first, end = taken * part // settings.num_iterations, taken * (part + 1) // settings.num_iterations
     number = first.unsqueeze(1) + torch.arange(max(1, int((end - first).max())))
     real = (number < end.unsqueeze(1)).unsqueeze(-1)
@@ -146,7 +150,7 @@ def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
     noise, now = (shown >= at) | (shown < 0), (shown == at) & real
     blocks = traces.blocks.unsqueeze(1)
     current = torch.where(now, blocks, -1).amax(-1, keepdim=True)
-    places = noise & (blocks == current) & real
+    positions = noise & (blocks == current) & real
     hints = torch.zeros_like(noise)
     contents = traces.lengths.squeeze(1) - (traces.ids == traces.eos_token_id).any(-1).long()  # without the EOS
     for row, generator in enumerate(generators):
@@ -155,8 +159,8 @@ def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
             if real[row, state] and len(later) and later[0] < contents[row]:
                 some = torch.randperm(len(later), generator=generator)[: int(len(later) * settings.hints)]
                 hints[row, state, later[some]] = True
-    weights = places.float() / (end - first).clamp(min=1).view(-1, 1, 1)
-    return States(traces.ids, noise, places, weights, now.sum(-1), noise & ~hints)
+    weights = positions.float() / (end - first).clamp(min=1).view(-1, 1, 1)
+    return States(traces.ids, noise, positions, weights, now.sum(-1), noise & ~hints)
 
 
 Draw = Callable[..., States]

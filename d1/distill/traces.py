@@ -20,7 +20,7 @@ from d1.masking import keyed_generator
 from d1.models.kinds import block_size
 from d1.models.tokenizer import as_messages, encode_prompt, render_prompt
 from d1.runs.checkpoints import reading
-from d1.runs.data import load_rows, usable_rows
+from d1.runs.data import load_rows, problem_of, usable_rows
 from d1.runs.record import of_rows, of_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.tasks import TASKS, load_task
@@ -31,12 +31,9 @@ TRACES = 6  # the second part of the key of the traces' random numbers
 
 @dataclass(frozen=True)
 class Prompts:
-    """Attributes: ids of each prompt; a judge of completions (None: the data cannot judge them); and the fingerprint of
-    the ids and of the rows that they come from."""
-
     ids: list[list[int]]
-    judge: Judge | None
-    rows: str
+    judge: Judge | None  # None: the data cannot judge completions
+    rows: str  # the fingerprint of the ids and of the rows that they come from
 
 
 def load_prompts(
@@ -52,7 +49,7 @@ def load_prompts(
     """The training prompts of a task, or those of a file's column `prompt`: text or chat messages.
 
     Args:
-        count: at most so many of the usable rows, drawn by the seed.
+        count: the largest number of usable rows, drawn by the seed.
 
     Raises:
         ValueError: there is no column prompt; bad rows, unless they are skipped and counted; or nothing is left.
@@ -89,8 +86,8 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
         if tokenizer.mask_token_id in ids:
             raise ValueError(f"the mask token {tokenizer.mask_token} is in the prompt")
-    except Exception as error:  # a chat template may raise anything; the row is what is wrong
-        return [], f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{error}"
+    except Exception as error:  # a chat template may raise anything
+        return [], problem_of(error)
     return ids, ""
 
 

@@ -20,42 +20,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer.utils import disable_dropout_in_model
 
 from d1.distill.config import DistillConfig
-from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_places
+from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positions
 from d1.distill.methods import METHODS
 from d1.distill.states import STATES, States, Traces
 from d1.distill.traces import TRACES, TraceSampler, padded
 from d1.masking import keyed_generator
-from d1.models.attention import require_prepared
 from d1.models.head import run_inside
 from d1.runs.checkpoints import reading
 from d1.runs.data import IGNORED, GlobalBatchSampler, Slot
 from d1.runs.trainer import SummingTrainer, own_part
 
-# --- Reference --------------------------------------------------------------------------------------------------------
-#
-# The trained weights as they were at an earlier step, which take the model's place for a pass: no second model.
-
-
-def trained_weights(model: Any) -> dict[str, Any]:
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+STATE_DRAWS = 7  # the second part of the key of the states' random numbers
 
 
 def trained_parts(model: Any) -> dict[str, Tensor]:
     """The trained weights, by name; of split ones this process's part."""
-    return {name: own_part(weight).detach() for name, weight in trained_weights(model).items()}
-
-
-def forget_whole(weight: Any) -> None:
-    """Make ZeRO-3 (DeepSpeed 0.19), which keeps small weights whole, put them together from their parts again."""
-    if hasattr(weight, "ds_status") and weight.ds_status.name == "AVAILABLE":
-        weight.partition()
+    return {name: own_part(weight).detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 class Reference:
-    """A copy of the trained weights: with LoRA of the adapter alone."""
+    """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step.
+
+    For a pass, they replace those of the model: no second model is needed.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -76,15 +65,17 @@ class Reference:
             own = part.clone()
             part.copy_(self.weights[name])
             self.weights[name] = own
-        for weight in trained_weights(self.model).values():
-            forget_whole(weight)
+        for weight in self.model.parameters():
+            # ZeRO-3 (DeepSpeed 0.19) keeps small weights whole: it must put them together from their parts again.
+            if weight.requires_grad and hasattr(weight, "ds_status") and weight.ds_status.name == "AVAILABLE":
+                weight.partition()
+
+    def file(self, folder: Path, process: int) -> Path:
+        return folder / (f"reference_rank{process}.safetensors" if self.is_split() else "reference.safetensors")
 
     def is_split(self) -> bool:
         """Whether each process holds only a part."""
         return any(own_part(weight) is not weight for weight in self.model.parameters())
-
-    def file(self, folder: Path, process: int) -> Path:
-        return folder / (f"reference_rank{process}.safetensors" if self.is_split() else "reference.safetensors")
 
     def save(self, folder: Path, process: int) -> None:
         """To be called on every process."""
@@ -92,17 +83,12 @@ class Reference:
             save_file({name: part.contiguous() for name, part in self.weights.items()}, self.file(folder, process))
 
     def load(self, folder: Path, process: int) -> None:
-        """Raises ValueError if the file is missing or damaged, or of another number of processes."""
+        """Raises ValueError if the file is missing, or of another number of processes."""
         path = self.file(folder, process)
         with reading(path):
             found = load_file(path)
             for name, part in self.weights.items():
                 part.copy_(found[name])
-
-
-# --- Trainer ----------------------------------------------------------------------------------------------------------
-
-STATE_DRAWS = 7  # the second part of the key of the states' random numbers
 
 
 class RepeatedBatches(GlobalBatchSampler):
@@ -138,15 +124,15 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class DistillTrainer(SummingTrainer, Trainer):
-    """Trainer with a row of `METHODS`.
+    """Trainer with an entry of `METHODS`.
 
     Args:
         settings: of the run.
         sampler: of traces, and the prompts.
         rows: the numbers of the prompts that are trained on, in the order of `train_dataset`.
         traces: of these rows; None for an on-policy method.
-        compute: tokens that sampling these traces processed.
-        **kwargs: Trainer's; `train_dataset` is a `TraceDataset`, `data_collator` is `collate`.
+        **kwargs: `compute`, tokens that sampling these traces processed; and Trainer's: `train_dataset` is a
+            `TraceDataset`, `data_collator` is `collate`.
 
     Raises:
         ValueError: the model was not prepared.
@@ -154,31 +140,17 @@ class DistillTrainer(SummingTrainer, Trainer):
     """
 
     sums_file = "distill_sums.json"
-    loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
 
     def __init__(
-        self,
-        settings: DistillConfig,
-        sampler: TraceSampler,
-        rows: list[int],
-        traces: Traces | None,
-        compute: int = 0,
-        **kwargs: Any,
+        self, settings: DistillConfig, sampler: TraceSampler, rows: list[int], traces: Traces | None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
         self.method = METHODS[settings.method]
         self.divergence = DIVERGENCES[self.method.divergence]
-        require_prepared(self.model)
-        self.require_one_gpu()
-        disable_dropout_in_model(self.model)
-        self.count_labels_of_step(shifted=False)
         self.reference: Reference | None = None
         self.rollouts: list[Traces] = []  # of the micro-batches of this cycle of `num_iterations` steps
         self.totals: Tensor = torch.zeros(())
-        self.sums: dict[str, Tensor] = {}
-        share = float(self.args.process_index == 0)
-        self.compute = torch.tensor(compute * share, dtype=torch.float64, device=self.args.device)
 
     @property
     def cycle(self) -> int:
@@ -186,14 +158,12 @@ class DistillTrainer(SummingTrainer, Trainer):
         return self.settings.num_iterations or 1
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
-        own = self.global_batches([0] * len(dataset))
+        own = super().train_sampler(dataset)
         if self.cycle == 1:
             return own
         repeated = RepeatedBatches(**{**vars(own), "multiple": own.batch_size})
         repeated.times = self.cycle
         return repeated
-
-    # --- A step's traces, states and targets --------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
@@ -207,7 +177,7 @@ class DistillTrainer(SummingTrainer, Trainer):
                 self.reference = Reference(self.model)
         found = [self.prepared(batch, number) for number, batch in enumerate(batches)]
         if found:
-            self.totals = self.accelerator.reduce(sum(self.divergence.totals(one["places"]) for one in found), "sum")
+            self.totals = self.accelerator.reduce(sum(self.divergence.totals(one["compared"]) for one in found), "sum")
         return found, count
 
     def prepared(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
@@ -219,14 +189,12 @@ class DistillTrainer(SummingTrainer, Trainer):
         traces = self.traces_of(slots, rows, number)
         states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings, part)
         trained = (traces.right & (labels.cpu() != IGNORED)).view(-1, 1, 1)
-        seen, places = self.placed(states, states.places & trained, rows)
+        seen, compared = self.seen(states, states.positions & trained, rows)
         with torch.no_grad(), self.teacher() as model:
             noise = states.noise if states.teacher_noise is None else states.teacher_noise
             shown = replace(seen, noise=noise.to(seen.ids.device))
-            target = partial(TARGETS[self.method.target], self.settings)
-            columns, compute = self.read(model, shown, target, (places.ids,))
-        self.compute += compute
-        return {"labels": labels, "seen": seen, "places": replace(places, target=columns), "rows": rows}
+            target = self.read(model, shown, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
+        return {"labels": labels, "seen": seen, "compared": replace(compared, target=target), "rows": rows}
 
     def traces_of(self, slots: list[Slot], rows: list[int], number: int) -> Traces:
         """Of a micro-batch: those sampled before the training, or now, at the first step of a cycle."""
@@ -238,39 +206,38 @@ class DistillTrainer(SummingTrainer, Trainer):
             with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
                 traces, tries, compute = self.sampler.sample(model, rows, keys)
             self.compute += compute
-            self.add({"right": traces.right, "tries": tries})
+            self.add_means({"right": traces.right, "tries": tries})
             self.rollouts.append(traces)
         return self.rollouts[number]
 
-    def placed(self, states: States, places: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
-        """What a pass needs on the device, and the places in the order in which passes read them."""
+    def seen(self, states: States, positions: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
+        """What a pass needs on the device, and the positions in the order in which passes read them."""
         device = self.args.device
         prompts, visible = padded([self.sampler.prompts.ids[row] for row in rows], self.sampler.tokenizer.pad_token_id)
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
-        row, state, place = places.nonzero().unbind(1)
-        columns = {"row": row, "state": state, "ids": states.ids[row, place], "picks": states.picks[row, state]}
-        columns |= {"weights": states.weights[row, state, place]}
+        row, state, at = positions.nonzero().unbind(1)
+        columns = {"row": row, "state": state, "ids": states.ids[row, at], "picks": states.picks[row, state]}
+        columns |= {"weights": states.weights[row, state, at]}
         there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
-        compared = Compared(**there, rows=len(rows))
-        return Seen(ids.to(device), visible.to(device), states.noise.to(device), places), compared
+        seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
+        return seen, Compared(**there, rows=len(rows))
 
     @contextlib.contextmanager
     def teacher(self) -> Iterator[Any]:
         """The model that gives the target."""
-        with contextlib.ExitStack() as stack:
-            if self.method.teacher == "reference":
-                assert self.reference is not None
-                stack.enter_context(self.reference.in_place())
+        frozen = self.reference if self.method.teacher == "reference" else None
+        with contextlib.nullcontext() if frozen is None else frozen.in_place():
             yield self.model
 
-    def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+    def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`read_positions`; counts its compute."""
         options = {"mask_token_id": self.sampler.tokenizer.mask_token_id, "states_at_once": self.settings.views_at_once}
-        compute = partial(read_places, seen=seen, read=read, columns=columns, **options)
+        compute = partial(read_positions, seen=seen, read=read, columns=columns, **options)
         with self.compute_loss_context_manager():
-            return run_inside(model, compute)
-
-    # --- Loss ---------------------------------------------------------------------------------------------------------
+            found, tokens = run_inside(model, compute)
+        self.compute += tokens.detach()
+        return found
 
     def compute_loss(
         self,
@@ -280,35 +247,27 @@ class DistillTrainer(SummingTrainer, Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's part of the step's loss, times the number of processes, over which gradients are averaged."""
-        places: Compared = inputs["places"]
+        compared: Compared = inputs["compared"]
         read = partial(self.divergence.read, self.settings)
-        columns, compute = self.read(model, inputs["seen"], read, (places.ids, *places.target))
-        self.compute += compute.detach()
-        loss, logged = self.divergence.loss(places, columns, self.totals, num_items_in_batch, self.settings)
+        columns = self.read(model, inputs["seen"], read, (compared.ids, *compared.target))
+        loss, logged = self.divergence.loss(compared, columns, self.totals, num_items_in_batch, self.settings)
         loss = loss * self.accelerator.num_processes
         self.require_finite(loss.detach(), lambda: self.rows_to_blame(inputs))
-        self.add({name: values.detach() for name, values in logged.items()})
+        self.add_means({name: values.detach() for name, values in logged.items()})
         return (loss, {}) if return_outputs else loss
 
     def rows_to_blame(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         texts = self.sampler.tokenizer.batch_decode(inputs["seen"].ids)
         return [{"prompt": row, "text": text} for row, text in zip(inputs["rows"], texts, strict=True)]
 
-    # --- What is logged and saved -------------------------------------------------------------------------------------
-
-    def add(self, values: dict[str, Tensor]) -> None:
-        """Adds values, whose mean is logged next."""
+    def add_means(self, values: dict[str, Tensor]) -> None:
+        """Add values, whose mean is logged next."""
         for name, each in values.items():
-            for key, value in ((name, each.double().sum().cpu()), (f"n/{name}", torch.tensor(float(each.numel())))):
-                self.sums[key] = self.sums.get(key, torch.zeros((), dtype=torch.float64)) + value
+            self.add(name, each)
+            self.add(f"n/{name}", torch.tensor(each.numel()))
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.sums:  # a training log, which every process reaches
-            sums = self.total_sums()
-            logs["compute_tokens"] = sums.pop("compute")
-            logs |= {name: sums[name] / max(sums[f"n/{name}"], 1) for name in sums if f"n/{name}" in sums}
-            self.sums = {}
-        super().log(logs, start_time)
+    def means(self, sums: dict[str, float]) -> dict[str, float]:
+        return {name: sums[name] / max(sums[f"n/{name}"], 1) for name in sums if f"n/{name}" in sums}
 
     def save_extra(self, folder: Path) -> None:
         super().save_extra(folder)

@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             task_name,
         )
         from d1.models.tokenizer import check_chat_template
-        from d1.runs.record import from_rank_0
+        from d1.runs.cli import from_rank_0
 
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)

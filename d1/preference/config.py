@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from d1.preference.methods import METHODS
-from d1.ranges import AMOUNT, COUNT, POSITIVE, Range
-from d1.runs.cli import TrainingSettings, setting
+from d1.ranges import COUNT, POSITIVE
+from d1.runs.cli import MethodSettings, OptionalCount, setting
 
 BOUNDS = ("counts", "espo", "elbo")  # the unbiased estimators of the any-order bound, of d1/scoring/elbo.py
 SPREADS = ("even", "independent")
-OptionalAmount = Annotated[float | None, AMOUNT | None]
 
 
 @dataclass
-class PreferenceConfig(TrainingSettings):
+class PreferenceConfig(MethodSettings):
     """Arguments of `d1.preference.train.main`. A setting that is None becomes the method's value.
 
     Raises:
@@ -29,12 +28,6 @@ class PreferenceConfig(TrainingSettings):
         "prompt, completion, label",
     )
     job_name: str = setting("prefer")
-    num_epochs: Annotated[float, POSITIVE] = setting(1)
-    grad_accum_steps: Annotated[int, COUNT] = setting(8)
-    save_steps: Annotated[int, COUNT] = setting(100, "optimizer steps between checkpoints")
-
-    # The canvas
-    max_prompt_length: Annotated[int, COUNT] = setting(1024, "tokens of a prompt; rows with a longer one are bad rows")
     max_completion_length: Annotated[int, COUNT] = setting(
         256, "tokens of the canvas, as in RL and evaluation; rows with a longer completion are bad rows"
     )
@@ -42,23 +35,14 @@ class PreferenceConfig(TrainingSettings):
     # The bound and the loss
     beta: Annotated[float | None, POSITIVE | None] = setting(None, "weight of the ratios in the loss")
     estimator: str | None = setting(None, "of the bound", choices=BOUNDS)
-    num_views: Annotated[int | None, COUNT | None] = setting(None, "Monte Carlo draws per bound")
+    num_views: OptionalCount = setting(None, "Monte Carlo draws per bound")
     spread: str | None = setting(None, "counts (times) of a completion's draws: evenly spaced or not", choices=SPREADS)
     antithetic: bool = setting(False, "espo, elbo: each draw also with the opposite mask")
     views_at_once: Annotated[int, COUNT] = setting(1, "draws of a completion per forward pass; more take more memory")
 
-    # The optimizer
-    learning_rate: OptionalAmount = setting(None, "peak learning rate")
-    weight_decay: OptionalAmount = setting(None)
-    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
-    lr_scheduler_type: str | None = setting(None)
-    warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in METHODS[self.method].values.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        self.take(METHODS[self.method].values)
         if not self.train_data:
             raise ValueError("--train_data is missing: a file or hub name of preference rows")
         if self.antithetic and self.estimator == "counts":

@@ -21,7 +21,7 @@ from trl import extract_prompt
 from d1.masking import keyed_generator
 from d1.models.tokenizer import as_messages, prompt_and_answer, tokenize, whole_turns
 from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import Slot, tokenised, usable_rows
+from d1.runs.data import Slot, problem_of, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 
@@ -47,10 +47,10 @@ def token_rows(
     bad_rows: str = "error",
     num_proc: int | None = None,
 ) -> Dataset:
-    """The rows that can be trained on, as tokens, in their order; the others are an error or counted and reported.
+    """The rows that can be trained on, as tokens, in their order; the others are an error, or counted and reported.
 
     Args:
-        data: in one of TRL's formats. Pairs are taken apart where `paired` is False.
+        data: in one of TRL's formats. Pairs are taken apart if `paired` is False.
 
     Returns:
         A data set with `prompt_ids`; `completions`, each with its EOS: the chosen and the rejected one, or one; and
@@ -116,9 +116,8 @@ def tokenize_row(
             raise ValueError(f"the prompt has {len(prompts[0])} tokens, more than --max_prompt_length")
         if (longest := max(map(len, completions))) > max_completion_length:
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
-    except Exception as error:  # a chat template may raise anything; the row is what is wrong
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return none | {"problem": f"{kind}{error}"}
+    except Exception as error:  # a chat template may raise anything
+        return none | {"problem": problem_of(error)}
     return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
 
 
@@ -167,7 +166,7 @@ class PreferenceCollator:
     key alone: neither its batch nor a resume changes them.
 
     Returns:
-        `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `completion_ids` (rows, canvas); `noise` and
+        `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `canvas_ids` (rows, canvas); `noise` and
         `weights` of `d1.scoring.Views`; and `labels` (items,), 1 or -1, or -100 for an empty slot.
     """
 
@@ -212,7 +211,7 @@ class PreferenceCollator:
         return {
             "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.pad_token_id),
             "prompt_mask": F.pad(visible[0], (padding, 0)),
-            "completion_ids": completion[0],
+            "canvas_ids": completion[0],
             "noise": F.pad(views.noise[0], (padding, 0)),
             "weights": views.weights[0] * (item["label"] != IGNORED),
         }

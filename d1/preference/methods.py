@@ -1,4 +1,4 @@
-"""The preference methods, as rows: which loss, of what ratio, with which values. Needs no torch.
+"""The preference methods: which loss, of what ratio, with which values. Needs no torch.
 
 The ratio of a completion is the bound of its log-probability under the policy, less that under the reference, both in
 the same views.
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """A row of `METHODS`.
+    """An entry of `METHODS`.
 
     Attributes:
         loss: its name in `LOSSES` (`d1/preference/losses.py`).
@@ -40,7 +40,7 @@ METHODS = {
         "LLaDA 1.5, arXiv 2505.19223",
         COMMON | {"beta": 0.2, "num_views": 8, "spread": "even", "learning_rate": 5e-7, "warmup_steps": 15},
     ),
-    # DARE's: the bound is divided by the padded width, so the same beta is weaker by as many times.
+    # DARE divides the bound by the padded width, so the same beta is weaker by that factor.
     "vrpo-dare": Method(
         "dpo",
         "VRPO as DARE trains it, github.com/yjyddq/DARE",

@@ -6,10 +6,8 @@ is the mean that KTO subtracts: first all ratios of the step are computed withou
 gradient. Memory does not grow with the number of draws, because `d1.scoring.score` computes each forward pass again
 in the backward pass.
 
-TRL's DPOTrainer and KTOTrainer (1.16) do not fit. Their loss calls the model once, on the clean text, for log-probs of
-the next token; their constructor puts a head into the model that does this alone, and loads the reference as a causal
-model; they take means over a micro-batch, so accumulation and the number of processes change KTO's loss. Their formats
-of rows, the names of what is logged, the preparation of a reference and (in the tests) their losses are used.
+TRL's DPOTrainer and KTOTrainer (1.16) do not fit: their loss calls the model once, on the clean text, for log-probs of
+the next token, their constructor loads the reference as a causal model, and they take means over a micro-batch.
 """
 
 from __future__ import annotations
@@ -26,21 +24,19 @@ from transformers import Trainer
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import disable_dropout_in_model, use_adapter
 
-from d1.models.attention import require_prepared
 from d1.models.head import run_inside
-from d1.preference.data import IGNORED
 from d1.preference.losses import LOSSES
 from d1.preference.methods import Method
-from d1.runs.data import GlobalBatchSampler
+from d1.runs.data import IGNORED
 from d1.runs.trainer import SummingTrainer
 from d1.scoring import Views, score
 
 
 class PreferenceTrainer(SummingTrainer, Trainer):
-    """Trainer with the loss of a row of `METHODS`.
+    """Trainer with the loss of an entry of `METHODS`.
 
     Args:
-        method: the row.
+        method: the entry.
         beta: weight of the ratios.
         mask_token_id: the id that hides a token.
         reference: the model to compare with, frozen; None: the trained model without its LoRA adapter.
@@ -53,7 +49,6 @@ class PreferenceTrainer(SummingTrainer, Trainer):
     """
 
     sums_file = "preference_sums.json"
-    loss_is_scaled_for_ga = True  # compute_loss divides by the rows of the whole step
 
     def __init__(
         self,
@@ -66,16 +61,9 @@ class PreferenceTrainer(SummingTrainer, Trainer):
     ) -> None:
         super().__init__(**kwargs)
         self.method, self.beta, self.mask_token_id, self.views_at_once = method, beta, mask_token_id, views_at_once
-        model: Any = self.model
-        require_prepared(model)
-        if reference is None and not hasattr(model, "peft_config"):
+        if reference is None and not hasattr(self.model, "peft_config"):
             raise ValueError("without a LoRA adapter to turn off, preference training needs a reference model")
-        self.require_one_gpu()
-        disable_dropout_in_model(model)  # or both models would not compute the same function at the start
-        self.reference_model = reference if reference is None else self.prepared(reference)
-        self.count_labels_of_step(shifted=False)
-        self.sums: dict[str, Tensor] = {}
-        self.compute = torch.zeros((), dtype=torch.long, device=self.args.device)
+        self.reference_model = None if reference is None else self.prepared(reference)
 
     def prepared(self, reference: Any) -> Any:
         """A frozen model, placed or split over processes like the trained one."""
@@ -86,10 +74,14 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             return prepare_fsdp(reference, self.accelerator)
         return self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
-    def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
-        return self.global_batches([0] * len(dataset))
-
-    # --- Bounds -------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Any]:
+        """The reference model: a second one, or the trained one with its adapter off."""
+        if self.reference_model is not None:
+            yield self.reference_model
+            return
+        with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
+            yield self.model
 
     def bounds(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         """(rows,) estimated bounds of the completions' log-probabilities, in nats."""
@@ -97,10 +89,10 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             score,
             prompt_ids=batch["prompt_ids"],
             attention_mask=batch["prompt_mask"],
-            completion_ids=batch["completion_ids"],
+            completion_ids=batch["canvas_ids"],
             views=Views(batch["noise"], batch["weights"]),
             mask_token_id=self.mask_token_id,
-            gen_length=batch["completion_ids"].shape[1],
+            gen_length=batch["canvas_ids"].shape[1],
             views_at_once=self.views_at_once,
         )
         with self.compute_loss_context_manager():
@@ -111,16 +103,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
     def ratios(self, bounds: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """(rows,) of bounds under the policy."""
         ratios = bounds - batch["reference"]
-        return ratios / batch["completion_ids"].shape[1] if self.method.per_canvas_token else ratios
-
-    @contextlib.contextmanager
-    def reference(self) -> Iterator[Any]:
-        """The reference model: a second one, or the trained one with its adapter off."""
-        if self.reference_model is not None:
-            yield self.reference_model
-            return
-        with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
-            yield self.model
+        return ratios / batch["canvas_ids"].shape[1] if self.method.per_canvas_token else ratios
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The micro-batches of an optimizer step, with their `reference` bounds (rows,) and the step's mean ratio,
@@ -131,6 +114,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             with self.reference() as model:
                 for batch in batches:
                     batch["reference"] = self.bounds(model, batch)
+            # KTO's centre is the mean over the whole step, so it takes a pass of its own over all micro-batches.
             total = torch.zeros((), device=self.args.device)
             for batch in batches if self.method.centred else []:
                 ratios = self.ratios(self.bounds(self.model, batch), batch)
@@ -158,38 +142,29 @@ class PreferenceTrainer(SummingTrainer, Trainer):
 
     def rows_to_blame(self, batch: dict[str, Tensor], bounds: Tensor) -> list[dict[str, Any]]:
         tokenizer: Any = self.processing_class
-        texts = tokenizer.batch_decode(torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1))
+        texts = tokenizer.batch_decode(torch.cat([batch["prompt_ids"], batch["canvas_ids"]], dim=1))
         columns = zip(texts, bounds.tolist(), batch["reference"].tolist(), strict=True)
         rows = [{"text": text, "bound": bound, "reference": reference} for text, bound, reference in columns]
-        bad = [row for row in rows if not math.isfinite(row["bound"] - row["reference"])]
-        return bad or rows
-
-    # --- What is logged and saved -------------------------------------------------------------------------------------
+        return [row for row in rows if not math.isfinite(row["bound"] - row["reference"])] or rows
 
     def count(self, batch: dict[str, Tensor], bounds: Tensor, ratios: Tensor, real: Tensor) -> None:
-        """Adds a micro-batch to `sums`: by sides, and how often the desired side won."""
+        """Add a micro-batch to `sums`: by sides, and how often the desired side won."""
         signs = batch["labels"]
+        self.add("items", real)
         if self.method.paired:
             chosen, rejected = ratios.chunk(2)
-            right, real, signs = chosen > rejected, torch.cat([real, real]), torch.cat([signs, -signs])
-            right = right & real[: len(right)]
+            self.add("right", (chosen > rejected) & real)
+            real, signs = torch.cat([real, real]), torch.cat([signs, -signs])
         else:
-            right = ((ratios - batch["centre"]) * signs > 0) & real
-        found = {"right": right, "items": batch["labels"] != IGNORED}
+            self.add("right", ((ratios - batch["centre"]) * signs > 0) & real)
         for side, sign in (("chosen", 1), ("rejected", -1)):
             here = (signs == sign) & real
-            found |= {f"n/{side}": here, f"rewards/{side}": self.beta * ratios * here, f"logps/{side}": bounds * here}
-        for name, values in found.items():
-            self.sums[name] = self.sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
+            self.add(f"n/{side}", here)
+            self.add(f"rewards/{side}", self.beta * ratios * here)
+            self.add(f"logps/{side}", bounds * here)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.sums:  # a training log, which every process reaches
-            sums = self.total_sums()
-            for side in ("chosen", "rejected"):
-                for kind in ("rewards", "logps"):
-                    logs[f"{kind}/{side}"] = sums[f"{kind}/{side}"] / max(sums[f"n/{side}"], 1)
-            logs["rewards/margins"] = logs["rewards/chosen"] - logs["rewards/rejected"]
-            logs["rewards/accuracies"] = sums["right"] / max(sums["items"], 1)
-            logs["compute_tokens"] = sums["compute"]
-            self.sums = {}
-        super().log(logs, start_time)
+    def means(self, sums: dict[str, float]) -> dict[str, float]:
+        parts = [(f"{kind}/{side}", f"n/{side}") for side in ("chosen", "rejected") for kind in ("rewards", "logps")]
+        logs = {name: sums[name] / max(sums[count], 1) for name, count in parts}
+        logs["rewards/margins"] = logs["rewards/chosen"] - logs["rewards/rejected"]
+        return logs | {"rewards/accuracies": sums["right"] / max(sums["items"], 1)}

@@ -26,8 +26,7 @@ from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.runs.checkpoints import reading
-from d1.runs.record import from_rank_0
-from d1.runs.stage import together
+from d1.runs.cli import from_rank_0, together
 from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
@@ -153,7 +152,8 @@ class PolicyServers:
         self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
         self.weights: Weights | None = None
         self.folder = WeightsFolder(Path(str(args.output_dir)))
-        together(self.connect)
+        with together():
+            self.connect()
 
     def connect(self) -> None:
         """Asks all servers what they serve, until one answers."""
@@ -208,9 +208,8 @@ class PolicyServers:
     def rollout(self, model: Any, step: int, prompts: Prompts) -> ServedRollout:
         """Samples the prompts of this process with the weights that `model` has after `step` optimizer steps."""
         self.publish(model, step)
-        sampled: list[ServedRollout] = []
-        together(lambda: sampled.append(self.sample(prompts)))
-        return sampled[0]
+        with together():
+            return self.sample(prompts)
 
     def sample(self, prompts: Prompts) -> ServedRollout:
         """The rollout of prompts by the servers that answer, with the weights of the last `publish`.

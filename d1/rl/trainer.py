@@ -78,7 +78,7 @@ from d1.rl.engines import (
 from d1.rl.losses import OBJECTIVES, PENALTIES, sequence_log_ratios
 from d1.rl.rewards import guarded
 from d1.runs.checkpoints import reading
-from d1.runs.stage import together
+from d1.runs.cli import together
 from d1.sampling import Rollout, SamplingSettings, rollout
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
@@ -205,7 +205,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.log_rollout(started, record, costs)
         if isinstance(sampled, ServedRollout):
             batch = {"prompt_ids": ids, "prompt_mask": mask, **record}
-            together(partial(self.check_served, batch, sampled.sources))
+            with together():
+                self.check_served(batch, sampled.sources)
         return completions, record
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:

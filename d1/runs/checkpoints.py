@@ -8,13 +8,11 @@ import json
 import logging
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import safe_open
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -38,7 +36,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 @contextlib.contextmanager
 def staged_checkpoint(trainer: Any) -> Iterator[Path]:
-    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is renamed to its place.
+    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is moved to `output_dir`.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.
@@ -51,7 +49,9 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     args.output_dir, args.save_total_limit = str(staging), None
-    with removed_on_error(staging, args.should_save), writing(final, name, lambda: way_on(final)):
+    with contextlib.ExitStack() as on_error, writing(final, name, lambda: way_on(final)):
+        if args.should_save:  # its parts are of no use, and may fill a disk
+            on_error.callback(shutil.rmtree, staging, ignore_errors=True)
         try:
             yield staging / name
         finally:
@@ -64,6 +64,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         trainer.accelerator.wait_for_everyone()
         write_sums(staging / name, args)
         trainer.accelerator.wait_for_everyone()
+        on_error.pop_all()
     if args.should_save:
         give_usual_mode(staging.rglob("*.safetensors"))
         shutil.rmtree(final / name, ignore_errors=True)
@@ -71,17 +72,6 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         shutil.rmtree(staging)
         rotate(final / name, limit, state.best_model_checkpoint)
     trainer.accelerator.wait_for_everyone()
-
-
-@contextlib.contextmanager
-def removed_on_error(folder: Path, remove: bool) -> Iterator[None]:
-    """If what is inside raises, the folder is removed (`remove`): its parts are of no use, and may fill a disk."""
-    try:
-        yield
-    except Exception:
-        if remove:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def rotate(saved: Path, limit: int | None, best: str | None) -> None:
@@ -167,40 +157,26 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_weights_file(checkpoint: Path) -> None:
-    """Refuse (ValueError) a checkpoint whose model or adapter is missing or damaged."""
+    """Refuse (ValueError) a checkpoint without the weights of a model or an adapter."""
     if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
         raise broken(checkpoint, WEIGHTS[0], "is missing")
-    shards: set[str] = set()
-    for index in checkpoint.glob("*.index.json"):
-        with reading(index):
-            shards |= {*json.loads(index.read_text())["weight_map"].values()}
-    for file in sorted({*checkpoint.rglob("*model*.safetensors"), *map(checkpoint.joinpath, shards)}):
-        check_content(checkpoint, file)
 
 
-def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int | None) -> None:
-    """Refuse a checkpoint in which a file that the Trainer (5.23) needs to continue exactly is missing or damaged.
+def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
+    """Refuse (ValueError) a checkpoint without the optimizer or the scheduler as this launch saves them.
 
-    The Trainer itself would not report it: without the optimizer or the scheduler, it starts with a fresh one and the
-    peak learning rate; without the state of the random generators, with other random numbers. `check_sums` has compared
-    the files with their checksums; in an older checkpoint, which has none, the first process reads what can be checked.
-    Nothing is unpickled. ValueError names the file.
-
-    Args:
-        processes: how many processes wrote it; None: unknown.
+    The Trainer (5.23) would start with a fresh one, and say nothing. FSDP keeps the optimizer in `optimizer.bin` or, in
+    parts, in `optimizer_0`; DeepSpeed in the folder that `latest` names, the scheduler too if its config has one.
     """
-    for names in needed(checkpoint, args, processes):
-        if not any(path for pattern in names for path in checkpoint.glob(pattern)):
-            raise broken(checkpoint, names[0], "is missing")
-    if not args.should_save:
-        return
-    if not args.deepspeed_plugin:
+    deepspeed = args.deepspeed_plugin
+    files = [("latest",) if deepspeed else ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")]
+    if not (deepspeed and "scheduler" in deepspeed.deepspeed_config):
+        files.append(("scheduler.pt",))
+    for patterns in files:
+        if not any(path for pattern in patterns for path in checkpoint.glob(pattern)):
+            raise broken(checkpoint, patterns[0], "is missing")
+    if not deepspeed:
         check_weights_file(checkpoint)
-    if (checkpoint / SUMS).exists():
-        return
-    for pattern in ("*.pt", "*.pth", "optimizer.bin", "global_step*/*.pt", "*_sums.json"):
-        for file in sorted(checkpoint.glob(pattern)):
-            check_content(checkpoint, file)
 
 
 def write_sums(folder: Path, args: TrainingArguments) -> None:
@@ -220,13 +196,13 @@ def sum_of(file: Path) -> list[int | str]:
 
 
 def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
-    """Refuse (ValueError) a checkpoint of which a file is not as it was saved; one without checksums passes.
+    """Refuse (ValueError) a checkpoint of which a file is missing or not as it was saved. Nothing is unpickled.
 
     Args:
         process, processes: this process compares every `processes`-th file, from number `process` on.
     """
     if not (checkpoint / SUMS).is_file():
-        return
+        raise broken(checkpoint, SUMS, "is missing (versions up to 0.3 wrote none)")
     with reading(checkpoint / SUMS):
         sums = {name: [size, digest] for name, (size, digest) in json.loads((checkpoint / SUMS).read_text()).items()}
     for name in sorted(sums)[process::processes]:
@@ -236,40 +212,6 @@ def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
                 raise ValueError(f"it has {size} bytes, and {sums[name][0]} were saved")
             if digest != sums[name][1]:
                 raise ValueError("its checksum is not that of what was saved")
-
-
-def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> list[tuple[str, ...]]:
-    """The files that the Trainer needs, each as alternative patterns, with the usual one first.
-
-    DeepSpeed keeps the optimizer in the folder that `latest` names: under ZeRO in one file per process, else with the
-    weights. FSDP keeps it in `optimizer.bin` or, in parts, in the folder `optimizer_0`.
-    """
-    random = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes else ["rng_state*.pth"]
-    files: list[tuple[str, ...]] = [(name,) for name in (["rng_state.pth"] if processes == 1 else random)]
-    if not args.deepspeed_plugin:
-        return [("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata"), ("scheduler.pt",), *files]
-    if not (checkpoint / "latest").is_file():
-        return [("latest",)]
-    step, stage = (checkpoint / "latest").read_text().strip(), args.deepspeed_plugin.zero_stage
-    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(args.world_size)]
-    files += [(f"{step}/{rank}_model_states.pt",) for rank in (ranks if stage == 3 else ["mp_rank_00"])]
-    if stage:
-        files += [(f"{step}/{rank}_optim_states.pt", f"{step}/*_{rank}_optim_states.pt") for rank in ranks]
-    return files if "scheduler" in args.deepspeed_plugin.deepspeed_config else [("scheduler.pt",), *files]
-
-
-def check_content(checkpoint: Path, file: Path) -> None:
-    """Read a json file, the header of a safetensors file, or all of a file that `torch.save` wrote."""
-    with reading(file, checkpoint):
-        if file.suffix == ".json":
-            json.loads(file.read_text())
-        elif file.suffix == ".safetensors":
-            with safe_open(file, "pt"):
-                pass
-        else:
-            with zipfile.ZipFile(file) as archive:
-                if changed := archive.testzip():
-                    raise ValueError(f"the checksum of {changed} differs")
 
 
 def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
@@ -283,8 +225,8 @@ def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
 def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     """Write what a Trainer leaves at the end of a run, from its last checkpoint: the model, its state, its metrics.
 
-    Files that only a resume needs are not copied, nor is the card that PEFT writes for an adapter, because the run has
-    its own. A folder that is already finished is not changed.
+    Neither files that only a resume needs are copied, nor PEFT's card of an adapter, because the run has its own. A
+    folder that is already finished is not changed.
 
     Args:
         keep_best: take the model of the best checkpoint (`load_best_model_at_end`).

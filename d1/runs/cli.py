@@ -8,13 +8,15 @@ import copy
 import gc
 import logging
 import os
+import pickle
 import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
@@ -22,9 +24,7 @@ import yaml
 
 from d1.ranges import AMOUNT, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
 
-# --- Entry ------------------------------------------------------------------------------------------------------------
-#
-# How a script starts and ends: a user's mistake gives one line on stderr and status 1, a bug keeps its traceback.
+# --- How a script starts and ends: a mistake of the user is one line on stderr and status 1, a bug has its traceback --
 
 # Deprecation and other warnings, by their beginnings, that do not help a user. Delete each one with its version.
 WARNINGS = (
@@ -54,14 +54,14 @@ MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 def silence() -> None:
     """Silence the warnings in the tables, without importing the libraries that raise them."""
+
+    def says_more(text: str, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(text)
+
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for logger, text in MESSAGES.items():
         logging.getLogger(logger).addFilter(partial(says_more, text))
-
-
-def says_more(text: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -93,12 +93,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def ranges(self) -> dict[str, Range]:
         """The range of each of these flags; None is allowed if it is the default."""
-        rows = {}
+        found = {}
         for action in self._actions:
             if isinstance(action.type, Range):
-                row = replace(action.type, many=action.nargs == "+")
-                rows[action.dest] = row if action.default is not None or None in row else row | None
-        return rows
+                one = replace(action.type, many=action.nargs == "+")
+                found[action.dest] = one if action.default is not None or None in one else one | None
+        return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does; ValueError names all flags that are out of range."""
@@ -193,11 +193,11 @@ def leave(status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-# --- Settings ---------------------------------------------------------------------------------------------------------
-#
-# Dataclasses of settings, and the command line that is made from one. Imports no torch.
+# --- Dataclasses of settings, and the command line that is made from one ----------------------------------------------
 
 T = TypeVar("T")
+OptionalAmount = Annotated[float | None, AMOUNT | None]
+OptionalCount = Annotated[int | None, COUNT | None]
 
 
 def setting(default: T, help: str = "", **options: Any) -> T:
@@ -226,7 +226,7 @@ def check_settings(config: Any) -> None:
 
 def of_methods(name: str, methods: Mapping[str, Any]) -> str:
     """For a flag's help: the setting's default in each method that has one; empty if none has."""
-    values = {method: row.values[name] for method, row in methods.items() if name in row.values}
+    values = {method: entry.values[name] for method, entry in methods.items() if name in entry.values}
     if len(values) == len(methods) and len({*values.values()}) == 1:
         return f" (default: {next(iter(values.values()))})"
     listed = ", ".join(f"{method} {value}" for method, value in values.items())
@@ -241,10 +241,10 @@ class ConfigParser(OneLineParser):
     """
 
     def __init__(
-        self, config: type, prog: str | None = None, methods: Mapping[str, Any] | None = None, **options: Any
+        self, config: type, prog: str | None, about: str | None, methods: Mapping[str, Any] | None = None
     ) -> None:
-        """`methods`: the rows of --method, whose `values` replace a setting's default of None."""
-        super().__init__(prog, **options)
+        """`methods`: the entries of --method; their `values` replace a setting's default of None."""
+        super().__init__(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.config = config
         self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
         hints, ranges = get_type_hints(config), ranges_of(config)
@@ -302,9 +302,7 @@ class ConfigParser(OneLineParser):
         return words
 
 
-# --- Training settings ------------------------------------------------------------------------------------------------
-#
-# The settings that SFT, preference training and distillation share. Needs no torch.
+# --- What SFT, preference training and distillation share -------------------------------------------------------------
 
 
 @dataclass
@@ -359,3 +357,119 @@ class TrainingSettings:
         check_settings(self)
         if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
             raise ValueError("--merge_at_end and --load_in_4bit need LoRA: leave --full_finetuning out")
+
+
+@dataclass
+class MethodSettings(TrainingSettings):
+    """Flags of stages that choose a method from a table. A setting that is None becomes the method's value."""
+
+    method: str = ""  # each stage has its own choices
+    num_epochs: Annotated[float, POSITIVE] = setting(1)
+    grad_accum_steps: Annotated[int, COUNT] = setting(8)
+    save_steps: Annotated[int, COUNT] = setting(100, "optimizer steps between checkpoints")
+    max_prompt_length: Annotated[int, COUNT] = setting(1024, "tokens of a prompt; rows with a longer one are bad rows")
+    max_completion_length: Annotated[int, COUNT] = setting(256, "tokens of the canvas")
+    learning_rate: OptionalAmount = setting(None, "peak learning rate")
+    weight_decay: OptionalAmount = setting(None)
+    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
+    lr_scheduler_type: str | None = setting(None)
+    warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Fill the settings that are None."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The command of such a stage.
+
+    Attributes:
+        config: its class of settings.
+        module: has `stage(args)`, which makes the `Stage` that `d1.runs.stage.run` runs.
+        about: the text of its help.
+        methods: the entries of --method.
+    """
+
+    config: type[TrainingSettings]
+    module: str
+    about: str | None
+    methods: Mapping[str, Any] | None = None
+
+    def make_parser(self, prog: str | None = None) -> ConfigParser:
+        return ConfigParser(self.config, prog, self.about, self.methods)
+
+    def main(self, args: Any) -> Any:
+        """Train, and save the model and the Trainer's state.
+
+        Returns the trainer, or None if the run was already finished.
+
+        Raises:
+            ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
+        """
+        with quick_imports():  # only now: they take seconds, and `--help` does not need them
+            from d1.runs.stage import run
+
+            make_stage = import_module(self.module).stage
+        return run(make_stage(args))
+
+    def cli(self, prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
+        """Run the stage as the command `prog`, and exit. Default of `arguments`: those of the command line."""
+        run_script(prog, lambda: self.main(self.make_parser(prog).parse_args(arguments)))
+
+
+# --- Work of several processes: an error in one is raised in all, so that none waits for ever -------------------------
+
+
+@contextlib.contextmanager
+def together(first: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise in all processes what one of them raises inside. Every process must enter.
+
+    Args:
+        first: if several processes raise, errors of these classes are raised before others.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    errors = [error for error in from_all(sendable(own)) if error is not None]
+    if errors:
+        chosen = min(errors, key=lambda error: not isinstance(error, first))
+        raise own if own is not None and isinstance(own, first) == isinstance(chosen, first) else chosen
+
+
+def from_rank_0(compute: Callable[[], T]) -> T:
+    """The result of `compute` on rank 0, which all processes get; an exception there is raised in all of them."""
+    found: list[T | None] = [None]
+    with together():
+        if rank() == 0:
+            found = [compute()]
+    return from_all(found[0])[0]  # type: ignore[return-value]
+
+
+def from_all(value: T) -> list[T]:
+    """The values of all processes, by rank."""
+    import torch.distributed as dist  # only now: `eval.py --help` imports this module
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def sendable(error: Exception | None) -> Exception | None:
+    """The error, or one with its message alone if it cannot be sent to another process."""
+    with contextlib.suppress(Exception):
+        pickle.dumps(copy.copy(error))
+        return error
+    return RunError(one_line(error)) if error is not None else None

@@ -22,10 +22,6 @@ from d1.masking import keyed_generator
 from d1.models import tokenizer as conversation
 from d1.tasks.data import read_file
 
-# --- Rows -------------------------------------------------------------------------------------------------------------
-#
-# Rows to train on, from a file or the hub, and a report of those that cannot be used.
-
 logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
@@ -40,8 +36,7 @@ def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
         known: other names that the caller takes, for the message.
 
     Raises:
-        FileNotFoundError: there is no such file or folder, and the hub gives no such data set; says how to use a local
-            file instead.
+        FileNotFoundError: there is no such file or folder, and the hub gives no such data set.
         ValueError: the file cannot be read, or has no rows.
     """
     path, problem = Path(train_data), ""
@@ -89,6 +84,12 @@ def tokenised(
     )
 
 
+def problem_of(error: Exception) -> str:
+    """What is wrong with a row for which this was raised."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{'there is no ' if isinstance(error, KeyError) else kind}{error}"
+
+
 def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
     """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
     counts = Counter(status)
@@ -110,16 +111,14 @@ def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -
     return usable
 
 
-# --- Sampler ----------------------------------------------------------------------------------------------------------
-#
-# Which rows share an optimizer step: a function of the seed and the epoch, however processes share them.
+# --- The order of rows ------------------------------------------------------------------------------------------------
 
 IGNORED = -100  # the label of what is not trained on, which Trainer does not count
 ORDER = 2  # the second part of the key of the rows' order; another value would change it
 
 
 class Slot(NamedTuple):
-    """A place in a global batch (all rows of an optimizer step)."""
+    """One row of a global batch, which is all rows of an optimizer step."""
 
     row: int  # -1: an empty slot, which fills up the last batch of an epoch
     epoch: int = 0

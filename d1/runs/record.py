@@ -1,29 +1,31 @@
-"""What a run says about itself: fingerprints of what it reads, run.json, and the model card."""
+"""What a run says about itself: the fingerprints of what it reads, `run.json`, and the model card. Imports no torch.
+
+A path or a name says where something was, a fingerprint what it was: the first 16 hexadecimal digits of a SHA-256 of
+the bytes of a model's and an adapter's weights and config, of the tokenizer's files, of the values of rows, and of
+files of data and code. A folder that was moved or copied keeps its fingerprint. For a hub name, it is that of the
+commit in the local cache. Not covered: other files that a user's `.py` file imports, and versions of libraries.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 import logging
 import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -31,20 +33,12 @@ from d1.files import write_atomically
 from d1.show.tables import markdown_table
 from d1.tasks import TASKS, load_task
 
-# --- Fingerprint ------------------------------------------------------------------------------------------------------
-#
-# Fingerprints of what a run reads: model, adapter, tokenizer, rows, and files with code of the user.
-#
-# Evaluations, traces, resumed runs and model cards all use them. A path or a name says where something was, a
-# fingerprint what it was: the first 16 hexadecimal digits of a SHA-256. Imports no torch.
-#
-# Covered: every byte of a model's and an adapter's weights, its `config.json` or `adapter_config.json`, the files of
-# the tokenizer with its chat template, the values of rows, and files of data and code. A folder that was moved or
-# copied keeps its fingerprint. For a hub name, it is that of the commit in the local cache, whose files are not read.
-# Not covered: `generation_config.json`, which nothing here reads; other files that a user's `.py` file imports;
-# versions of libraries.
-#
-# SHA-256 reads 1 to 2 GB of weights per second, from files that are then loaded anyway; only one process does it.
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+# --- Fingerprints -----------------------------------------------------------------------------------------------------
 
 CONTENTS, ROWS = "contents of ", "rows of "  # + the name of a setting: how a record names the fingerprint
 MODEL_SETTINGS = ("model_path", "model_name")  # that name a model; the stages call it differently
@@ -78,7 +72,7 @@ def of_rows(rows: Dataset) -> str:
 
 
 def of_file(path: str | Path) -> str:
-    """The fingerprint of a file's bytes. For an `adapter_config.json`, the path of its base does not count."""
+    """The fingerprint of a file's bytes; in an `adapter_config.json`, the path of the base does not count."""
     file = Path(path)
     if file.name == "adapter_config.json":
         return of_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
@@ -99,7 +93,7 @@ def of_folder(path: str, names: Iterable[str]) -> str:
     folder = Path(path)
     if not folder.is_dir():
         return commit_of(path)
-    files = [file for file in (folder / name for name in sorted(set(names))) if file.is_file()]
+    files = [folder / name for name in sorted(set(names)) if (folder / name).is_file()]
     with ThreadPoolExecutor() as threads:  # hashing releases the lock of the interpreter
         return of_values([[file.name, found] for file, found in zip(files, threads.map(of_file, files), strict=True)])
 
@@ -153,29 +147,7 @@ def of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """The result of `compute` on rank 0. An exception there is raised on every rank, so that no rank waits for ever."""
-    import torch.distributed as dist
-
-    outcome: list[Any] = [None, None]
-    joined = dist.is_available() and dist.is_initialized()
-    if not joined or dist.get_rank() == 0:
-        try:
-            outcome[0] = compute()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    if joined:
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-# --- Record -----------------------------------------------------------------------------------------------------------
-#
-# What a run records about itself in run.json: settings, how they changed on a resume, versions, hardware.
-
-logger = logging.getLogger(__name__)
+# --- run.json ---------------------------------------------------------------------------------------------------------
 
 RECORD = "run.json"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
@@ -198,7 +170,7 @@ class OnResume:
     Records of older versions have none, and then nothing is compared.
 
     Args:
-        fixed: for a setting, what must stay the same of its value: `whole` of it, or whether a weight is 0.
+        fixed: for a setting, the part of its value that must stay: `whole` of it, or whether a weight is 0.
         free: patterns of names that do not affect the model (output, logging, speed); changes are not recorded.
     """
 
@@ -210,15 +182,15 @@ class OnResume:
         before, now = past.settings, flat(settings)
         both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
-            f"{name} {both[name][0]} (now {both[name][1]})"
+            f"{name} {both[name][0]} instead of {both[name][1]}"
             for setting, part in self.fixed.items()
             for name in (setting, CONTENTS + setting, ROWS + setting)
             if name in both and part(both[name][0]) != part(both[name][1])
         ]
         if other:
             raise ValueError(
-                f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings and files, "
-                "or choose another output_dir"
+                f"{folder} holds a run with {', '.join(other)}: continue it with its own settings and files, or choose "
+                "another output_dir"
             )
         return {name: values for name, values in both.items() if name in self.fixed or not self.is_free(name)}
 
@@ -293,13 +265,9 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- Model card -------------------------------------------------------------------------------------------------------
 #
-# The model card of a run, README.md in its folder: how the model was made and how to load it.
-#
-# It is made from the folder's `run.json`. It shows only the last part of a local path.
+# README.md in a run's folder, made from its `run.json`. It shows only the last part of a local path.
 
 OPENING = "A masked diffusion language model, post-trained with d1."
-# A stage's tag -> a setting by which it is known: the first of these that a run has.
-STAGES = {"diffu-grpo": "dataset", "distillation": "keep", "preference": "method", "sft": "model_name"}
 CARD = """---
 {metadata}
 ---
@@ -331,49 +299,54 @@ model, tokenizer = {loaded}, load_tokenizer("{name}")
 python -m d1 chat {name}
 ```
 """
+SFT = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
+METHOD = "method {method}: {paper}"
+TRACES = "traces of {diffusion_steps} steps on {max_completion_length} tokens, of {keep} answers"
+STAGES = {  # tag of a stage -> a setting that only it and stages below have, and how it trains, from the settings
+    "diffu-grpo": ("dataset", f"diffu-GRPO, {METHOD}"),
+    "distillation": ("keep", f"distillation, {METHOD}, {TRACES}"),
+    "preference": ("method", f"preferences, {METHOD}, beta {{beta}}, {{num_views}} draws of {{estimator}}"),
+    "visible noise": ("edit_noise", f"{SFT}, and visible tokens to correct (--edit_noise {{edit_noise}})"),
+    "sft": ("model_name", SFT),
+}
 
 
 def write_card(folder: Path) -> Path:
     """Write the README.md of a run's folder, replacing an existing one; returns its path."""
-    record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    record: dict[str, Any] = json.loads((folder / RECORD).read_text())
     settings = record["settings"]
     name, adapter = local_name(folder), (folder / "adapter_config.json").is_file()
-    stage = next(stage for stage, setting in STAGES.items() if setting in settings)
-    rl, distilled = stage == "diffu-grpo", stage == "distillation"
+    stage, how = next((stage, how) for stage, (setting, how) in STAGES.items() if settings.get(setting))
+    rl = stage == "diffu-grpo"
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
-    method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
-    if settings.get("edit_noise"):
-        method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
-    if "method" in settings:
-        method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
-        if rl:
-            method = f"diffu-GRPO, {method}"
-        elif distilled:
-            method = f"distillation, {method}, {traces(settings)}"
-        else:
-            method = f"preferences, {method}, {bounds(settings)}"
-    linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
+    shown = {"paper": ""} | settings | {"method": local_name(settings.get("method") or "")}
+    linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", how.format_map(shown))
+    entries = [["base", base_entry(base)], ["method", linked], ["data", local_name(data)]]
+    if data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
+        entries.append(["answers judged by", judged])
+    prints = {setting: value for setting, value in settings.items() if of_setting(setting) != setting}
+    if prints:
+        words = (value if isinstance(value, str) else " ".join(chain(*value.items())) for value in prints.values())
+        shown_prints = "; ".join(f"{setting}: {word}" for setting, word in zip(prints, words, strict=True))
+        entries.append(["fingerprints (SHA-256)", shown_prints])
+    path = folder / "metrics.jsonl"
+    logs = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    entries += [["held-out result", held_out(logs)], *machine(record, logs)]
+    entries.append(["licence", f"weights: as {local_name(base)} and the data; library: Apache-2.0"])
     metadata = ModelCardData(
         base_model=hub_origin(base),
         datasets=[data] if not rl and on_hub(data) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["d1", "masked-diffusion", stage],
+        tags=["d1", "masked-diffusion", "sft" if stage == "visible noise" else stage],
     )
-    made_of = [["base", base_row(base)], ["method", linked], ["data", local_name(data)]]
-    if (rl or distilled) and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
-        made_of.append(["answers judged by", judged])
-    if known := fingerprints(settings):
-        made_of.append(["fingerprints (SHA-256)", known])
-    made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
-    made_of.append(["licence", f"weights: as {local_name(base)} and the data; library: Apache-2.0"])
-    version, install = installation()
+    number, install = installation()
     text = CARD.format(
         metadata=metadata.to_yaml(),
         title=name.rpartition("/")[2],
         opening=OPENING,
-        made_of=markdown_table(["", ""], made_of),
-        version=version,
+        made_of=markdown_table(["", ""], entries),
+        version=number,
         install=install,
         loaded=f'load_model("{local_name(base)}", adapter="{name}")' if adapter else f'load_model("{name}")',
         name=name,
@@ -382,7 +355,13 @@ def write_card(folder: Path) -> Path:
     return folder / "README.md"
 
 
-def base_row(base: str) -> str:
+def has_card(folder: Path) -> bool:
+    """Whether the folder's README.md is a card of `write_card`, and not PEFT's or a user's own."""
+    path = folder / "README.md"
+    return path.is_file() and OPENING in path.read_text()
+
+
+def base_entry(base: str) -> str:
     """The base's name, and for a local folder the model on the hub that it was made from."""
     if on_hub(base):
         return base
@@ -396,7 +375,7 @@ def hub_origin(model: str, seen: tuple[str, ...] = ()) -> str | None:
     if on_hub(model) or model in seen:
         return model if on_hub(model) else None
     folder = Path(model).expanduser()
-    for file in ("adapter_config.json", "run.json", "config.json"):
+    for file in ("adapter_config.json", RECORD, "config.json"):
         record = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
         settings = record.get("settings", record)
         for name in ("base_model_name_or_path", "model_name", "model_path", "_name_or_path"):
@@ -406,65 +385,36 @@ def hub_origin(model: str, seen: tuple[str, ...] = ()) -> str | None:
 
 
 def from_folder(name: str, folder: Path) -> str:
-    """A name that a folder's record gives: as a path, if it was one when the run started above this folder; such a path
-    may be gone."""
+    """A name in a folder's record: as a path, if the run started above this folder. Such a path may be gone."""
     first = Path(name).parts[0]
-    places = [place for place in (Path(), *folder.resolve().parents) if (place / first).exists()]
-    paths = sorted((place.resolve() / name for place in places), key=lambda path: not path.exists())
+    above = [parent for parent in (Path(), *folder.resolve().parents) if (parent / first).exists()]
+    paths = sorted((parent.resolve() / name for parent in above), key=lambda path: not path.exists())
     return str(paths[0]) if paths else name
 
 
-def bounds(settings: Mapping[str, Any]) -> str:
-    """How a preference run weighed and estimated its ratios."""
-    draws = f"{settings['num_views']} draws of {settings['estimator']}{' and their opposites' * settings['antithetic']}"
-    return f"beta {settings['beta']}, {draws}"
-
-
-def traces(settings: Mapping[str, Any]) -> str:
-    """What a distillation was trained on."""
-    kept = "of right answers" if settings["keep"] == "right" else "of all answers"
-    return f"traces of {settings['diffusion_steps']} steps on {settings['max_completion_length']} tokens, {kept}"
-
-
-def fingerprints(settings: Mapping[str, Any]) -> str:
-    """What the run read, by content (`d1.runs.record`); empty for records of older versions."""
-    known = [(name, value) for name, value in settings.items() if of_setting(name) != name]
-    return "; ".join(
-        f"{name}: {value if isinstance(value, str) else ' '.join(chain(*value.items()))}" for name, value in known
-    )
-
-
-def logged(folder: Path) -> list[dict[str, Any]]:
-    """The logs of the run, oldest first."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def held_out(folder: Path) -> str:
+def held_out(logs: Sequence[Mapping[str, Any]]) -> str:
     """The evaluation of the saved weights on rows that were not trained on: the best of SFT, the last of RL."""
-    logs = [log for log in logged(folder) if log["step"] > 0]
-    evaluations = [log for log in logs if log.get("eval_loss") is not None or "eval_reward" in log]
-    if not evaluations:
+    found = [log for log in logs if log["step"] > 0 and (log.get("eval_loss") is not None or "eval_reward" in log)]
+    if not found:
         return "not measured"
-    name = "eval_rewards/accuracy/mean"
-    if name in evaluations[-1]:
-        return f"accuracy {evaluations[-1][name]:.1%} at step {evaluations[-1]['step']}"
-    best = min(evaluations, key=lambda log: log["eval_loss"])
+    accuracy = found[-1].get("eval_rewards/accuracy/mean")
+    if accuracy is not None:
+        return f"accuracy {accuracy:.1%} at step {found[-1]['step']}"
+    best = min(found, key=lambda log: log["eval_loss"])
     return f"loss {best['eval_loss']:.4g} at step {best['step']}"
 
 
-def machine(folder: Path, record: Mapping[str, Any]) -> list[list[str]]:
-    """Rows with the hardware and the duration of a run, as far as they are recorded."""
-    rows = []
+def machine(record: Mapping[str, Any], logs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Entries with the hardware and the duration of a run, as far as they are recorded."""
+    entries = []
     if "cpu" in record:
-        gpus = Counter(record["gpus"])
         cpu = f"{record['cpu']['model']}, {record['cpu']['cores']} cores"
-        found = ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or cpu
-        rows.append(["hardware", f"{found} per machine; processes: {record['processes']}"])
-    if seconds := [log["train_runtime"] for log in logged(folder) if "train_runtime" in log]:
+        found = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(record["gpus"]).items()) or cpu
+        entries.append(["hardware", f"{found} per machine; processes: {record['processes']}"])
+    if seconds := [log["train_runtime"] for log in logs if "train_runtime" in log]:
         since = f", from step {record['resumed_at']} on" if record.get("resumed_at") else ""
-        rows.append(["duration", f"{timedelta(seconds=round(seconds[-1]))} (hours:minutes:seconds){since}"])
-    return rows
+        entries.append(["duration", f"{timedelta(seconds=round(seconds[-1]))} (hours:minutes:seconds){since}"])
+    return entries
 
 
 def installation() -> tuple[str, str]:
@@ -478,15 +428,8 @@ def installation() -> tuple[str, str]:
     source = json.loads(here.read_text("direct_url.json") or "{}")
     if git := source.get("vcs_info"):
         return here.version, f'pip install "d1 @ {git["vcs"]}+{source["url"]}@{git["commit_id"]}"'
-    urls = dict(line.split(", ", 1) for line in here.metadata.get_all("Project-URL") or [])
-    address = urls.get("Repository")
+    address = dict(line.split(", ", 1) for line in here.metadata.get_all("Project-URL") or []).get("Repository")
     return here.version, f'pip install "d1 @ git+{address}"' if address else by_hand
-
-
-def has_card(folder: Path) -> bool:
-    """Whether the folder's README.md is a card of `write_card`, and not PEFT's or a user's own."""
-    path = folder / "README.md"
-    return path.is_file() and OPENING in path.read_text()
 
 
 def local_name(path: str | Path) -> str:

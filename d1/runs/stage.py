@@ -1,6 +1,7 @@
-"""A training run from its settings to a saved model: resume or finish, prepare, train, save.
+"""A training run from its settings to a saved model: check, resume or finish, prepare, train, save.
 
-SFT and RL both use `run`; a `Stage` holds what differs between them.
+A `Stage` is what differs between SFT, RL, preference training and distillation; `run` is what they share. `stage_of`
+makes the `Stage` of those with `TrainingSettings`.
 """
 
 from __future__ import annotations
@@ -10,198 +11,32 @@ import logging
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.cpp_extension import get_default_build_root
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.integrations import is_tensorboard_available
 
-from d1.files import FileLock, Held, give_usual_mode, writing
-from d1.models import load_model
+from d1.files import FileLock, Held, check_output_dir, give_usual_mode, writing
+from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.convert import merge
+from d1.models.kinds import native_config
+from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
-from d1.runs.cli import TrainingSettings, one_line
+from d1.runs.cli import TrainingSettings, from_rank_0, together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
-from d1.runs.record import ROWS, OnResume, from_rank_0, has_card, history, of_settings, save_record, whole, write_card
-
-# --- Preflight --------------------------------------------------------------------------------------------------------
-#
-# What a run needs of its machine, checked within seconds: before processes connect and before DeepSpeed compiles.
+from d1.runs.record import ROWS, OnResume, has_card, history, of_settings, save_record, whole, write_card
 
 logger = logging.getLogger(__name__)
 
-
-def check_start(model: str) -> None:
-    """Check that the model can be read, then GPU and DeepSpeed; the first process logs a line for what slows the run.
-
-    Raises:
-        FileNotFoundError: the model is no folder, not in the hub's cache, and cannot be downloaded.
-        ValueError: DeepSpeed is asked for and not installed; or a killed build of an extension left its lock, for which
-            it would wait forever.
-    """
-    log_to_console()
-    adapter_chain(model, None)
-    lines = [] if torch.cuda.is_available() else ["GPU: none, so training runs on the CPU."]
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        if find_spec("deepspeed") is None:
-            raise ValueError(
-                'the launch configuration asks for DeepSpeed, which is not installed: pip install "deepspeed==0.19.*", '
-                "or launch with launch/ddp.yaml, launch/fsdp2.yaml or launch/single_gpu.yaml"
-            )
-        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        mine = ("*", f"py{sys.version_info.major}{sys.version_info.minor}*/*")  # of this Python, one per extension
-        folders = [folder for pattern in mine for folder in root.glob(pattern)]
-        for lock in (folder / "lock" for folder in folders):
-            if lock.exists() and not is_open(lock) and lock.exists():  # a build may end meanwhile
-                raise ValueError(f"{lock} is left from a build that was killed, and DeepSpeed waits for it: delete it")
-        if lines and not any(any(folder.glob("deepspeed_shm_comm*.so")) for folder in folders):
-            lines += [f"DeepSpeed: without a GPU it first compiles an extension, once, to {root}: this takes minutes."]
-    if os.environ.get("RANK", "0") == "0":
-        for line in lines:
-            logger.info(line)
-
-
-def is_open(file: Path) -> bool:
-    """Whether a process of this user has the file open, as a running build has its lock; True on systems without
-    `/proc`."""
-    links = Path("/proc").glob("[0-9]*/fd/*")
-    return not Path("/proc/self/fd").is_dir() or any(points_to(link, file.resolve()) for link in links)
-
-
-def points_to(link: Path, file: Path) -> bool:
-    try:
-        return link.readlink() == file
-    except OSError:  # closed meanwhile
-        return False
-
-
-# --- Start ------------------------------------------------------------------------------------------------------------
-#
-# What SFT, preference training and distillation make of the settings they share: model, Trainer's arguments, merge.
-
-# Settings that Transformers' `TrainingArguments` know by the same name
-SAME_IN_TRAINER = (
-    *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
-    *("logging_steps",),
-)
-ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
-FIXED = (  # on a resume; each stage adds its own
-    *("train_data", "plain_chat_template", "bad_rows", "seed", ROWS_PER_STEP),
-    # The weights in the checkpoint
-    *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
-    # The state of its optimizer and scheduler, where a new value would have no effect
-    *("weight_decay", "lr_scheduler_type"),
-)
-FREE = (
-    *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
-    *("gradient_checkpointing", "merge_at_end"),
-)
-
-
-def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
-    """What may change on a resume: `fixed` and `free` are the settings of one stage alone."""
-    return OnResume(dict.fromkeys((*FIXED, *fixed), whole), (*FREE, *free))
-
-
-def settings_of_run(args: TrainingSettings, training: TrainingArguments) -> dict[str, Any]:
-    """All settings, and the rows per optimizer step."""
-    return {**vars(args), ROWS_PER_STEP: args.batch_size * args.grad_accum_steps * training.world_size}
-
-
-def on_gpu() -> bool:
-    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
-
-
-def check_device(args: TrainingSettings) -> None:
-    """Refuses flags that only work on a GPU (ValueError)."""
-    if on_gpu():
-        return
-    if args.load_in_4bit:  # on a CPU, an evaluation converts the weights to a format without gradients
-        raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
-    if args.attn_implementation == "flex_attention":
-        raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
-
-
-def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
-    """The Trainer's arguments for the settings; `more` are those of the stage."""
-    check_start(args.model_name)
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    return TrainingArguments(
-        output_dir=str(Path(args.output_dir) / args.job_name),
-        resume_from_checkpoint=args.resume,
-        run_name=args.job_name,
-        num_train_epochs=args.num_epochs,
-        per_device_train_batch_size=args.batch_size,
-        gradient_accumulation_steps=args.grad_accum_steps,
-        bf16=on_gpu(),
-        activation_checkpointing=args.gradient_checkpointing,
-        save_strategy="steps",
-        save_total_limit=2,
-        logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
-        report_to="none" if args.debugging else args.report_to,
-        ddp_find_unused_parameters=False,
-        # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
-        ddp_backend="gloo" if deepspeed and not on_gpu() else None,
-        dataloader_pin_memory=on_gpu(),
-        remove_unused_columns=False,
-        **{name: getattr(args, name) for name in SAME_IN_TRAINER},
-        **more,
-    )
-
-
-def cap_batch(training: TrainingArguments, rows: int) -> None:
-    """Lower the rows per device to what an epoch has: more would be empty slots, which are computed, too."""
-    most = -(-rows // training.world_size)
-    training.per_device_train_batch_size = min(training.per_device_train_batch_size, most)
-
-
-def conclude(args: TrainingSettings) -> None:
-    """Merges the adapter of a finished run, if `merge_at_end` is set."""
-    if args.merge_at_end:
-        folder = Path(args.output_dir) / args.job_name
-        shutil.rmtree(folder / "merged", ignore_errors=True)
-        merge(args.model_name, [str(folder)], str(folder / "merged"))
-
-
-def prepare_model(args: TrainingSettings, dropout: float = 0.0) -> Any:
-    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
-
-    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
-    """
-    frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
-    model: Any = load_model(
-        args.model_name,
-        dtype="float32" if args.full_finetuning else frozen,
-        attn_implementation=args.attn_implementation,
-        quantization="nf4" if args.load_in_4bit else None,
-    )
-    if isinstance(model, PeftModel):
-        if args.load_in_4bit:
-            raise ValueError(
-                f"an adapter cannot be merged into 4-bit weights: run `python -m d1 merge` on {args.model_name}"
-            )
-        model = merge_adapter(model, args.model_name)
-    if args.full_finetuning:
-        return model
-    targets = lora_targets(model, args.lora_target_modules)
-    if args.load_in_4bit:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    lora: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": dropout}
-    return get_peft_model(model, LoraConfig(**lora, target_modules=targets))
-
-
-# --- Skeleton ---------------------------------------------------------------------------------------------------------
+# --- A stage ----------------------------------------------------------------------------------------------------------
 
 # What a checked run adds to its record, and the function that loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
@@ -209,7 +44,7 @@ Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
 
 @dataclass(frozen=True)
 class Stage:
-    """What SFT or RL gives the skeleton.
+    """What differs between the stages.
 
     Args:
         training: its `resume_from_checkpoint` says where to continue.
@@ -235,6 +70,172 @@ class Stage:
     next_command: Callable[[], str] = lambda: "it is a model path for every command of `python -m d1`"
 
 
+def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
+    """The command that evaluates the model in `folder` on a task; flags that are None keep their defaults."""
+    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
+
+
+# --- The stages with `TrainingSettings` -------------------------------------------------------------------------------
+
+# Settings that Transformers' `TrainingArguments` know by the same name
+SAME_IN_TRAINER = (
+    *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
+    *("logging_steps",),
+)
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
+FIXED = (  # on a resume; each stage adds its own
+    *("train_data", "plain_chat_template", "bad_rows", "seed", ROWS_PER_STEP),
+    # The weights in the checkpoint
+    *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+    # The state of its optimizer and scheduler, where a new value would have no effect
+    *("weight_decay", "lr_scheduler_type"),
+)
+FREE = (
+    *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
+    *("gradient_checkpointing", "merge_at_end"),
+)
+
+
+def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
+    """What may change on a resume: `fixed` and `free` are the settings of one stage alone."""
+    return OnResume(dict.fromkeys((*FIXED, *fixed), whole), (*FREE, *free))
+
+
+def stage_of(
+    args: TrainingSettings,
+    training: TrainingArguments,
+    prepare: Callable[[Any, Any], tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
+    on_resume: OnResume,
+    lora_dropout: float = 0.0,
+    **more: Any,
+) -> Stage:
+    """The `Stage` of SFT, preference training or distillation.
+
+    Args:
+        training: from `trainer_arguments`.
+        prepare: gets the tokenizer and the model's config; returns what `Stage.prepare` returns, where the function
+            gets the model.
+        **more: further fields of `Stage`.
+    """
+    folder = Path(str(training.output_dir))
+
+    def prepared() -> Prepared:
+        tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
+        check_chat_template(tokenizer, args.model_name)
+        facts, make_trainer = prepare(tokenizer, native_config(adapter_chain(args.model_name, None)[0])[0])
+
+        def start() -> Trainer:
+            set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
+            return make_trainer(prepare_model(args, lora_dropout))
+
+        return facts, start
+
+    def conclude() -> None:
+        if args.merge_at_end:
+            shutil.rmtree(folder / "merged", ignore_errors=True)
+            merge(args.model_name, [str(folder)], str(folder / "merged"))
+
+    rows_per_step = args.batch_size * args.grad_accum_steps * training.world_size
+    own = {"next_command": lambda: f"python -m d1 chat {shlex.quote(str(folder))}"} | more
+    return Stage(
+        training=training,
+        settings=lambda: {**vars(args), ROWS_PER_STEP: rows_per_step},
+        on_resume=on_resume,
+        prepare=prepared,
+        conclude=conclude,
+        **own,
+    )
+
+
+def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
+    """The Trainer's arguments for the settings; `more` are those of the stage. ValueError or FileNotFoundError if the
+    folder, the device or the model cannot be used."""
+    folder = Path(args.output_dir) / args.job_name
+    check_output_dir(folder)
+    if args.load_in_4bit and not on_gpu():  # on a CPU, an evaluation converts the weights to a format without gradients
+        raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
+    if args.attn_implementation == "flex_attention" and not on_gpu():
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
+    check_start(args.model_name)
+    return TrainingArguments(
+        output_dir=str(folder),
+        resume_from_checkpoint=args.resume,
+        run_name=args.job_name,
+        num_train_epochs=args.num_epochs,
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.grad_accum_steps,
+        bf16=on_gpu(),
+        activation_checkpointing=args.gradient_checkpointing,
+        save_strategy="steps",
+        save_total_limit=2,
+        logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
+        report_to="none" if args.debugging else args.report_to,
+        ddp_find_unused_parameters=False,
+        # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
+        ddp_backend="gloo" if launches_deepspeed() and not on_gpu() else None,
+        dataloader_pin_memory=on_gpu(),
+        remove_unused_columns=False,
+        **{name: getattr(args, name) for name in SAME_IN_TRAINER},
+        **more,
+    )
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
+
+
+def launches_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+
+
+def check_start(model: str) -> None:
+    """Before processes connect: FileNotFoundError if the model cannot be read, ValueError if DeepSpeed is missing."""
+    log_to_console()
+    adapter_chain(model, None)
+    if launches_deepspeed() and find_spec("deepspeed") is None:
+        raise ValueError(
+            'the launch configuration asks for DeepSpeed, which is not installed: pip install "deepspeed==0.19.*", '
+            "or launch with launch/ddp.yaml, launch/fsdp2.yaml or launch/single_gpu.yaml"
+        )
+
+
+def cap_batch(training: TrainingArguments, rows: int) -> None:
+    """Lower the rows per device to what an epoch has: more would be empty slots, which are computed, too."""
+    most = -(-rows // training.world_size)
+    training.per_device_train_batch_size = min(training.per_device_train_batch_size, most)
+
+
+def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
+    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
+
+    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
+    """
+    frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
+    model: Any = load_model(
+        args.model_name,
+        dtype="float32" if args.full_finetuning else frozen,
+        attn_implementation=args.attn_implementation,
+        quantization="nf4" if args.load_in_4bit else None,
+    )
+    if isinstance(model, PeftModel):
+        if args.load_in_4bit:
+            raise ValueError(
+                f"an adapter cannot be merged into 4-bit weights: run `python -m d1 merge` on {args.model_name}"
+            )
+        model = merge_adapter(model, args.model_name)
+    if args.full_finetuning:
+        return model
+    targets = lora_targets(model, args.lora_target_modules)
+    if args.load_in_4bit:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    lora: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": lora_dropout}
+    return get_peft_model(model, LoraConfig(**lora, target_modules=targets))
+
+
+# --- A run ------------------------------------------------------------------------------------------------------------
+
+
 def run(stage: Stage) -> Any:
     """Run a stage; returns its trainer, or None if the run was already finished.
 
@@ -246,7 +247,6 @@ def run(stage: Stage) -> Any:
     check_processes(training.world_size)
     if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
         raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
-
     if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
         raise ValueError('--report_to tensorboard: it is not installed; pip install "tensorboard==2.21.*"')
     with only_run(folder, training):
@@ -255,7 +255,8 @@ def run(stage: Stage) -> Any:
             trainer.accelerator.wait_for_everyone()
             trainer.end()
     if training.should_save:
-        for line in [*stage.outcome(), f"The {what_is_in(folder)} is in {folder}: {stage.next_command()}"]:
+        kind = "adapter" if (folder / "adapter_config.json").exists() else "model"
+        for line in [*stage.outcome(), f"The {kind} is in {folder}: {stage.next_command()}"]:
             logger.info(line)
     return trainer
 
@@ -268,21 +269,13 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
     world = {"world_size": training.world_size}
     stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
-        with contextlib.suppress(FileNotFoundError):  # the model may be gone
-            stage.on_resume.changes(past, contents_of(stage), checkpoint)
-        logger.info("%s is finished: there is nothing left to train.", folder)
-        if training.should_save:
-            with writing(folder, "the model", lambda: way_on(folder)):
-                finish(checkpoint, folder, training.load_best_model_at_end)
-                give_usual_mode(folder.glob("*.safetensors"))
-                stage.conclude()
-                if not has_card(folder):  # a user may have added to it
-                    write_card(folder)
+        finish_again(stage, folder, checkpoint)
         return None
     if checkpoint:
-        together(partial(check_sums, checkpoint, training.process_index, training.world_size))
+        with together():
+            check_sums(checkpoint, training.process_index, training.world_size)
         stage.check(checkpoint)
-        check_checkpoint(checkpoint, training, past.settings.get("world_size"))
+        check_checkpoint(checkpoint, training)
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
@@ -308,6 +301,21 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
             write_card(folder)
             give_usual_mode(folder.glob("*.safetensors"))
     return trainer
+
+
+def finish_again(stage: Stage, folder: Path, checkpoint: Path) -> None:
+    """Write the files of a finished run that are missing, from its last checkpoint."""
+    training = stage.training
+    with contextlib.suppress(FileNotFoundError):  # the model that it started from may be gone
+        stage.on_resume.changes(history(checkpoint), contents_of(stage), checkpoint)
+    logger.info("%s is finished: there is nothing left to train.", folder)
+    if training.should_save:
+        with writing(folder, "the model", lambda: way_on(folder)):
+            finish(checkpoint, folder, training.load_best_model_at_end)
+            give_usual_mode(folder.glob("*.safetensors"))
+            stage.conclude()
+            if not has_card(folder):  # a user may have added to it
+                write_card(folder)
 
 
 @contextlib.contextmanager
@@ -337,39 +345,14 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
                 folder.rmdir()
 
 
-def together(check: Callable[[], object]) -> None:
-    """Call `check` in every process. If it raises ValueError or OSError in one of them, all raise ValueError, so that
-    none waits for another."""
-    problem = ""
-    try:
-        check()
-    except (ValueError, OSError) as error:
-        problem = one_line(error)
-    if problems := [one for one in gather_object([problem]) if one]:
-        raise ValueError(problems[0])
-
-
-def what_is_in(folder: Path) -> str:
-    """What a finished run saved there, in a word."""
-    return "adapter" if (folder / "adapter_config.json").exists() else "model"
-
-
-def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
-    """The command that evaluates the model in `folder` on a task; flags that are None keep their defaults."""
-    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
-
-
 def contents_of(stage: Stage) -> dict[str, Any]:
     """The fingerprints of what the settings of a run name, which only the first process computes."""
-    return dict(from_rank_0(lambda: of_settings(stage.settings())))
+    return from_rank_0(lambda: of_settings(stage.settings()))
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse (ValueError) several processes that are not connected, each of which would train the whole run.
-
-    `accelerate launch` starts such processes if there is no GPU.
-    """
+    """Refuse (ValueError) processes that are not connected, as `accelerate launch` starts them without a GPU: each
+    would train the whole run."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:
         raise ValueError(

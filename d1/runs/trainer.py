@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
+from trl.trainer.utils import disable_dropout_in_model
 
 from d1.models.adapters import save_learnt
-from d1.runs.checkpoints import check_sums, reading, staged_checkpoint
+from d1.models.attention import require_prepared
+from d1.runs.checkpoints import check_sums, staged_checkpoint
 from d1.runs.data import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
@@ -93,48 +95,69 @@ class RunTrainer(TrainerHooks):
 
 
 class SummingTrainer(RunTrainer):
-    """Sums what is logged next over rows and processes, and counts compute; a checkpoint holds both.
+    """The trainer of preference training and distillation: its model has no dropout, and it logs means over rows.
+
+    Values are summed over rows and processes until the next log, and compute is counted; a checkpoint holds both.
+
+    Args:
+        compute: tokens that were processed before the training.
+        **kwargs: Trainer's.
 
     Attributes:
         sums_file: its name in a checkpoint.
         sums: name -> (), float64, the sum in this process since the last log.
-        compute: (), tokens that this process has computed so far.
+        compute: (), float64, tokens that this process has computed so far.
     """
 
     sums_file: str
-    sums: dict[str, Tensor]
-    compute: Tensor
+    loss_is_scaled_for_ga = True  # compute_loss divides by the rows of the whole step
+
+    def __init__(self, compute: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        require_prepared(self.model)
+        self.require_one_gpu()
+        disable_dropout_in_model(self.model)
+        self.count_labels_of_step(shifted=False)
+        self.sums: dict[str, Tensor] = {}
+        share = float(self.args.process_index == 0)
+        self.compute = torch.tensor(compute * share, dtype=torch.float64, device=self.args.device)
+
+    def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
+        return self.global_batches([0] * len(dataset))
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add values (any shape) to the sum of this name."""
+        self.sums[name] = self.sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
 
     def total_sums(self) -> dict[str, float]:
         """`sums` and the compute so far, of all processes. Every process has to call this."""
-        everything = {**self.sums, "compute": self.compute.double().cpu()}
+        everything = {**self.sums, "compute": self.compute.cpu()}
         table = torch.stack(list(everything.values())).to(self.args.device)
         return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
 
+    def means(self, sums: dict[str, float]) -> dict[str, float]:
+        """What is logged of the sums of all processes."""
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.sums:  # a log of training, which every process reaches
+            sums = self.total_sums()
+            logs["compute_tokens"] = sums.pop("compute")
+            logs |= self.means(sums)
+            self.sums = {}
+        super().log(logs, start_time)
+
     def save_extra(self, folder: Path) -> None:
-        state = {"sums": self.total_sums(), "losses": self.loss_sums()}
+        stored = {"sums": self.total_sums(), "losses": self.loss_sums()}
         if self.args.should_save:
-            (folder / self.sums_file).write_text(json.dumps(state))
+            (folder / self.sums_file).write_text(json.dumps(stored))
 
     def load_extra(self, folder: Path) -> None:
-        state = read_sums(folder / self.sums_file)
-        self.set_loss_sums(state["losses"])
+        stored = json.loads((folder / self.sums_file).read_text())
+        self.set_loss_sums(stored["losses"])
         share = float(self.args.process_index == 0)  # the first process has what all had counted
-        self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in state["sums"].items()}
+        self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in stored["sums"].items()}
         self.compute = self.sums.pop("compute").to(self.compute)
-
-
-def read_sums(file: Path) -> dict[str, Any]:
-    """The sums in a checkpoint's file: {"losses": `loss_sums()`, "sums": of `SummingTrainer`}; SFT's file has only the
-    losses, without a name. Raises ValueError if the file is missing or damaged."""
-    with reading(file):
-        state = json.loads(file.read_text())
-        state = state if "losses" in state else {"losses": state, "sums": {"compute": 0.0}}
-        losses, sums = state["losses"], state["sums"]
-        numbers = [losses["total"], losses["last_logged"], *losses["since_then"], sums["compute"], *sums.values()]
-        if not losses["since_then"] or not all(isinstance(number, int | float) for number in numbers):
-            raise ValueError("not the sums of a run")
-        return state
 
 
 class LoadExtra(TrainerCallback):

@@ -15,22 +15,21 @@ from datasets import Dataset, Features, List, Value
 from torch import Tensor
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
-from d1.masking import draw_noise, keyed_generator
+from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models.tokenizer import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
-from d1.runs.data import Slot, tokenised, usable_rows
+from d1.runs.data import Slot, problem_of, tokenised, usable_rows
 from d1.runs.data import load_rows as load_rows
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
 
-# --- Conversations ----------------------------------------------------------------------------------------------------
-#
-# Convert rows of users' data to conversations, and conversations to token ids with the exact start of the answer.
+# --- Rows: text to tokens ---------------------------------------------------------------------------------------------
 
 Row = dict[str, Any]
 
 S1K = {"question", "thinking_trajectories", "attempt"}
+SYSTEM_PROMPT = ask("", "Solve the problem.", "the answer")[0]["content"].rstrip()  # before a question of s1K
 FEATURES = Features(
     {
         "input_ids": List(Value("int32")),
@@ -44,13 +43,10 @@ FEATURES = Features(
 
 
 def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
-    """Converts a row to chat messages that end with an assistant's turn.
+    """Convert a row to chat messages that end with an assistant's turn; ValueError says why it cannot be used.
 
-    Uses the first of these that applies: the user's function, the user's template, s1K's columns (in the format that
+    The first of these that applies counts: the user's function, the user's template, s1K's columns (in the format that
     every task's prompt asks for), `messages`, `prompt` and `completion`.
-
-    Raises:
-        ValueError: the row cannot be used; says why.
     """
     if function is not None:
         made = function(row)
@@ -65,7 +61,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
             require_text(part, name)
         completion = f"<reasoning>{parts[1]}</reasoning>\n<answer>{parts[2]}</answer>"
-        row = {"prompt": ask(parts[0], "Solve the problem.", "the answer"), "completion": completion}
+        row = {"prompt": f"{SYSTEM_PROMPT}\n\n{parts[0]}", "completion": completion}
     if "messages" in row:
         messages = row["messages"]
     else:
@@ -101,17 +97,10 @@ def tokenize_row(
             if start >= max_length:
                 raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
             ids, status = ids[:max_length], "truncated"
-    except Exception as error:  # templates and users' functions may raise anything; the row is reported as bad
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        kind = "there is no " if isinstance(error, KeyError) else kind
-        return none | {"status": "bad", "problem": f"{kind}{error}"}
-    answer = [place >= start for place in range(len(ids))]
+    except Exception as error:  # templates and users' functions may raise anything
+        return none | {"status": "bad", "problem": problem_of(error)}
+    answer = [False] * start + [True] * (len(ids) - start)
     return none | {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status}
-
-
-# --- Data -------------------------------------------------------------------------------------------------------------
-#
-# Read a file or a hub data set and convert it to token rows for training and evaluation; bad rows are reported.
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -138,7 +127,7 @@ def preprocess_dataset(
     num_proc: int | None = None,
     seed: int = 42,
 ) -> tuple[Dataset, Dataset]:
-    """Converts conversations to token rows, shuffled and split into (train, evaluation).
+    """Convert conversations to token rows, shuffled and split into (train, evaluation).
 
     Args:
         data: rows with s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
@@ -184,8 +173,6 @@ def preprocess_dataset(
 
 # --- Batches ----------------------------------------------------------------------------------------------------------
 #
-# The rows of masked SFT: which rows share a batch, how they are padded, and which of their tokens are hidden.
-#
 # The noise of a row is a function of (seed, epoch, row) alone. It does not depend on the order of rows, on how a batch
 # is split over micro-batches and processes, or on a resume.
 
@@ -201,7 +188,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
     appears `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
 
     Args:
-        rows: a data set made by `preprocess_dataset`.
+        rows: made by `preprocess_dataset`.
         max_length: maximum number of tokens per row, after filling.
         eos_padding: how far complete answers are filled with EOS tokens, which are trained on like any other token. An
             int N: to at least N answer tokens, EOS included. "batch": to the longest row of the global batch;
@@ -226,7 +213,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         self.lengths = [self.filled_length(*row) for row in zip(*columns, strict=True)]
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
-            self.place = torch.randperm(len(rows), generator=keyed_generator(seed, EVAL_TIMES)).tolist()
+            self.ranks = torch.randperm(len(rows), generator=keyed_generator(seed, EVAL_TIMES)).tolist()
 
     def filled_length(self, length: int, start: int, status: str) -> int:
         """Tokens of a row after filling with EOS, before the rows of its batch are known."""
@@ -238,22 +225,22 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows) * (self.eval_draws if self.eval else 1)
 
-    def __getitem__(self, place: Slot | int) -> dict[str, Any]:
-        return self.__getitems__([place])[0]
+    def __getitem__(self, index: Slot | int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
 
-    def __getitems__(self, places: Sequence[Slot | int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[Slot | int]) -> list[dict[str, Any]]:
         """The items of a batch, for DataLoader: reading all rows at once takes a third of the time."""
-        slots = [place if isinstance(place, Slot) else self.slot(place) for place in places]
+        slots = [index if isinstance(index, Slot) else self.slot(index) for index in indices]
         rows = self.rows.__getitems__([max(slot.row, 0) for slot in slots])
         return [self.item(*both) for both in zip(slots, rows, strict=True)]
 
-    def slot(self, place: int) -> Slot:
-        """The row in epoch 0. With `eval`, row and time of draw `place`; `epoch` then holds the draw's number."""
+    def slot(self, index: int) -> Slot:
+        """The row in epoch 0; with `eval`, row and time of draw `index`, and `epoch` holds the draw's number."""
         if not self.eval:
-            return Slot(range(len(self))[place])
-        position, draw = divmod(place, self.eval_draws)
-        row = self.order[position]
-        t = (draw + (self.place[row] + 0.5) / len(self.rows)) / self.eval_draws
+            return Slot(range(len(self))[index])
+        number, draw = divmod(index, self.eval_draws)
+        row = self.order[number]
+        t = (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws
         return Slot(row, draw, t)
 
     def item(self, slot: Slot, row: dict[str, Any]) -> dict[str, Any]:
@@ -272,8 +259,9 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 class dLLMDataCollator(DefaultDataCollator):
     """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
 
-    Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
-    `attention_mask` (0 on padding), and `t` (rows,); with `block_size`, `t` is per token, (rows, length).
+    Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere),
+    `attention_mask` (0 on padding) and `masked` (bool: hidden tokens, which are trained on), and `t` (rows,); with
+    `block_size`, `t` is per token, (rows, length).
     With `edits`, training rows also have `edited`, bool, and `draws`, fp32 (`d1/sft/editing.py`).
     If packed, the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows'
     lengths.
@@ -287,6 +275,7 @@ class dLLMDataCollator(DefaultDataCollator):
             alone has the distribution of a plain batch, and the loss over both stays unbiased.
         packed: concatenate the rows of the batch, without padding. Their noise stays the same.
         edits: replaces visible tokens of training rows; evaluation's rows have masks alone.
+        max_length: not read; d1's scripts give it.
     """
 
     def __init__(
@@ -298,6 +287,7 @@ class dLLMDataCollator(DefaultDataCollator):
         complementary: bool = False,
         packed: bool = False,
         edits: EditNoise | None = None,
+        max_length: int | None = None,
     ) -> None:
         super().__init__()
         self.edits, self.vocabulary = edits, 0 if edits is None else len(tokenizer)
@@ -305,9 +295,16 @@ class dLLMDataCollator(DefaultDataCollator):
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
+    def schedule(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """The noise schedule of SFT, which is LLaDA's: at times t in [0, 1], the probability t' that an answer token is
+        hidden, and the weight 1 / t' of a hidden token's cross-entropy in the loss."""
+        level = noise_level(t)
+        return level, 1 / level
+
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        training = features[0]["t"] is None  # evaluation fixes each row's t
         mirrored = [False] * len(features)
-        if self.complementary and features[0]["t"] is None:  # only in training: evaluation fixes each row's t
+        if self.complementary and training:
             features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
         lengths = [len(row["input_ids"]) for row in features]
         longest = max(lengths)
@@ -318,12 +315,13 @@ class dLLMDataCollator(DefaultDataCollator):
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)
         answer = filled([row["answer"] for row in features], False)
         visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
-        edits = self.edits if features[0]["t"] is None else None
+        edits = self.edits if training else None
+        options: dict[str, Any] = {"block_size": self.block_size, "level": lambda t: self.schedule(t)[0]}
         draws, replaced = [], []
         for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
             generator = keyed_generator(*row["key"])
-            draws.append(draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span))
+            draws.append(draw_noise(maskable, generator, mirror=mirror, **options, **span))
             if edits is not None:
                 replaced.append(edits.draw(maskable, draws[-1][1], generator))
         times, hidden = map(torch.stack, zip(*draws, strict=True))
@@ -331,6 +329,7 @@ class dLLMDataCollator(DefaultDataCollator):
             "input_ids": clean.masked_fill(hidden, self.mask_token_id),
             "labels": clean.masked_fill(~answer, IGNORED),
             "attention_mask": visible,
+            "masked": hidden & (clean != self.mask_token_id),  # a mask token in the text has nothing to predict
             "t": times,
         }
         if edits is not None:

@@ -7,7 +7,7 @@ Published is that SFT mixes masks with tokens that are to be recovered from rand
   vocabulary, or by the model's own draft: a draw from what it predicts there with these tokens hidden, too.
 - Replaced tokens count with `weight`, unchanged visible ones with `keep_weight`, hidden ones with 1 / t' as ever. Equal
   weights make p(token | what is seen) the true one; without the second, a model learns that what it sees is wrong.
-- With `turns` > 1 the model's draws at the replaced tokens take their places, and it corrects these in turn. The loss
+- With `turns` > 1 the model's draws replace the replaced tokens, and it corrects these in turn. The loss
   is the mean over turns. No gradient goes through a draft.
 
 Numbers come from the row's own generator, after those of its mask: without this noise no draw changes.
@@ -76,7 +76,7 @@ def drawn_ids(
 def drafted(
     model: Any,
     inputs: dict[str, Any],
-    asked: Tensor,
+    replaced: Tensor,
     at: tuple[Tensor, Tensor],
     turn: int,
     mask_token_id: int,
@@ -86,12 +86,13 @@ def drafted(
 
     Args:
         model: as it is wrapped for training: every process has to call it.
-        asked: (rows, length) bool on the CPU, where `at` points: the replaced tokens, or another one if there are none.
+        replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or another one if there are
+            none.
         states_of: of `trainer.py`.
     """
 
     def draw(inner: Any) -> Tensor:
-        states = states_of(inner, inputs, asked, at)
+        states = states_of(inner, inputs, replaced, at)
         at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
         calls = calls_in_step(inner, -(-len(states) // at_once))
         return drawn_ids(

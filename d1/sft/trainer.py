@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer
 
-from d1.masking import noise_level
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
-from d1.runs.trainer import RunTrainer, read_sums
-from d1.sft.data import IGNORED, by_row, row_numbers
+from d1.runs.data import IGNORED
+from d1.runs.trainer import RunTrainer
+from d1.sft.data import by_row, row_numbers
 from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
 from d1.sft.editing import drafted
@@ -78,41 +78,40 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones."""
-        labels, row_of, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
-        hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
-        weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # a block-causal model has one t per token
+        collator: Any = self.data_collator
+        t = inputs["t"].double()
+        weights = collator.schedule(t if t.dim() == 2 else t[row_numbers(inputs)])[1]  # t per token with blocks
         if "edited" in inputs:
-            return self.edit_losses(model, inputs, hidden & ~inputs["edited"], weights)
-        return self.weighted_losses(model, inputs, hidden.cpu(), weights)  # waits for the device, this once
+            return self.edit_losses(model, inputs, weights)
+        return self.weighted_losses(model, inputs, inputs["masked"].cpu(), weights)  # waits for the device, this once
 
-    def edit_losses(self, model: Any, inputs: dict[str, Any], hidden: Tensor, weights: Tensor) -> Tensor:
+    def edit_losses(self, model: Any, inputs: dict[str, Any], weights: Tensor) -> Tensor:
         """`row_losses` of a batch with replaced tokens, the mean over turns."""
         collator: Any = self.data_collator
         noise, edited, labels = collator.edits, inputs["edited"], inputs["labels"]
-        weights = torch.where(hidden, weights, torch.where(edited, noise.weight, noise.keep_weight))
-        scored, asked = torch.stack([(labels != IGNORED) & (weights > 0), edited]).cpu().unbind()
-        if not asked.any():
-            asked[0, 0] = True
-        at, turns = places_of(asked, labels.device), []
+        weights = torch.where(inputs["masked"], weights, torch.where(edited, noise.weight, noise.keep_weight))
+        scored, replaced = torch.stack([(labels != IGNORED) & (weights > 0), edited]).cpu().unbind()
+        if not replaced.any():
+            replaced[0, 0] = True  # every process has to call the model
+        at, turns = positions_of(replaced, labels.device), []
         for turn in range(noise.turns):
             if turn or noise.kind == "draft":
-                inputs = drafted(model, inputs, asked, at, turn, collator.mask_token_id, states_of)
+                inputs = drafted(model, inputs, replaced, at, turn, collator.mask_token_id, states_of)
             turns.append(self.weighted_losses(model, inputs, scored, weights))
         return torch.stack(turns).mean(0)
 
-    def weighted_losses(self, model: Any, inputs: dict[str, Any], hidden: Tensor, weights: Tensor) -> Tensor:
-        """Sum over each row's `hidden` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
+    def weighted_losses(self, model: Any, inputs: dict[str, Any], scored: Tensor, weights: Tensor) -> Tensor:
+        """Sum over each row's `scored` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
         labels, row_of = inputs["labels"], row_numbers(inputs)
-        if not hidden.any():  # score one token with weight 0, because every process has to call the head
-            hidden[0, 0], weights = True, torch.zeros_like(weights)
+        if not scored.any():  # score one token with weight 0, because every process has to call the head
+            scored[0, 0], weights = True, torch.zeros_like(weights)
+        at = positions_of(scored, labels.device)
 
-        at = places_of(hidden, labels.device)
-
-        def hidden_losses(inner: Any) -> Tensor:
-            states = states_of(inner, inputs, hidden, at)
+        def losses_of(inner: Any) -> Tensor:
+            states = states_of(inner, inputs, scored, at)
             return -target_logps(inner, states, labels[at].clamp(min=0))[0]
 
-        losses = run_inside(model, hidden_losses)
+        losses = run_inside(model, losses_of)
         sums = losses.new_zeros(len(by_row(inputs, "labels")))
         return sums.index_add(0, row_of[at], losses * weights[at].to(losses.dtype))
 
@@ -123,8 +122,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The batch's share of the step's loss, times the number of processes, because gradients are averaged over
-        them."""
+        """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
         row_losses = self.row_losses(model, inputs)
         answers = inputs["labels"] != IGNORED
         if num_items_in_batch is None:
@@ -137,7 +135,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
     def require_finite_rows(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Ends the run if the loss is not finite, and writes text, time and loss of the rows to blame to a file."""
+        """End the run if the loss is not finite, and write text, time and loss of the rows to blame to a file."""
 
         def rows_to_blame() -> list[dict[str, Any]]:
             tokenizer: Any = self.processing_class
@@ -182,34 +180,34 @@ class dLLMTrainer(RunTrainer, Trainer):
             (folder / LOSS_SUMS).write_text(json.dumps(sums))
 
     def load_extra(self, folder: Path) -> None:
-        self.set_loss_sums(read_sums(folder / LOSS_SUMS)["losses"])
+        self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
 
 
-def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column numbers, (n,) each, of a batch's `hidden` tokens (rows, length), on `device`."""
-    rows, columns = hidden.nonzero().to(device, non_blocking=True).unbind(1)
-    return rows, columns
+def positions_of(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and positions, (n,) each, of a batch's `chosen` tokens (rows, length), on `device`."""
+    rows, positions = chosen.nonzero().to(device, non_blocking=True).unbind(1)
+    return rows, positions
 
 
-def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Last hidden states (n, hidden size) of a batch's `hidden` tokens, row by row; `at` are their `places_of`.
+def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+    """Last hidden states (n, hidden size) of a batch's `chosen` tokens, row by row; `at` are their `positions_of`.
 
-    With `hidden` on the CPU, neither pass waits for the device; a boolean index on the device would. For packed rows,
+    With `chosen` on the CPU, neither pass waits for the device; a boolean index on the device would. For packed rows,
     most decoders compute their last layer for these tokens only. A block-causal model also reads the clean rows; the
-    noised rows follow them, starting with the first block in which any row hides a token.
+    noised rows follow them, starting with the first block in which any row has a chosen token.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    (rows, columns), size, lengths = at, block_size(model.config), inputs.get("lengths")
+    (rows, positions), size, lengths = at, block_size(model.config), inputs.get("lengths")
     if size is None and lengths is not None:
         texts = [(length, 0) for length in lengths]
-        return body_and_head(model)[0](noised, None, columns.unsqueeze(0), segments=texts)[0]
+        return body_and_head(model)[0](noised, None, positions.unsqueeze(0), segments=texts)[0]
     if size is None:
-        return body_and_head(model)[0](noised, visible)[rows, columns]
+        return body_and_head(model)[0](noised, visible)[rows, positions]
     clean = torch.where(labels == IGNORED, noised, labels)
     if lengths is not None:
-        return packed_two_stream_states(model, clean, noised, lengths, hidden)
-    first = int(hidden.any(0).int().argmax()) // size * size
-    return two_stream_states(model, clean, noised[:, first:], visible)[rows, columns - first]
+        return packed_two_stream_states(model, clean, noised, lengths, chosen)
+    first = int(chosen.any(0).int().argmax()) // size * size
+    return two_stream_states(model, clean, noised[:, first:], visible)[rows, positions - first]
 
 
 def band_losses(prediction: EvalPrediction) -> dict[str, float]:

@@ -68,7 +68,7 @@ SFT = TRANSFORMERS | {
     "d1/runs/trainer.py RunTrainer.require_finite": (1, "batch"),  # a loss that is not finite ends the run
     "d1/sft/trainer.py dLLMTrainer.log": (1, "log"),
     "transformers/masking_utils.py _ignore_bidirectional_mask_sdpa": (1, "batch of full attention"),  # any padding?
-    "accelerate/utils/operations.py send_to_device": (4, "batch"),  # uploads the batch, a column each
+    "accelerate/utils/operations.py send_to_device": (5, "batch"),  # uploads the batch, a column each
 }
 GRPO = "trl/trainer/grpo_trainer.py GRPOTrainer."
 RL = {**SAMPLING, **SCORING, **TRANSFORMERS} | {

@@ -1,4 +1,4 @@
-"""Losses and gradients against the papers' formulas, written out place by place; and logits read state by state."""
+"""Losses and gradients against the papers' formulas, position by position; and logits read state by state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_places
+from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positions
 from d1.distill.methods import METHODS
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
@@ -32,7 +32,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# Row 1 has places in one state only, row 2 none.
+# Row 1 has positions in one state only, row 2 none.
 AT = [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1), (1, 1, 3)]
 PICKS = {(0, 0): 2, (0, 1): 1, (1, 1): 2}
 STUDENT, TEACHER = random(8, VOCABULARY, seed=1), random(8, VOCABULARY, seed=2)
@@ -44,9 +44,9 @@ WEIGHTS = random(8, seed=3).abs()
 def compared(which: list[int], method: str) -> Compared:
     row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
     picks = torch.tensor([PICKS[AT[i][:2]] for i in which], dtype=torch.long)
-    places = Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS)
+    positions = Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS)
     logits = STUDENT if METHODS[method].teacher == "itself" else TEACHER
-    return replace(places, target=TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which]))
+    return replace(positions, target=TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which]))
 
 
 def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
@@ -120,36 +120,36 @@ def test_equal_models_are_the_start_of_every_divergence() -> None:
 
 @pytest.mark.parametrize("block", [None, 2])
 def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
-    """Values and gradients, with one state or several per pass; places come row after row, state after state."""
+    """Values and gradients, with one state or several per pass; positions come row after row, state after state."""
     model: Any = tiny(2, block=block)
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(4, 3, CANVAS, generator=generator) < 0.6
-    places = noise & (torch.rand(4, 3, CANVAS, generator=generator) < 0.6)
-    places[1, 2] = places[3] = False
+    positions = noise & (torch.rand(4, 3, CANVAS, generator=generator) < 0.6)
+    positions[1, 2] = positions[3] = False
     ids = torch.cat([SAMPLED.prompt_ids, SAMPLED.canvas_ids], dim=1)
     visible = torch.cat([VISIBLE, torch.ones_like(SAMPLED.canvas_ids)], dim=1)
-    seen = Seen(ids, visible, noise, places)
+    seen = Seen(ids, visible, noise, positions)
     expected = []
-    for row, state, place in places.nonzero().tolist():
+    for row, state, position in positions.nonzero().tolist():
         clean = ids[row][visible[row].bool()]
         hidden = torch.cat([torch.zeros(len(clean) - CANVAS).bool(), noise[row, state]])
-        expected.append(canvas_logits(model, clean, hidden, CANVAS)[place])
-    columns = (torch.arange(int(places.sum())),)
-    wanted, mix = torch.stack(expected), random(int(places.sum()), 5, seed=4)
+        expected.append(canvas_logits(model, clean, hidden, CANVAS)[position])
+    columns = (torch.arange(int(positions.sum())),)
+    wanted, mix = torch.stack(expected), random(int(positions.sum()), 5, seed=4)
     weights = list(model.parameters())
     slopes = torch.autograd.grad((wanted * mix).sum(), weights)
     for at_once in (1, 3):
         options: dict[str, Any] = {"mask_token_id": MASK, "states_at_once": at_once}
-        (found, numbers), compute = read_places(model, seen, lambda *read: read, columns, **options)
+        (found, numbers), compute = read_positions(model, seen, lambda *read: read, columns, **options)
         assert torch.equal(numbers, columns[0])
         torch.testing.assert_close(found, wanted)
         for slope, other in zip(torch.autograd.grad((found * mix).sum(), weights), slopes, strict=True):
             torch.testing.assert_close(slope, other, atol=1e-6, rtol=1e-5)
-        read = places.any(-1).sum(1)
+        read = positions.any(-1).sum(1)
         noised = visible[:, -(CANVAS + block - 1) :] if block else visible[:, :0]
         assert int(compute) == 3 * int((read * (visible.sum(1) + noised.sum(1))).sum())
     with torch.no_grad():
-        none = replace(seen, places=torch.zeros_like(places))
-        (nothing,), free = read_places(model, none, lambda logits: (logits,), mask_token_id=MASK)
+        none = replace(seen, positions=torch.zeros_like(positions))
+        (nothing,), free = read_positions(model, none, lambda logits: (logits,), mask_token_id=MASK)
     assert (len(nothing), int(free)) == (0, 0)
     assert ids.shape[1] == PROMPT + CANVAS

@@ -47,7 +47,7 @@ def test_halves_are_opposite_halves_of_one_block(tail: int) -> None:
             assert torch.equal(first & second, ~scored[row, block == BLOCKS])  # the tail is hidden in both
             assert not found.noise[row][:, block > BLOCKS].any()
             assert found.noise[row][:, block < BLOCKS].all()
-            assert torch.equal(found.places[row], found.noise[row] & (block == BLOCKS) & scored[row])
+            assert torch.equal(found.positions[row], found.noise[row] & (block == BLOCKS) & scored[row])
         hidden += found.noise[0, 0] & ~found.noise[0, 1]
     assert abs(hidden.sum() / 400 - BLOCK / 2) < 0.2
     share = sum(block == 0 for row, block in blocks if row == 0) / sum(row == 0 for row, _ in blocks)
@@ -66,11 +66,11 @@ def test_a_trace_hides_what_was_revealed_first_and_weighs_it_by_levels(power: fl
             for block, size in enumerate(valid):
                 own = [k for k in range(CANVAS) if BLOCKS[k] == block][:size]
                 order = sorted(own, key=lambda k: (int(TRACES.steps[row, k]), k))
-                count = int(found.places[row, 0, own].sum())
+                count = int(found.positions[row, 0, own].sum())
                 sizes.add(count / max(size, 1))
                 assert (
                     sorted(order[:count])
-                    == found.places[row, 0].nonzero().flatten()[BLOCKS[found.places[row, 0]] == block].tolist()
+                    == found.positions[row, 0].nonzero().flatten()[BLOCKS[found.positions[row, 0]] == block].tolist()
                 )
                 by_block.append(order[:count])
             longest = max(map(len, by_block))
@@ -115,10 +115,10 @@ def test_steps_are_the_samplers_own_canvases(block: int | None) -> None:
             assert torch.equal(shown[row, state], own[state])
             assert int(found.picks[row, state]) == int((whole.reveal_steps[row] == state).sum())
             now = whole.reveal_steps[row, PROMPT:] == state
-            assert bool((now & ~found.places[row, state]).sum() == 0)
-            assert len({*blocks[row][found.places[row, state]].tolist()}) == 1
+            assert bool((now & ~found.positions[row, state]).sum() == 0)
+            assert len({*blocks[row][found.positions[row, state]].tolist()}) == 1
             seen += 1
-        assert not found.places[row, int(whole.passes[row]) :].any()
+        assert not found.positions[row, int(whole.passes[row]) :].any()
     assert seen > 10
 
 
@@ -140,5 +140,5 @@ def test_a_rows_states_do_not_depend_on_its_batch(name: str) -> None:
     columns = {key: getattr(TRACES, key)[[1]] for key in ("ids", "steps", "blocks", "right")}
     alone = STATES[name](Traces(**columns, eos_token_id=EOS), [keyed_generator(0, 1)], settings)
     count = alone.noise.shape[1]
-    for key in ("noise", "places", "weights"):
+    for key in ("noise", "positions", "weights"):
         assert torch.equal(getattr(both, key)[[1], :count], getattr(alone, key))

@@ -19,7 +19,7 @@ from d1.distill.trainer import Reference, trained_parts
 from d1.models import load_model
 from d1.models.head import NotFiniteError
 from tests import forks
-from tests.faults import damage_is_noticed, edit_json, with_nan, write_at_the_same_time
+from tests.faults import edit_json, with_nan, write_at_the_same_time
 
 start = partial(forks.job, "d1.distill.train")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
@@ -65,7 +65,7 @@ def logged(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: list[str], tmp_path: Path) -> None:
-    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference takes a model's place for a while."""
+    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference replaces the weights."""
     shared = [*flags, "--method", method, *(["--num_iterations", "2"] if SPLIT[method] else [])]
     run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1, "--views_at_once", 8)
     trainer = run(shared, tmp_path / "parts", "--batch_size", 1, "--grad_accum_steps", 4)
@@ -132,7 +132,7 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
         assert logged(killed, name) == logged(tmp_path / "whole", name), name
     expected, found = (load_model(str(folder / "job")).state_dict() for folder in (tmp_path / "whole", killed))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(ValueError, match=r"another run, of clip 0.05 \(now 0.1\)"):
+    with pytest.raises(ValueError, match=r"a run with clip 0.05 instead of 0.1"):
         run([*shared, "--resume", "--clip", "0.1"], killed)
 
 
@@ -148,27 +148,17 @@ def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: lis
         assert logged(two, name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
 
 
-def test_damage_is_noticed_and_the_last_line_names_the_folder(
-    task: Path, flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Flipped bits and lost sums in a checkpoint; weights that the last step made infinite."""
-    caplog.set_level("INFO")
-    short = [*flags, "--method", "dparallel", "--save_steps", "1", "--max_steps"]
-    run([*short, "1"], tmp_path / "run")
-    assert caplog.messages[-1] == (
-        f"The adapter is in {tmp_path}/run/job: python -m d1 eval --model_path {tmp_path}/run/job --dataset {task} "
-        "--gen_length 8 --block_length 4 --diffusion_steps 4"
-    )
-    damage_is_noticed(run, short, tmp_path, "distill_sums.json")
-
-
 def test_traces_are_sampled_once_and_the_card_says_how(
-    flags: list[str], tiny_block_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    task: Path, flags: list[str], tiny_block_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A block-causal model; a trace file that a kill left out is sampled again, the others stay."""
     caplog.set_level(logging.INFO)
     how = [*flags, "--model_name", str(tiny_block_dir), "--max_steps", "2", "--merge_at_end", "--num_prompts", "9"]
     trainer = run(how, tmp_path, "--tries", 1)
+    assert caplog.messages[-1] == (
+        f"The adapter is in {tmp_path}/job: python -m d1 eval --model_path {tmp_path}/job --dataset {task} "
+        "--gen_length 8 --block_length 4 --diffusion_steps 4"
+    )
     (traces,) = (tmp_path / "job/traces").iterdir()
     files = sorted(traces.iterdir())
     assert [file.name[:8] for file in files] == ["00000000", "00000004", "00000008"]
@@ -252,8 +242,6 @@ def test_bad_prompts_are_an_error_or_counted(
     ("more", "problem"),
     [
         (["--beta", "0.1"], "--beta would be ignored by the method dparallel"),
-        (["--entropy_temperature", "0"], "--entropy_temperature 0.0 "),
-        (["--tail", "-2"], "--tail -2 "),
         (["--tries", "4"], "--tries 4 needs --keep right and a --temperature above 0"),
         (["--method", "d-opsd", "--save_steps", "6"], "--save_steps 6 must be a multiple of --num_iterations 4"),
         (["--method", "d-opsd", "--model_name", "BLOCKS"], "which a block-causal model cannot see"),

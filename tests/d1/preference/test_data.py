@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 
 from d1.models import load_tokenizer
-from d1.preference.data import IGNORED, PreferenceCollator, PreferenceDataset, token_rows
-from d1.runs.data import Slot
+from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
+from d1.runs.data import IGNORED, Slot
 from d1.scoring import ESTIMATORS, ViewSettings
 
 LIMITS = {"max_prompt_length": 12, "max_completion_length": 8}

@@ -18,7 +18,6 @@ from d1.models.fit import LiveStorages
 from d1.preference.train import main, make_parser
 from d1.runs.stage import on_gpu
 from tests import forks
-from tests.faults import damage_is_noticed
 
 start = partial(forks.job, "d1.preference.train")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]
@@ -33,19 +32,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "7" * (1 + i % 5)} for i in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--max_completion_length", "8"]
-    return [
-        *own,
-        "--max_prompt_length",
-        "16",
-        "--lora_r",
-        "4",
-        "--debugging",
-        "--num_proc",
-        "1",
-        "--num_epochs",
-        "2",
-        *STEP,
-    ]
+    own += ["--max_prompt_length", "16", "--lora_r", "4", "--debugging", "--num_proc", "1", "--num_epochs", "2"]
+    return own + STEP
 
 
 def run(flags: list[str], folder: Path, *more: str) -> Any:
@@ -77,7 +65,7 @@ def test_a_resume_over_other_pairs_is_refused(flags: list[str], tmp_path: Path) 
     run(own, tmp_path, "--max_steps", "1")
     shutil.rmtree(tmp_path / "rows")
     data.select(range(8)).save_to_disk(tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"another run, of rows of train_data \w{16} \(now \w{16}\): continue it with"):
+    with pytest.raises(ValueError, match=r"a run with rows of train_data \w{16} instead of \w{16}: continue it with"):
         run(own, tmp_path, "--max_steps", "2")
 
 
@@ -147,19 +135,8 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     assert logged(killed, "train_loss") == logged(whole, "train_loss")
     expected, found = weights(whole / "job"), weights(killed / "job")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(ValueError, match=r"another run, of beta 0.1 \(now 0.3\)"):
+    with pytest.raises(ValueError, match=r"a run with beta 0.1 instead of 0.3"):
         run([*training, "--resume", "--beta", "0.3"], killed)
-
-
-def test_damage_is_noticed_and_the_last_line_names_the_folder(
-    flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Flipped bits and lost sums in a checkpoint; weights that the last step made infinite."""
-    caplog.set_level("INFO")
-    short = [*flags, "--method", "vrpo", "--save_steps", "1", "--max_steps"]
-    run([*short, "1"], tmp_path / "run")
-    assert caplog.messages[-1] == f"The adapter is in {tmp_path}/run/job: python -m d1 chat {tmp_path}/run/job"
-    damage_is_noticed(run, short, tmp_path, "preference_sums.json")
 
 
 def test_memory_does_not_grow_with_the_draws(flags: list[str], tmp_path: Path) -> None:
@@ -176,9 +153,14 @@ def test_memory_does_not_grow_with_the_draws(flags: list[str], tmp_path: Path) -
     assert peaks[1] < 1.1 * peaks[0]
 
 
-def test_blocks_and_merging(flags: list[str], tiny_block_dir: Path, tmp_path: Path) -> None:
-    """A block-causal model's bound is the sum of its blocks'. The card says how the model was made."""
+def test_blocks_and_merging(
+    flags: list[str], tiny_block_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block-causal model's bound is the sum of its blocks'. Card and last line say how the model was made and where
+    it is."""
+    caplog.set_level("INFO")
     run([*flags, "--model_name", str(tiny_block_dir), "--max_steps", "2", "--merge_at_end"], tmp_path)
+    assert caplog.messages[-1] == f"The adapter is in {tmp_path}/job: python -m d1 chat {tmp_path}/job"
     assert load_model(str(tmp_path / "job/merged")).config.block_size == 4
     card = (tmp_path / "job/README.md").read_text()
     assert "preferences, method vrpo: LLaDA 1.5, [arXiv 2505.19223]" in card
@@ -189,9 +171,6 @@ def test_blocks_and_merging(flags: list[str], tiny_block_dir: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--beta", "0"], "--beta 0.0 "),
-        (["--num_views", "0"], "--num_views 0 "),
-        (["--max_completion_length", "-1"], "--max_completion_length -1 "),
         (["--antithetic"], "--antithetic needs --estimator espo"),
         (["--train_data", ""], "--train_data is missing"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,13 @@ import torch
 from datasets import Dataset
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from d1.models import prepare
-from d1.sft.data import GlobalBatchSampler, Slot, dLLMDataCollator, dLLMSFTDataset
+from d1.models import load_model, prepare
+from d1.runs.data import IGNORED, GlobalBatchSampler, Slot
+from d1.sft.data import dLLMDataCollator, dLLMSFTDataset
 from d1.sft.trainer import band_losses, dLLMTrainer
 
-
-class ThreeTokens:
-    """A tokenizer with the vocabulary 0 (mask), 1 and 2 (EOS)."""
-
-    mask_token_id, eos_token_id, pad_token_id = 0, 2, 1
+# A tokenizer with the vocabulary 0 (mask), 1 and 2 (EOS)
+TOKENS: Any = SimpleNamespace(mask_token_id=0, eos_token_id=2, pad_token_id=1)
 
 
 def make_rows(lengths: list[int], ids: list[int] | None = None) -> Dataset:
@@ -69,9 +68,8 @@ def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complement
             probability = p ** len(places) * (1 - p) ** (len(maskable) - len(places))
             exact += float((weights / 2 * probability / p).sum()) * surprise / answers
 
-    tokenizer: Any = ThreeTokens()
-    dataset = dLLMSFTDataset(make_rows([4] * 8, ids), tokenizer, 8, eos_padding=0)
-    collate = dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary)
+    dataset = dLLMSFTDataset(make_rows([4] * 8, ids), TOKENS, 8, eos_padding=0)
+    collate = dLLMDataCollator(TOKENS, block_size=block_size, complementary=complementary)
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
     means = []
@@ -86,26 +84,22 @@ def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complement
 
 
 def test_a_plain_number_is_a_row_in_epoch_0() -> None:
-    tokenizer: Any = ThreeTokens()
-    dataset = dLLMSFTDataset(make_rows([4, 6, 5]), tokenizer, 64)
+    dataset = dLLMSFTDataset(make_rows([4, 6, 5]), TOKENS, 64)
     assert [len(row["input_ids"]) for row in dataset] == [4, 6, 5]
     assert dataset[1] == dataset[Slot(1)] == dataset[-2]
-    (batch,) = torch.utils.data.DataLoader(dataset, batch_size=3, collate_fn=dLLMDataCollator(tokenizer))
-    assert torch.equal(
-        batch["input_ids"], dLLMDataCollator(tokenizer)([dataset[Slot(i)] for i in range(3)])["input_ids"]
-    )
+    (batch,) = torch.utils.data.DataLoader(dataset, batch_size=3, collate_fn=dLLMDataCollator(TOKENS))
+    assert torch.equal(batch["input_ids"], dLLMDataCollator(TOKENS)([dataset[Slot(i)] for i in range(3)])["input_ids"])
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | None) -> None:
-    tokenizer: Any = ThreeTokens()
-    collate = dLLMDataCollator(tokenizer, block_size=block_size)
+    collate = dLLMDataCollator(TOKENS, block_size=block_size)
 
     def noise(row: int, epoch: int, seed: int = 0) -> torch.Tensor:
-        dataset = dLLMSFTDataset(make_rows([40, 70, 40]), tokenizer, 64, seed=seed)
+        dataset = dLLMSFTDataset(make_rows([40, 70, 40]), TOKENS, 64, seed=seed)
         return collate([dataset[Slot(row, epoch)]])["input_ids"][0]
 
-    dataset = dLLMSFTDataset(make_rows([40, 70, 40]), tokenizer, 64, seed=0)
+    dataset = dLLMSFTDataset(make_rows([40, 70, 40]), TOKENS, 64, seed=0)
     together = collate([dataset[Slot(2, 5)], dataset[Slot(0, 5)], dataset[Slot(1)], dataset[Slot(-1)]])
     assert torch.equal(together["input_ids"][0, :40], noise(2, 5))
     assert torch.equal(together["input_ids"][1, :40], noise(0, 5))
@@ -115,11 +109,10 @@ def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | No
 
 def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
     """A prompt of one token, and blocks of 1600. The plain draws come first, then their complements."""
-    tokenizer: Any = ThreeTokens()
-    dataset = dLLMSFTDataset(make_rows([4000, 3000]), tokenizer, 4096, seed=0)
+    dataset = dLLMSFTDataset(make_rows([4000, 3000]), TOKENS, 4096, seed=0)
     rows = [dataset[Slot(0)], dataset[Slot(1)]]
-    plain = dLLMDataCollator(tokenizer, block_size=1600)(rows)
-    both = dLLMDataCollator(tokenizer, block_size=1600, complementary=True)(rows)
+    plain = dLLMDataCollator(TOKENS, block_size=1600)(rows)
+    both = dLLMDataCollator(TOKENS, block_size=1600, complementary=True)(rows)
     for name, values in plain.items():
         assert torch.equal(both[name][:2], values)
     assert torch.equal(both["labels"][2:], plain["labels"])
@@ -135,20 +128,19 @@ def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
             torch.testing.assert_close(both["t"][2 + row, block], 1 - t)
             assert bool((hidden + opposite >= 1).all())
             assert (hidden * opposite).mean() < 0.006
-    held_out = dLLMSFTDataset(make_rows([40, 30]), tokenizer, 64, eval=True)
-    draws = dLLMDataCollator(tokenizer, block_size=16, complementary=True)([held_out[i] for i in range(8)])
-    grid = dLLMDataCollator(tokenizer)([held_out[i] for i in range(8)])["t"]
+    held_out = dLLMSFTDataset(make_rows([40, 30]), TOKENS, 64, eval=True)
+    draws = dLLMDataCollator(TOKENS, block_size=16, complementary=True)([held_out[i] for i in range(8)])
+    grid = dLLMDataCollator(TOKENS)([held_out[i] for i in range(8)])["t"]
     assert torch.equal(draws["t"], grid[:, None].expand(-1, 40))
 
 
 def test_the_draws_of_version_0_1() -> None:
     """Order, times and hidden tokens (positions), which a resumed or repeated run must reproduce."""
-    tokenizer: Any = ThreeTokens()
     slots = sample([9] * 6, batch_size=4, epoch=1)
     assert [slot.row for slot in slots] == [5, 0, 2, 1, 3, 4]
-    train = dLLMSFTDataset(make_rows([9] * 6), tokenizer, 64, seed=0)
-    held_out = dLLMSFTDataset(make_rows([9] * 6), tokenizer, 64, eval=True, seed=0)
-    collate = dLLMDataCollator(tokenizer)
+    train = dLLMSFTDataset(make_rows([9] * 6), TOKENS, 64, seed=0)
+    held_out = dLLMSFTDataset(make_rows([9] * 6), TOKENS, 64, eval=True, seed=0)
+    collate = dLLMDataCollator(TOKENS)
     for dataset, places, times, hidden in (
         (
             train,
@@ -185,11 +177,10 @@ def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) ->
 
 
 def test_evaluation_is_a_fixed_even_grid_of_times() -> None:
-    tokenizer: Any = ThreeTokens()
     rows = make_rows([9, 4, 30, 12, 5])
-    dataset = dLLMSFTDataset(rows, tokenizer, 64, eval=True, eval_draws=4, seed=3)
-    again = dLLMSFTDataset(rows, tokenizer, 64, eval=True, eval_draws=4, seed=3)
-    collate = dLLMDataCollator(tokenizer)
+    dataset = dLLMSFTDataset(rows, TOKENS, 64, eval=True, eval_draws=4, seed=3)
+    again = dLLMSFTDataset(rows, TOKENS, 64, eval=True, eval_draws=4, seed=3)
+    collate = dLLMDataCollator(TOKENS)
     batch, repeated = collate([dataset[i] for i in range(20)]), collate([again[i] for i in range(20)])
     assert torch.equal(batch["input_ids"], repeated["input_ids"])
     torch.testing.assert_close(batch["t"].sort().values, (torch.arange(20) + 0.5) / 20)
@@ -208,11 +199,10 @@ def test_evaluation_loss_is_over_all_draws_and_by_band() -> None:
 @pytest.mark.parametrize(("padding", "length"), [(0, 6), (3, 6), (9, 10), (99, 20), ("batch", 6), ("max", 20)])
 def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: int) -> None:
     """A prompt of 1 and an answer of 5 tokens, at most 20 in total."""
-    tokenizer: Any = ThreeTokens()
     rows = make_rows([6])
-    whole = dLLMSFTDataset(rows, tokenizer, 20, eos_padding=padding)
+    whole = dLLMSFTDataset(rows, TOKENS, 20, eos_padding=padding)
     cut = dLLMSFTDataset(
-        rows.remove_columns("status").add_column("status", ["truncated"]), tokenizer, 20, eos_padding=padding
+        rows.remove_columns("status").add_column("status", ["truncated"]), TOKENS, 20, eos_padding=padding
     )
     slot = Slot(0, length=8 if padding == "batch" else 0)
     expected = 8 if padding == "batch" else length
@@ -220,3 +210,35 @@ def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: 
     assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
     assert cut[slot]["input_ids"] == [1] * 5 + [2]
     assert whole.lengths == [length]
+
+
+def test_a_mask_token_in_a_text_has_nothing_to_predict() -> None:
+    """It is hidden like others, but not marked as masked, and so it is not in the loss."""
+    ids = [1, 0, 1, 0, 1, 1, 0, 2] * 4
+    batch = dLLMDataCollator(TOKENS)([dLLMSFTDataset(make_rows([32], ids), TOKENS, 64)[Slot(0, t=0.8)]])
+    answer = batch["labels"] != IGNORED
+    assert torch.equal(batch["masked"], answer & (batch["input_ids"] != batch["labels"]))
+    assert batch["masked"].sum() < (answer & (batch["input_ids"] == 0)).sum()
+
+
+class HalfSchedule(dLLMDataCollator):
+    """Half of all tokens, whatever the time, each with weight 3."""
+
+    def schedule(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(t, 0.5), torch.full_like(t, 3.0)
+
+
+def test_a_noise_schedule_of_ones_own(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """It is one method of the collator, which both the masks and the loss follow."""
+    rows = [dLLMSFTDataset(make_rows([400] * 2), TOKENS, 512)[Slot(row, t=0.05)] for row in range(2)]
+    collate, model = HalfSchedule(TOKENS), load_model(str(tiny_model_dir))
+    batch, plain = collate(rows), dLLMDataCollator(TOKENS)(rows)
+    assert plain["masked"].float().mean() < 0.1 < 0.45 < batch["masked"].float().mean() < 0.55
+    trainer = dLLMTrainer(
+        model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), data_collator=collate
+    )
+    logps = (
+        model(input_ids=batch["input_ids"]).logits.log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])
+    )
+    expected = -3 * logps.squeeze(-1)[batch["masked"]].sum() / (batch["labels"] != IGNORED).sum()
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)

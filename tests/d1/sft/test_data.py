@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
+from d1.runs.data import load_rows
 from d1.sft import data as sft_data
-from d1.sft.data import load_function, load_rows, preprocess_dataset, tokenize_row
+from d1.sft.data import load_function, preprocess_dataset, tokenize_row
 
 TEMPLATES = {
     "chatml": (
@@ -128,13 +129,6 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
         assert answer_ids[:-1] == tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
 
 
-def test_boundary_without_straddling_tokens_is_that_of_the_whole(tiny_model_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_model_dir))
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2!"}]
-    (row,) = prepare([{"messages": messages}], tokenizer)
-    assert row["input_ids"] == tokenizer.apply_chat_template(messages, return_dict=False)
-
-
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
 def test_local_files(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"rows{suffix}"
@@ -174,6 +168,10 @@ def test_schemas() -> None:
 
 
 def test_template_and_function(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
+        prepare(PAIR, template=("{absent}", "{completion}"))
+    with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
+        prepare(PAIR, function=lambda row: 1 / 0)
     expected = prepare(PAIR).to_list()
     other = Dataset.from_list([{"prompt": "not this", "q": "ab", "a": "cd"}])
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
@@ -249,13 +247,8 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
     [
         ({"question": "a", "thinking_trajectories": [], "attempt": "b"}, "thinking_trajectories is not a list with"),
         ({"question": "a", "thinking_trajectories": ["c"], "attempt": ""}, "attempt is empty"),
-        ({"question": 3, "thinking_trajectories": ["c"], "attempt": "b"}, "question is int, not text"),
         ({"prompt": 3, "completion": "a"}, "prompt is int, not text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
-        (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
-            "assistant message is empty",
-        ),
         ({"messages": "text"}, "messages is not a list"),
         ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
     ],
@@ -263,13 +256,6 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
 def test_malformed_rows(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
         prepare([row])
-
-
-def test_template_and_function_problems_name_the_row() -> None:
-    with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
-        prepare(PAIR, template=("{absent}", "{completion}"))
-    with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
-        prepare(PAIR, function=lambda row: 1 / 0)
 
 
 def test_unknown_columns_are_refused() -> None:

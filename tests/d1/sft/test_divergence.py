@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from d1.sft.train import main, make_parser
@@ -107,15 +106,6 @@ def test_an_evaluation_that_is_not_finite_stops_the_run_too(
     with pytest.raises(FloatingPointError, match=r"the loss became nan at step 2"):
         run([*flags, "--test_split", "0.2"], tmp_path, max_steps=40, eval_steps=2)
     assert not list((tmp_path / "job").rglob("*.safetensors"))
-
-
-def test_weights_that_are_not_finite_are_not_saved(flags: list[str], tmp_path: Path) -> None:
-    """The update of the last step makes the weights infinite or NaN: no loss shows it."""
-    with pytest.raises(FloatingPointError, match=r"no longer finite after step 2 \(the first is model\.embed_tokens"):
-        run(flags, tmp_path, learning_rate=1e39, max_steps=2, eval_steps=1, warmup_steps=2)  # 0, then half of it
-    saved = list((tmp_path / "job").rglob("*.safetensors"))
-    assert [file.parent.name for file in saved] == ["checkpoint-1"]
-    assert all(torch.isfinite(tensor).all() for tensor in load_file(saved[0]).values())
 
 
 def test_two_processes_stop_as_well(flags: list[str], tmp_path: Path) -> None:

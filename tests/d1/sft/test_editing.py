@@ -1,18 +1,17 @@
 """SFT with visible noise: the loss against a loop over tokens, however a batch is split; what is replaced; one run."""
 
-import itertools
 import json
 
 import pytest
 import torch
 
 from d1.models import load_model, load_tokenizer
+from d1.runs.data import IGNORED
 from d1.sft.config import SFTConfig
-from d1.sft.data import IGNORED, dLLMDataCollator, dLLMSFTDataset
-from d1.sft.editing import GOLDEN, EditNoise
-from tests.d1.sft.test_loss import ROWS, WAYS, assert_same, found, make_trainer, model_of, rows_of_all_lengths
+from d1.sft.data import dLLMDataCollator, dLLMSFTDataset
+from d1.sft.editing import EditNoise
+from tests.d1.sft.test_loss import MASK, WAYS, assert_same, by_hand, found, make_trainer, rows_of_all_lengths
 
-MASK = 3
 NOISES = [
     EditNoise("uniform", 0.4, 2.0, 0.0, 1),
     EditNoise("draft", 0.4, 0.5, 0.7, 1),
@@ -21,58 +20,10 @@ NOISES = [
 SOME_WAYS = ["full attention", "blocks", "packed", "packed blocks"]
 
 
-def logits_of(model, clean, shown, size):
-    """(length, vocab) of one row, block by block behind the clean text before it."""
-    parts = [
-        model(input_ids=torch.cat([clean[:start], shown[start : start + size]])[None]).logits[0, start:]
-        for start in range(0, len(clean), size)
-    ]
-    return torch.cat(parts)
-
-
-def drawn(logits, number):
-    """The first id whose probability, with those of the ids before it, exceeds `number`; never the mask token."""
-    weights = [0.0 if k == MASK else p for k, p in enumerate(logits.softmax(-1).tolist())]
-    sums = [*itertools.accumulate(weights)]
-    return next(k for k, total in enumerate(sums) if total > number * sums[-1])
-
-
-def by_hand(noise, model_dir, folder, **way):
-    """Loss and gradient: all rows without padding, token by token."""
-    way = {name: value for name, value in way.items() if name != "packed"}
-    model = model_of(model_dir, way.get("block_size"), dtype=torch.float64).eval()
-    (batch,) = make_trainer(model_dir, folder, ROWS, 1, edits=noise, **way).get_train_dataloader()
-    total, answers = torch.zeros((), dtype=torch.float64), (batch["labels"] != IGNORED).sum()
-    columns = ("input_ids", "labels", "attention_mask", "t", "edited", "draws")
-    for ids, labels, visible, t, edited, numbers in zip(*(batch[name] for name in columns), strict=True):
-        length = int(visible.sum())
-        shown, clean = ids[:length].clone(), torch.where(labels == IGNORED, ids, labels)[:length]
-        times = t.expand(length) if t.dim() == 0 else t
-        size = way.get("block_size", length)
-        for turn in range(noise.turns):
-            if turn or noise.kind == "draft":
-                with torch.no_grad():
-                    logits = logits_of(model, clean, shown, size)
-                for place in edited[:length].nonzero().flatten().tolist():
-                    shown[place] = drawn(logits[place], (numbers[place].item() + turn * GOLDEN) % 1)
-            logits = logits_of(model, clean, shown, size)
-            for place in (labels[:length] != IGNORED).nonzero().flatten().tolist():
-                weight = 1 / ((1 - 1e-3) * times[place].double() + 1e-3)
-                if edited[place]:
-                    assert shown[place] != MASK
-                    weight = noise.weight
-                elif shown[place] != MASK:
-                    assert shown[place] == clean[place]
-                    weight = noise.keep_weight
-                total = total - weight * logits[place].log_softmax(-1)[clean[place]] / noise.turns / answers
-    total.backward()
-    return total.item(), {name: weight.grad for name, weight in model.named_parameters()}
-
-
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: f"{noise.kind} {noise.turns}")
 @pytest.mark.parametrize("way", SOME_WAYS)
 def test_loss_and_gradient_are_those_of_a_loop_however_a_batch_is_split(tiny_model_dir, tmp_path, way, noise):
-    expected = by_hand(noise, tiny_model_dir, tmp_path, **WAYS[way])
+    expected = by_hand(tiny_model_dir, tmp_path, noise, **WAYS[way])
     for batch, accumulation in [(8, 1), (2, 4)]:
         folder = tmp_path / str(batch)
         trainer = make_trainer(tiny_model_dir, folder, batch, accumulation, edits=noise, **WAYS[way])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
-from d1.sft.data import Slot
-from d1.sft.editing import EditNoise
-from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.runs.data import IGNORED, Slot
+from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
 
-ROWS = 8
+ROWS, MASK = 8, 3
 SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 SPLITS_OF_TWO = [(4, 1), (2, 2)]
 EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
@@ -133,35 +132,58 @@ def found(model_dir: Path, folder: Path) -> tuple[float, dict[str, Tensor]]:
     return loss, {name: before[name] - after[name] for name in before}
 
 
-def brute_force(model_dir: Path, folder: Path, eos_padding: int | str, **way: Any) -> tuple[float, dict[str, Tensor]]:
-    """The formula, row by row and block by block without padding: sum of cross-entropy / t' over hidden tokens, over
-    all answer tokens. A noised block follows the clean text before it."""
-    model = model_of(model_dir, way.get("block_size"), dtype=torch.float64)
-    trainer = make_trainer(model_dir, folder, ROWS, 1, eos_padding=eos_padding, **way)
+def logits_of(model: Any, clean: Tensor, shown: Tensor, size: int) -> Tensor:
+    """(length, vocab) of one row, block by block after the clean text before it."""
+    parts = [
+        model(input_ids=torch.cat([clean[:start], shown[start : start + size]])[None]).logits[0, start:]
+        for start in range(0, len(clean), size)
+    ]
+    return torch.cat(parts)
+
+
+def drawn(logits: Tensor, number: float) -> int:
+    """The first id whose probability, with those of the ids before it, exceeds `number`; never the mask token."""
+    weights = [0.0 if k == MASK else p for k, p in enumerate(logits.softmax(-1).tolist())]
+    sums = [*itertools.accumulate(weights)]
+    return next(k for k, total in enumerate(sums) if total > number * sums[-1])
+
+
+def by_hand(
+    model_dir: Path, folder: Path, noise: EditNoise | None = None, eos_padding: int | str = "batch", **way: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient of the formula, all rows without padding, token by token: the sum of weight x cross-entropy
+    over all answer tokens; the weight is 1 / t' for hidden tokens, and the noise's for visible ones."""
+    way.pop("packed", None)
+    model = model_of(model_dir, way.get("block_size"), dtype=torch.float64).eval()
+    trainer = make_trainer(model_dir, folder, ROWS, 1, edits=noise, eos_padding=eos_padding, **way)
     (batch,) = trainer.get_train_dataloader()
-    answers = sum(label != IGNORED for row in batch["labels"].tolist() for label in row)
-    total, naive = 0.0, torch.zeros((), dtype=torch.float64)
-    for ids, labels, visible, t in zip(
-        batch["input_ids"], batch["labels"], batch["attention_mask"], batch["t"], strict=True
-    ):
+    total, answers = torch.zeros((), dtype=torch.float64), (batch["labels"] != IGNORED).sum()
+    nothing = torch.zeros_like(batch["labels"])
+    columns = [batch[name] for name in ("input_ids", "labels", "attention_mask", "t")]
+    columns += [batch.get(name, nothing) for name in ("edited", "draws")]
+    for ids, labels, visible, t, edited, numbers in zip(*columns, strict=True):
         length = int(visible.sum())
-        whole = torch.where(labels == IGNORED, ids, labels)
-        size = way.get("block_size", length)
-        times = [float(t)] * length if t.dim() == 0 else t.tolist()
-        for start in range(0, length, size):
-            block = slice(start, min(start + size, length))
-            logits = model(input_ids=torch.cat([whole[:start], ids[block]])[None]).logits[0, start:]
-            assert len(set(times[block])) == 1
-            probability = (1 - 1e-3) * times[start] + 1e-3
-            for noised, clean, scores in zip(ids[block].tolist(), labels[block].tolist(), logits, strict=True):
-                if clean == IGNORED or noised == clean:
-                    continue
-                assert noised == 3
-                exponentials = [math.exp(score) for score in scores.tolist()]
-                total += -math.log(exponentials[clean] / sum(exponentials)) / probability / answers
-                naive = naive - scores.log_softmax(-1)[clean] / probability / answers
-    naive.backward()
-    return total, {name: cast(Tensor, weight.grad) for name, weight in model.named_parameters()}
+        shown, clean = ids[:length].clone(), torch.where(labels == IGNORED, ids, labels)[:length]
+        times, size = t.expand(length) if t.dim() == 0 else t, way.get("block_size", length)
+        turns = 1 if noise is None else noise.turns
+        for turn in range(turns):
+            if noise is not None and (turn or noise.kind == "draft"):
+                with torch.no_grad():
+                    logits = logits_of(model, clean, shown, size)
+                for at in edited[:length].nonzero().flatten().tolist():
+                    shown[at] = drawn(logits[at], (numbers[at].item() + turn * GOLDEN) % 1)
+            logits = logits_of(model, clean, shown, size)
+            for at in (labels[:length] != IGNORED).nonzero().flatten().tolist():
+                weight = 1 / ((1 - 1e-3) * times[at].double() + 1e-3)
+                if noise is not None and edited[at]:
+                    assert shown[at] != MASK
+                    weight = noise.weight
+                elif shown[at] != MASK:
+                    assert shown[at] == clean[at]
+                    weight = 0.0 if noise is None else noise.keep_weight
+                total = total - weight * logits[at].log_softmax(-1)[clean[at]] / turns / answers
+    total.backward()
+    return total.item(), {name: cast(Tensor, weight.grad) for name, weight in model.named_parameters()}
 
 
 def assert_same(
@@ -196,9 +218,9 @@ def process(kind: str, model_dir: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str], Any]:
-    folder = tmp_path_factory.mktemp("brute_force")
+    folder = tmp_path_factory.mktemp("by_hand")
     found = {
-        (name, eos_padding): brute_force(tiny_model_dir, folder, eos_padding, **way)
+        (name, eos_padding): by_hand(tiny_model_dir, folder, eos_padding=eos_padding, **way)
         for (name, way), eos_padding in itertools.product(WAYS.items(), EOS_PADDINGS)
         if name not in SAME
     }
@@ -291,8 +313,9 @@ def test_blocks_of_one_token_are_left_to_right(tmp_path: Path, lora: bool) -> No
     labels, visible = clean.clone(), torch.ones_like(clean)
     labels[0, :2] = labels[1, :5] = labels[0, 7:] = IGNORED
     visible[0, 7:] = 0
-    batch = {"input_ids": torch.where(labels == IGNORED, clean, 3), "labels": labels, "attention_mask": visible}
-    loss = trainer.compute_loss(blocks, batch | {"t": torch.ones(clean.shape)})
+    masked, times = labels != IGNORED, torch.ones(clean.shape)
+    batch = {"input_ids": clean.masked_fill(masked, 3), "labels": labels, "attention_mask": visible}
+    loss = trainer.compute_loss(blocks, batch | {"masked": masked, "t": times})
     loss.backward()
     expected = causal(input_ids=clean, attention_mask=visible, labels=labels).loss
     expected.backward()

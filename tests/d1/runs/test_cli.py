@@ -21,7 +21,7 @@ from d1.distill import train as distillation
 from d1.eval import run as evaluation
 from d1.preference import train as preference
 from d1.rl.train import make_parser as rl_parser
-from d1.runs.cli import one_line, quick_imports
+from d1.runs.cli import RunError, quick_imports, run_script
 from d1.sft import train as sft_train
 from d1.tasks import load_task
 from tests import forks
@@ -30,16 +30,13 @@ ROOT = Path(__file__).parents[3]
 BLOCKED = ("torch", "transformers", "peft", "accelerate", "trl", "matplotlib")
 
 
-def python(code: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_here(*command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def python(code: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return run_here(sys.executable, "-c", code, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -120,33 +117,34 @@ def test_flags_are_never_guessed(name: str, flags: list[str], problem: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("raised", "line"),
+    ("error", "line"),
     [
-        ("ValueError('no\\n such task')", "name: no such task"),
-        ("FileNotFoundError(2, 'No such file or directory', 'rows.csv')", "name: No such file or directory: rows.csv"),
-        ("OSError(28, 'No space left on device')", "name: No space left on device"),
-        ("ConnectionError('the hub is away')", "name: the hub is away"),
-        ("FloatingPointError('the loss became nan')", "name: the loss became nan"),
-        ("RunError('reward odd raised')", "name: reward odd raised"),
+        (ValueError("no\n such task"), "name: no such task"),
+        (FileNotFoundError(2, "No such file or directory", "rows.csv"), "name: No such file or directory: rows.csv"),
+        (OSError(28, "No space left on device"), "name: No space left on device"),
+        (ConnectionError("the hub is away"), "name: the hub is away"),
+        (FloatingPointError("the loss became nan"), "name: the loss became nan"),
+        (RunError("reward odd raised"), "name: reward odd raised"),
+        (ValueError(), "name: ValueError"),
+        *((bug, None) for bug in (KeyError("x"), RuntimeError("shapes"), AssertionError(), TypeError("x"))),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_status_1(raised: str, line: str) -> None:
-    code = f"from d1.runs.cli import *\ndef work():\n    raise {raised}\nrun_script('name', work)"
-    done = python(code)
-    assert (done.returncode, done.stderr.splitlines()) == (1, [line])
+def test_a_mistake_is_one_line_and_status_1_and_a_bug_keeps_its_traceback(
+    error: Exception, line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        raise error
+
+    with pytest.raises(type(error) if line is None else SystemExit) as raised:
+        run_script("name", work)
+    assert line is None or (raised.value.code, capsys.readouterr().err) == (1, f"{line}\n")
 
 
-@pytest.mark.parametrize("raised", ["KeyError('x')", "RuntimeError('shapes')", "AssertionError()", "TypeError('x')"])
-def test_a_bug_keeps_its_traceback(raised: str) -> None:
-    done = python(f"from d1.runs.cli import *\ndef work():\n    raise {raised}\nrun_script('name', work)")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "in work" in done.stderr
-
-
-def test_a_number_returned_is_the_status_and_anything_else_is_success() -> None:
-    for returned, status in (("3", 3), ("None", 0), ("'trainer'", 0)):
-        assert python(f"from d1.runs.cli import *\nrun_script('name', lambda: {returned})").returncode == status
+@pytest.mark.parametrize(("returned", "status"), [(3, 3), (None, 0), ("trainer", 0)])
+def test_a_number_returned_is_the_status_and_anything_else_is_success(returned: object, status: int) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_script("name", lambda: returned)
+    assert ended.value.code == status
 
 
 def test_imports_are_not_searched_for_garbage() -> None:
@@ -170,13 +168,8 @@ def test_of_several_processes_one_speaks(fails: str, lines: int, tmp_path: Path)
         f"def work():\n    if {fails}:\n        raise ValueError('it is wrong')\n    time.sleep(60)\n"
         "run_script('worker.py', work)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(worker)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run_here(sys.executable, *launcher, str(worker))
     assert done.returncode == 1
     assert done.stderr.splitlines().count("worker.py: it is wrong") == lines
 
@@ -184,18 +177,8 @@ def test_of_several_processes_one_speaks(fails: str, lines: int, tmp_path: Path)
 def test_a_closed_pipe_is_no_mistake() -> None:
     work = "lambda: [sys.stdout.write('line\\n') for _ in range(10**5)]"
     command = f'{sys.executable} -c "import sys; from d1.runs.cli import *; run_script(0, {work})"'
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} | head -1"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_here("bash", "-c", f"set -o pipefail; {command} | head -1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "line\n", "")
-
-
-def test_an_exception_without_a_message_gives_its_name() -> None:
-    assert one_line(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(
@@ -230,9 +213,6 @@ def test_a_bad_command_line_is_one_line(
 def test_a_value_that_does_not_exist_names_the_nearest(flag: str, typed: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"'{typed}' \(the nearest is {meant}\)$"):
         rl_parser().parse_args_and_config([f"--{flag}", typed, "--per_device_train_batch_size", "6"])
-
-
-def test_a_task_that_does_not_exist_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown task 'sudku' \(the nearest is sudoku\): "):
         load_task("sudku")
 

@@ -1,4 +1,4 @@
-"""One run per folder: of two, the second is refused by the first one's process; a death releases the lock."""
+"""Folders that cannot be written are refused; one run per folder, and a death releases its lock."""
 
 from __future__ import annotations
 
@@ -15,12 +15,29 @@ from typing import Any
 
 import pytest
 
-from d1.files import FileLock, Held
+from d1.files import FileLock, Held, check_output_dir
 from tests import forks
 from tests.faults import flip_bit
 
-SFT = Path(__file__).parents[3] / "SFT"
+SFT = Path(__file__).parents[2] / "SFT"
 start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
+
+
+def test_a_file_in_the_way_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "run", file / "runs" / "run"):
+        with pytest.raises(ValueError, match=rf"--output_dir {folder}: {file} is a file, not a folder"):
+            check_output_dir(folder)
+    check_output_dir(tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="you may not write to"):
+        check_output_dir(tmp_path / "run")
 
 
 def wait_for(file: Path, seconds: float = 120) -> None:
@@ -59,7 +76,7 @@ def test_a_second_run_in_a_folder_is_refused_in_all_its_processes_until_the_firs
     last = max(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
     done = start([*flags, str(last + 1), "--resume"], folder.parent, processes=2)  # 2 rows in all, as with one process
     text = forks.finish(done, folder.parent / "log", status=1, timeout=120)
-    assert "holds another run, of batch_size x grad_accum_steps x world_size 2 (now 4)" in text
+    assert "holds a run with batch_size x grad_accum_steps x world_size 2 instead of 4" in text
     flags[5] = "1"
     forks.finish(start([*flags, str(last + 1), "--resume"], folder.parent, processes=2), folder.parent / "log")
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == last + 1

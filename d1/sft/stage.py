@@ -1,0 +1,106 @@
+"""SFT as a `Stage` of `d1.runs.stage`: its rows, its trainer, and what a resume may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from d1.models.kinds import block_size, check_room
+from d1.runs.checkpoints import read_state
+from d1.runs.data import load_rows
+from d1.runs.record import RECORD, ROWS, of_rows, of_values
+from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
+from d1.sft.config import EDIT_SETTINGS, SFTConfig
+from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
+from d1.sft.editing import EditNoise
+from d1.sft.trainer import dLLMTrainer
+
+SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
+ON_RESUME = on_resume(
+    *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
+    *("edit_noise", *EDIT_SETTINGS),
+)
+
+
+def stage(args: SFTConfig) -> Stage:
+    evaluate = args.test_split > 0
+    training = trainer_arguments(
+        args,
+        per_device_eval_batch_size=args.batch_size,
+        eval_strategy="steps" if evaluate else "no",
+        eval_on_start=evaluate,
+        eval_steps=args.eval_steps,
+        save_steps=args.eval_steps,
+        load_best_model_at_end=evaluate and not args.keep_last,
+        metric_for_best_model="eval_loss" if evaluate else None,
+        greater_is_better=False if evaluate else None,
+    )
+    return stage_of(
+        args,
+        training,
+        lambda tokenizer, config: prepare(args, training, tokenizer, config),
+        ON_RESUME,
+        args.lora_dropout,
+        outcome=lambda: kept_step(Path(str(training.output_dir)), args.keep_last),
+    )
+
+
+def prepare(
+    args: SFTConfig, training: TrainingArguments, tokenizer: Any, config: Any
+) -> tuple[Mapping[str, Any], Callable[[Any], dLLMTrainer]]:
+    """The fingerprint of the run's rows and how many are held out, and a function that makes the trainer of a model."""
+    with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
+        data = load_rows(args.train_data)
+        function = load_function(args.data_function) if args.data_function else None
+        options: dict[str, Any] = {name: getattr(args, name) for name in SAME_IN_DATA}
+        rows = preprocess_dataset(data, tokenizer, function=function, **options)
+    shared: dict[str, Any] = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
+    datasets = [dLLMSFTDataset(rows[0], tokenizer, args.max_length, **shared)]
+    if args.test_split:
+        datasets.append(dLLMSFTDataset(rows[1], tokenizer, args.max_length, eval=True, **shared))
+    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
+    check_room(config, max(max(one.rows["length"]) for one in datasets), 0, ": lower --max_length")
+    check_room(config, max(max(one.lengths) for one in datasets), 0, filling)
+    cap_batch(training, len(datasets[0]))
+    read = of_values([of_rows(one.rows) for one in datasets])
+    facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
+
+    def make_trainer(model: Any) -> dLLMTrainer:
+        if args.edit_noise is not None:
+            model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
+        return dLLMTrainer(
+            model=model,
+            args=training,
+            data_collator=dLLMDataCollator(
+                tokenizer,
+                block_size=block_size(model.config),
+                complementary=args.complementary_masks,
+                packed=args.packing,
+                edits=EditNoise.of(args),
+            ),
+            train_dataset=datasets[0],
+            eval_dataset=datasets[1] if args.test_split else None,
+            processing_class=tokenizer,
+        )
+
+    return facts, make_trainer
+
+
+def kept_step(folder: Path, keep_last: bool) -> list[str]:
+    """The line that says which step's weights a finished run saved, and the losses that decided; none without them."""
+    state = read_state(folder)
+    losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+    best, last = state.best_global_step, max(losses, default=0)
+    if not best or best not in losses:
+        return []
+    rows = json.loads((folder / RECORD).read_text())["settings"].get("held_out_rows", "the")
+    lowest = f"the lowest loss on {rows} held-out rows, {losses[best]:.4f}"
+    other = "" if last == best else f" (step {last}: {losses[last]:.4f})"
+    if keep_last:
+        return [f"Saved: the weights of the last step, {state.global_step}. Step {best} has {lowest}{other}."]
+    hint = "" if best == state.global_step else "; --keep_last saves those of the last step"
+    return [f"Saved: the weights of step {best} of {state.global_step}, with {lowest}{other}{hint}."]

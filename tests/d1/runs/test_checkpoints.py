@@ -1,0 +1,103 @@
+"""Which checkpoint a run continues from, which ones are kept, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, rotate, staged_checkpoint
+
+
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    """With the part of a Trainer that saving needs."""
+    state = SimpleNamespace(global_step=7, best_global_step=None, best_model_checkpoint=None)
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=None, should_save=True)
+    trainer = SimpleNamespace(args=args, state=state, accelerator=SimpleNamespace(wait_for_everyone=lambda: None))
+
+    def save() -> None:
+        with staged_checkpoint(trainer) as folder:
+            folder.mkdir(parents=True)
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save()
+    assert not list(tmp_path.iterdir())
+    assert args.output_dir == str(tmp_path)
+
+
+def test_where_a_run_continues(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for resume in (None, "false", "true", True):
+        assert checkpoint_to_resume(str(folder), resume) is None
+    for step in (4, 12):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    for resume in ("true", True):
+        assert checkpoint_to_resume(str(folder), resume) == folder / "checkpoint-12"
+    assert checkpoint_to_resume(str(folder), str(folder / "checkpoint-4")) == folder / "checkpoint-4"
+    for resume in (None, "false", False):
+        with pytest.raises(ValueError, match=r"holds another run \(checkpoint-12\): continue it with --resume"):
+            checkpoint_to_resume(str(folder), resume)
+    for resume in ("ture", str(tmp_path)):
+        with pytest.raises(ValueError, match="it must be true, false or the folder of a checkpoint"):
+            checkpoint_to_resume(str(folder), resume)
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "limit", "best", "left"),
+    [
+        ([2, 4, 10, 9], 10, 2, None, [9, 10]),
+        ([2, 4, 10, 9], 10, 2, 2, [2, 10]),
+        ([2, 4, 10, 9], 10, 1, 4, [4, 10]),
+        ([2, 4, 10, 9], 10, 1, 10, [10]),
+        ([2, 4, 10], 10, None, None, [2, 4, 10]),
+        ([2, 4, 10], 10, 0, None, [2, 4, 10]),
+        ([8, 10, 2, 4], 4, 2, None, [2, 4]),  # resumed from step 2: what came after it is superseded
+        ([8, 10, 2, 4], 4, 3, None, [2, 4, 10]),
+    ],
+)
+def test_which_checkpoints_a_limit_keeps(
+    tmp_path: Path, steps: list[int], saved: int, limit: int | None, best: int | None, left: list[int]
+) -> None:
+    for step in steps:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-mine").mkdir()
+    rotate(tmp_path / f"checkpoint-{saved}", limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
+    expected = {*(f"checkpoint-{step}" for step in left), "checkpoint-mine"}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == expected
+
+
+def deepspeed(scheduler: bool) -> Any:
+    return SimpleNamespace(deepspeed_config={"scheduler": {}} if scheduler else {})
+
+
+@pytest.mark.parametrize(
+    ("plugin", "files"),
+    [
+        (None, ["optimizer.pt", "scheduler.pt", "model.safetensors"]),
+        (None, ["optimizer.bin", "scheduler.pt", "pytorch_model_fsdp.bin"]),  # FSDP, FULL_STATE_DICT
+        (None, ["optimizer_0/.metadata", "scheduler.pt", "pytorch_model_fsdp_0"]),  # FSDP, SHARDED_STATE_DICT
+        (deepspeed(scheduler=False), ["latest", "scheduler.pt"]),
+        (deepspeed(scheduler=True), ["latest"]),
+    ],
+)
+def test_a_launch_needs_the_files_that_it_saves(tmp_path: Path, plugin: Any, files: list[str]) -> None:
+    """Names as Transformers 5.23, Accelerate and DeepSpeed 0.19 write them."""
+    args: Any = SimpleNamespace(deepspeed_plugin=plugin)
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    check_checkpoint(tmp_path, args)
+    for name in files:
+        (tmp_path / name).rename(tmp_path / "away")
+        with pytest.raises(ValueError, match="is missing"):
+            check_checkpoint(tmp_path, args)
+        (tmp_path / "away").rename(tmp_path / name)
+
+
+def test_a_checkpoint_without_checksums_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checksums.json is missing \(versions up to 0.3 wrote none\); no earlier"):
+        check_sums(tmp_path)
