@@ -22,9 +22,8 @@ from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
 from d1.sampling.caches import CACHES
-from d1.sampling.loop import check_sampler
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings
+from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings, check_sampler
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from d1.models.attention import attention_of, require_prepared
+from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
-from d1.models.kinds import attention_name, block_size, is_encoder, windowed
+from d1.models.kinds import block_size
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Passes
 from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES, best_first
-from d1.sampling.settings import SamplingSettings
+from d1.sampling.settings import SamplingSettings, check_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -216,28 +216,6 @@ class Step:
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
     most_writes: int = 1  # `SamplingSettings.most_writes`
-
-
-def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
-    """Raise ValueError if the settings do not suit the kind of model."""
-    kind, size = config.model_type, block_size(config)
-    if settings.cache is not None:
-        caches = attention_of(config).caches
-        wrong = {
-            f"{kind} is an encoder, which has no key-value cache in Transformers": is_encoder(config),
-            f"{kind} with blocks of {size} tokens needs no cached sampler: the other samplers already cache its "
-            "finished blocks, without any loss": size is not None,
-            f"{kind} has layers with windowed attention, whose cache drops keys": windowed(config),
-            f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
-            f"{', '.join(caches or ()) or 'none'}": caches is not None and settings.cache not in caches,
-        }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            raise ValueError(f"{what}: use the sampler exact or parallel")
-    if not other_blocks and size not in (None, settings.block_length):
-        raise ValueError(
-            f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
-            f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"
-        )
 
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from d1.models.distribution import OWN, Distribution
-from d1.models.kinds import block_size
+from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, SEED, Range, nearest
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
@@ -201,6 +201,30 @@ class SamplingSettings:
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
 
 
+def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
+    """Raise ValueError if the settings do not suit the kind of model."""
+    from d1.models.attention import attention_of  # needs torch
+
+    kind, size = config.model_type, block_size(config)
+    if settings.cache is not None:
+        caches = attention_of(config).caches
+        wrong = {
+            f"{kind} is an encoder, which has no key-value cache in Transformers": is_encoder(config),
+            f"{kind} with blocks of {size} tokens needs no cached sampler: the other samplers already cache its "
+            "finished blocks, without any loss": size is not None,
+            f"{kind} has layers with windowed attention, whose cache drops keys": windowed(config),
+            f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
+            f"{', '.join(caches or ()) or 'none'}": caches is not None and settings.cache not in caches,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise ValueError(f"{what}: use the sampler exact or parallel")
+    if not other_blocks and size not in (None, settings.block_length):
+        raise ValueError(
+            f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
+            f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"
+        )
+
+
 # --- Flags ------------------------------------------------------------------------------------------------------------
 #
 # The flags of every command that loads a model and samples, and the settings they choose. Imports no torch.
@@ -273,7 +297,5 @@ def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> Sam
     steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
     settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)
     if model_config is not None:
-        from d1.sampling.loop import check_sampler
-
         check_sampler(settings, model_config)
     return settings

@@ -27,11 +27,10 @@ from d1.sampling.loop import (
     Step,
     blank_record,
     check_learnt,
-    check_sampler,
     note,
     start_canvas,
 )
-from d1.sampling.settings import SamplingSettings
+from d1.sampling.settings import SamplingSettings, check_sampler
 
 Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws
 Finished = tuple[list[int], Rollout]

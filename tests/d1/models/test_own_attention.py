@@ -22,7 +22,7 @@ from d1.models.kinds import KINDS, Kind
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.rl.train import main, make_parser
 from d1.sampling import SamplingSettings, rollout
-from d1.sampling.loop import check_sampler
+from d1.sampling.settings import check_sampler
 from d1.scoring.views import Views, score
 from tests.commands import ROOT
 from tests.d1.sampling.reference import check_row, sample
