@@ -17,7 +17,7 @@ STAGES = ("careful answers", "mixed answers")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of `RECIPES`.
+    """An entry of `RECIPES`.
 
     Attributes:
         task: name in d1's TASKS.

@@ -41,7 +41,7 @@ OWN = {  # flags that only these stages read
     "prefer": ("num_views", "max_completion_length"),
     "distill": SAMPLED,
 }
-BESIDE_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
+WITH_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? with \d+ GB(?: each)? \((.+)\)$", re.MULTILINE)
 LAUNCH = re.compile(r"--config_file (\S+)")
 ROWS = {"gsm8k": 7473, "simplescaling/s1K": 1000, "allenai/tulu-3-sft-mixture": 939343}  # to train on, by data set
@@ -282,7 +282,7 @@ def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for name, value in vars(args).items():
-        if name not in BESIDE_CONFIG and value != parser.get_default(name):
+        if name not in WITH_CONFIG and value != parser.get_default(name):
             raise ValueError(f"--{name} {value}: with --config, {args.config} says what the run is; change it there")
     hardware: dict[str, Any] = {"gpus": 1, "zero": 0, "card": "H100"} | hardware_of(args.config)
     hardware |= {name: getattr(args, name) for name in hardware if getattr(args, name) is not None}

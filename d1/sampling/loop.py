@@ -316,9 +316,9 @@ class Sampler:
             limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
             asked = torch.where(limits < 2, inside, hidden)
         # Each row's positions in its block to predict, ascending; a row with fewer is padded with other, distinct ones.
-        slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-        indices = (filled.unsqueeze(1) + slots) % canvas.to_fill.shape[1]
-        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], hidden.gather(1, slots)
+        within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+        indices = (filled.unsqueeze(1) + within) % canvas.to_fill.shape[1]
+        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], hidden.gather(1, within)
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
@@ -326,11 +326,11 @@ class Sampler:
         # Write what was kept. No host sync: a schedule says how many tokens are left, unless a rule or an edit decides.
         at = (rows.unsqueeze(1), positions)
         if editing:
-            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
+            edited = asked.gather(1, within) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         canvas.sums.index_add_(0, rows, torch.where(chosen, record_logps + entropies, 0.0).sum(1))
-        batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
+        batch.hidden[rows] = hidden = hidden.scatter(1, within, still & ~chosen)
         if editing:  # the step's one host sync: which rows take another step
             made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
             later = [
@@ -413,7 +413,7 @@ class Sampler:
         return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
 
 
-# --- Rollouts ---------------------------------------------------------------------------------------------------------
+# --- Rollouts: what sampling returns, and the functions that sample ---------------------------------------------------
 
 
 class Writes(NamedTuple):

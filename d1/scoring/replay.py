@@ -37,7 +37,7 @@ from d1.scoring.views import Views
 DRAW_STEPS = ("uniform", "entropy", "top")
 
 
-def views(settings: ViewSettings) -> int:
+def number_of_views(settings: ViewSettings) -> int:
     return settings.num_views or -(-settings.steps // (settings.segment_steps or 1))
 
 

@@ -38,6 +38,7 @@ from d1.models.load import load_model
 from d1.sampling.loop import Rollout, Step, check_sampler
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
+from d1.transformers_bridge import attention_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Lane(NamedTuple):
     cache: str | None
     guided: bool
     own: str = ""  # names a batch of its own; "": all rows that have none share passes
-    columns: int = 0  # the least width of its prompts, with their padding
+    prompt_width: int = 0  # the least width of its prompts, with their padding
     after: int = 0  # in a batch of its own: tokens of the prompts in the block where they end, as `rollout` groups them
 
 
@@ -130,14 +131,14 @@ class Row:
     tell: Callable[[Event], None] = lambda event: None
     watches: str = ""
     own: str = ""  # the batch of its own that the row belongs to, as in `Lane`
-    columns: int = 0
+    prompt_width: int = 0  # as in `Lane`
     after: int = 0  # as in `Lane`
     number: int = -1
     told: int = field(default=0, init=False)  # tokens of full blocks
 
     @property
     def lane(self) -> Lane:
-        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns, self.after)
+        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.prompt_width, self.after)
 
 
 # --- Weights from a folder --------------------------------------------------------------------------------------------
@@ -200,13 +201,13 @@ def loaded(folder: Path, model: Any) -> Any:
             raise ValueError(
                 f"{folder}: {name} is {getattr(other, name, None)}, not {getattr(model.config, name, None)}"
             )
-    new = load_model(folder, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    new = load_model(folder, dtype=model.dtype, attn_implementation=attention_kernel(model.config))
     for tensor in (*new.parameters(), *new.buffers()):
         tensor.data = tensor.data.clone()  # else it is mapped from the file, which may be overwritten
     return new
 
 
-# --- The engine -------------------------------------------------------------------------------------------------------
+# --- The engine: its public methods, which any thread may call, and the thread that samples ---------------------------
 
 
 class Engine:
@@ -329,7 +330,7 @@ class Engine:
             self.changed.notify()
         self.thread.join()
 
-    # --- The thread ---------------------------------------------------------------------------------------------------
+    # --- The engine's thread alone calls what follows -----------------------------------------------------------------
 
     def run(self) -> None:
         over = "the server has stopped"
@@ -341,7 +342,7 @@ class Engine:
                         return
                 if self.finishing:
                     for key, lane in self.lanes.items():
-                        if not key.columns and lane.rows:
+                        if not key.prompt_width and lane.rows:
                             self.complete(lane, *lane.so_far(), cut_short=True)
                     return
                 self.turn()
@@ -413,7 +414,7 @@ class Engine:
                 failed = [self.rows[number] for number in sorted(numbers - self.dropped)]
                 self.rows = {number: row for number, row in self.rows.items() if number not in numbers}
                 self.dropped -= numbers
-                if again := len(failed) > 1 and not key.columns:
+                if again := len(failed) > 1 and not key.prompt_width:
                     for row in failed:
                         row.own = f"alone {row.number}"
                     self.put_back(failed)
@@ -431,8 +432,8 @@ class Engine:
         """Tells rows of a lane that they have ended, whole or `cut_short` before their first hidden token. Rows whose
         logits were not finite stop with an error."""
         faults = lane.faults()
-        columns = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
-        values = zip(*(of.tolist() for of in (*columns, sampled.passes, sampled.forward_tokens)), strict=True)
+        by_token = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
+        values = zip(*(of.tolist() for of in (*by_token, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
             with self.changed:
                 row = self.rows.pop(number, None)
@@ -464,7 +465,7 @@ class Engine:
                 mask_token_id=self.mask_token_id,
                 cache=key.cache,
                 guided=key.guided,
-                prompt_width=key.columns,
+                prompt_width=key.prompt_width,
                 alone=bool(key.own),
             )
         lane, device = self.lanes[key], self.model.device
@@ -534,8 +535,8 @@ def tell_step(rows: Sequence[Row], step: Step) -> None:
     for number, index in enumerate(step.rows.tolist()):
         row, kept = rows[index], step.revealed[number]
         if row.watches == "steps":
-            columns = step.positions, step.ids, step.logps, step.entropies
-            positions, ids, logps, entropies = (of[number][kept].tolist() for of in columns)
+            tensors = step.positions, step.ids, step.logps, step.entropies
+            positions, ids, logps, entropies = (of[number][kept].tolist() for of in tensors)
             if not all(map(math.isfinite, (*logps, *entropies))):  # the error is told when the row leaves
                 continue
             first, tokens = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
