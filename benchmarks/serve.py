@@ -1,4 +1,4 @@
-"""The server under load: clients for a while, every answer checked, and its throughput next to the stream sampler's.
+"""Measure the throughput of a server under load, compared with the stream sampler's, and check every answer.
 
     python -m benchmarks.serve --clients 64 --seconds 60
 
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=BASE)
     parser.add_argument("--clients", type=COUNT, default=64)
-    parser.add_argument("--seconds", type=POSITIVE, default=60.0, help="that the server is asked for")
+    parser.add_argument("--seconds", type=POSITIVE, default=60.0, help="during which clients send requests")
     parser.add_argument("--batch_size", type=COUNT, default=32)
     parser.add_argument("--gen_length", type=COUNT, default=64)
     parser.add_argument("--block_length", type=COUNT, default=8)

@@ -1,4 +1,4 @@
-"""d1 serve MODEL: this library's samplers behind HTTP, in SGLang's and OpenAI's dialects."""
+"""d1 serve MODEL: this library's samplers over HTTP, in SGLang's and OpenAI's dialects."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 class Row:
     """The progress of one row."""
 
-    number: int  # of its prompt in the stream
+    number: int  # of its prompt in the batch or the stream
     prompt: int  # positions before the completion that passes process: the prompt's tokens, with or without padding
     inside: int  # of these, those from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
@@ -136,12 +136,11 @@ class Row:
 
 @dataclass
 class Batch:
-    """The rows at work, their canvas, what (rows, longest block) is still hidden in their blocks, and the
-    generator of rows that have none of their own."""
+    """The rows at work and their canvas; rows without a generator of their own draw from that of the batch."""
 
     rows: list[Row]
     canvas: Canvas
-    hidden: Tensor
+    hidden: Tensor  # (rows, longest block) bool, what is still hidden in each row's current block
     generator: Generator | None = None
 
     @classmethod
@@ -159,7 +158,7 @@ class Batch:
         return torch.tensor(numbers, dtype=torch.long).to(self.hidden.device, non_blocking=True)
 
     def generators(self, rows: list[int]) -> Generators:
-        """Those of these rows, or that of the batch where they have none."""
+        """The generators of these rows, or that of the batch if they have none."""
         own = [self.rows[row].generator for row in rows]
         each = [generator for generator in own if generator is not None]
         return each if len(each) == len(own) else self.generator

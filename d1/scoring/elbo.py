@@ -45,7 +45,7 @@ def weighed(
 
 def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time."""
-    # The second view of a time t is of time 1 - t and 1 minus the numbers.
+    # The opposite view is that of time 1 - t and the numbers 1 - u, so its weight is 1 / (1 - t).
     draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
     return weighed(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
 

@@ -107,6 +107,7 @@ def one_or_a_pair(settings: ViewSettings) -> int:
 
 BOUND = ("num_views", "antithetic", "stratified")
 ESTIMATORS: dict[str, Estimator] = {
+    # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
     "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
     "elbo": Estimator(elbo.draw, elbo.number_of_views, views_per_draw=one_or_a_pair, settings=BOUND),
@@ -152,6 +153,7 @@ ESTIMATORS: dict[str, Estimator] = {
         reads=lambda settings: ("reveal_steps", "logps"),
         settings=("num_views",),
     ),
+    # With blocks of one token, the sampler also goes from left to right: its record has the log-probabilities.
     "left_to_right": Estimator(
         replay.draw_text,
         lambda settings: settings.gen_length,

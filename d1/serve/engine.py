@@ -144,7 +144,7 @@ class Row:
 # --- Weights from a folder --------------------------------------------------------------------------------------------
 
 RAM_DISK = Path("/dev/shm")
-SPARE = 1.1  # of the weights' size that must be free
+SPARE = 1.1  # free room needed, as a multiple of the weights' size
 
 
 def has_room(folder: Path, size: int) -> bool:
@@ -236,7 +236,8 @@ class Engine:
         check_sampler(settings, self.model.config)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Raises QueueFull if they do not fit into the queue together, ConnectionError if nobody will sample them."""
+        """Puts rows into the queue. Raises QueueFull if they do not fit into it together, ConnectionError if the engine
+        ends or has ended."""
         with self.changed:
             self.check_serves()
             if len(self.waiting) + len(rows) > self.queue_size:
@@ -381,7 +382,7 @@ class Engine:
         for key in [*self.lanes]:
             self.guarded(key, partial(self.leave, dropped=dropped))
         with self.changed:
-            held = self.update is not None or self.paused  # either may have come since the look above
+            held = self.update is not None or self.paused  # either may have come since `can_update` was read
             new = {} if held else {row.number: row for row in self.admitted()}
             self.rows |= new
         joining: dict[Lane, dict[int, Row]] = {key: {} for key in self.lanes}

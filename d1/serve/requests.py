@@ -1,7 +1,7 @@
 """The bodies of requests, in SGLang's dialect and in OpenAI's, the rows that they ask for, and the rows' events.
 
-No field is ignored: an unknown one is an error. All limits are checked before any work, so that no request takes the
-time of the others.
+An unknown field is an error, except within a message or `stream_options`; `user` and `flush_cache` change nothing. All
+limits are checked before any work, so that no request takes the time of the others.
 """
 
 from __future__ import annotations

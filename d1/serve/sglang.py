@@ -128,7 +128,7 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     new, logps, entropies, record_logps = predict_from(own, left, settings, mask_token_id, generators)
     chosen = keep(settings, logps, entropies, still, due, left, generators)
     edited = torch.zeros_like(chosen)
-    if settings.edits is not None:  # a visible token is replaced by a sufficiently probable other one
+    if settings.edits is not None:  # a visible token is replaced if another one is probable enough
         edited = asked.gather(1, within) & ~still & (new != before) & (logps.exp() > settings.edits)
         chosen = chosen | edited
     ids.scatter_(1, within, torch.where(chosen, new, before).to(ids.dtype))
