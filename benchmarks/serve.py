@@ -55,6 +55,7 @@ def ask_for_a_while(args: argparse.Namespace, params: dict[str, Any], vocabulary
     words = [sys.executable, "-m", "d1", "serve", args.model_path, "--port", "0", "--batch_size", str(args.batch_size)]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    # The server writes its address when it listens; the port is any that was free.
     found = next(filter(None, (re.match(r"Serving .*:(\d+)$", line) for line in process.stderr)))
     numbers, answers, began = count(), dict[int, Any](), time.perf_counter()
 

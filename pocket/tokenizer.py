@@ -23,7 +23,6 @@ from d1.tasks.pocket_countdown import LARGEST
 CELLS = "abcdefghijklmnop"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
 TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-PROMPT_TOKENS = 18  # Sudoku's: <bos>, 16 cells, =>
 WORDS = ["=>", "careful", "scan", "quick", "hmm"]
 SIGNS = ["+", "-", "*", "/", "=", ";", "(", ")"]
 

@@ -142,8 +142,10 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     numbers = 1 + config.needs_old_logps + config.needs_reference
     # With edits, replay also keeps ids of 8 bytes: what each view shows and what it scores.
     ids = 16 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
-    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
-    stored = a_row * args.steps_per_generation
+    bytes_per_row = (
+        config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
+    )
+    stored = bytes_per_row * args.steps_per_generation
     beta = config.beta if config.needs_reference else 0.0
     return {"beta": beta, "views": most_views(config, block_size), "canvas": tokens, "stored": stored}
 

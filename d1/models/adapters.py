@@ -147,9 +147,9 @@ def native_name(name: str, model_type: str) -> str:
     return name
 
 
-def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
+def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
     """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base."""
-    merged = model.merge_and_unload(progressbar=progress)
+    merged = model.merge_and_unload()
     merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(Path(folder).resolve())
     return merged

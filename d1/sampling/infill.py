@@ -96,6 +96,7 @@ def fill_steps(
         passes = sampler.passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
         return sampler.fill_canvas(batch, rows, passes)
 
+    # Any of the samplers can check the canvas: they share the model.
     return work[0][1].checked(chain.from_iterable(complete(*group) for group in work), canvas)
 
 
