@@ -308,9 +308,8 @@ class Sampler:
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
         own_settings = [row.settings or self.settings for row in progress]
-        above = [
-            2.0 if settings.edits is None else settings.edits for settings in own_settings
-        ]  # no probability is above 2
+        # No probability is above 2: without a threshold, nothing is edited.
+        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
         editing = any(settings.edits is not None for settings in own_settings)
         if editing:  # rows without edits predict what they hide
             inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
