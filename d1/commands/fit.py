@@ -193,6 +193,7 @@ def rows_of(name: str, data_file: str | None, rows: int | None) -> int:
 
 
 def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
+    """The SFT run that a file describes, on this many GPUs."""
     from d1.models.kinds import block_size
     from d1.sft.train import make_parser
 
@@ -212,6 +213,7 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
 
 
 def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
+    """The RL run that a file describes, on this many GPUs; passes and rollouts come from the plan of the run itself."""
     import torch
 
     from d1.models.kinds import block_size

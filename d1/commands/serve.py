@@ -92,6 +92,7 @@ def served_model(args: argparse.Namespace) -> Any:
 
 
 def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
+    """The model, its engine and the limits of requests, as the flags say."""
     from d1.serve.engine import Engine, Loader
     from d1.serve.requests import Server
 

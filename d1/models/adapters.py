@@ -44,7 +44,7 @@ def check_there(path: str) -> None:
     """Raise FileNotFoundError for a missing folder, and for a hub name that is neither cached nor can be downloaded;
     ValueError for a folder with damaged files of JSON.
 
-    If the hub does not answer, its cache is used from then on; its client would ask for every file, for a minute.
+    If the hub does not answer, its cache is used from then on; else its client would try to reach it for every file.
     """
     if Path(path).is_dir():
         check_files(Path(path))

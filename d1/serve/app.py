@@ -205,6 +205,7 @@ def openai_routes(server: Server) -> Any:
         return await openai(body, request, "chat.completion")
 
     async def openai(body: Any, request: Request, name: str) -> Any:
+        """The answer in OpenAI's dialect, streamed or whole; `name` is its kind of object."""
         logprobs, chats = wants_logprobs(body), name.startswith("chat")
         rows = await asyncio.to_thread(server.rows_of_openai, body)
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]

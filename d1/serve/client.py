@@ -335,7 +335,7 @@ class RolloutServer:
                     f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
                     "this run can write to"
                 )
-            if "mask_token_id" not in facts and self.problem:  # SGLang, which may have started anew
+            if "mask_token_id" not in facts and self.problem:  # SGLang, which may have restarted
                 rows = self.ask("POST", "/generate", probe(mask_token_id))
                 explained(f"{self.url}: ", check_answer, rows)
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
@@ -367,7 +367,7 @@ class RolloutServer:
         metas = [explained(where, meta_of, *one) for where, *one in given]
         for version in {meta["weight_version"] for meta in metas} - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
-            if version == FRESH or version.startswith(weights.run):  # it started anew, or an update came late
+            if version == FRESH or version.startswith(weights.run):  # it restarted, or an update came late
                 raise Unavailable(message)
             raise ValueError(f"{message}: who else uses it?")
         if self.mask_token_id is not None:

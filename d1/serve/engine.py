@@ -334,6 +334,7 @@ class Engine:
     # --- The engine's thread alone calls what follows -----------------------------------------------------------------
 
     def run(self) -> None:
+        """Samples until the engine is closed, has finished or fails; then stops the rows that are left."""
         over = "the server has stopped"
         try:
             while True:
@@ -495,6 +496,7 @@ class Engine:
             row.tell(Finished(completion[:full].tolist(), self.version))
 
     def exchange_model(self) -> None:
+        """Does the update and answers its future; if the old model is lost, too, raises the error: the engine ends."""
         assert self.update is not None
         (load, version, done), self.lanes = self.update, {}
         old, device, failure = self.model, self.model.device, None
