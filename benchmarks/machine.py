@@ -73,9 +73,9 @@ def peak_bytes(run: Callable[[], Any]) -> int:
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
-    events: Any = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     held = peak = 0
     for _, change in changes:

@@ -142,7 +142,7 @@ JOBS = {
 def write_pairs(file: Path) -> None:
     """Pairs of the SFT data's Sudoku answers: a puzzle's own is chosen, that of the next puzzle rejected."""
     with (ROOT / "dataset" / "sudoku_sft.jsonl").open() as rows:
-        puzzles = [json.loads(row) for row in islice(rows, 65)]
+        puzzles = [json.loads(row) for row in islice(rows, 65)]  # for 64 pairs
     pairs = [
         {"prompt": one["question"], "chosen": one["attempt"], "rejected": other["attempt"]}
         for one, other in pairwise(puzzles)

@@ -1,4 +1,4 @@
-"""The server under load: clients for a while, every answer checked, and its throughput next to the stream sampler's.
+"""Measure the throughput of a server under load, compared with the stream sampler's, and check every answer.
 
     python -m benchmarks.serve --clients 64 --seconds 60
 
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=BASE)
     parser.add_argument("--clients", type=COUNT, default=64)
-    parser.add_argument("--seconds", type=POSITIVE, default=60.0, help="that the server is asked for")
+    parser.add_argument("--seconds", type=POSITIVE, default=60.0, help="during which clients send requests")
     parser.add_argument("--batch_size", type=COUNT, default=32)
     parser.add_argument("--gen_length", type=COUNT, default=64)
     parser.add_argument("--block_length", type=COUNT, default=8)
@@ -55,6 +55,7 @@ def ask_for_a_while(args: argparse.Namespace, params: dict[str, Any], vocabulary
     words = [sys.executable, "-m", "d1", "serve", args.model_path, "--port", "0", "--batch_size", str(args.batch_size)]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    # The server writes its address when it listens; the port is any that was free.
     found = next(filter(None, (re.match(r"Serving .*:(\d+)$", line) for line in process.stderr)))
     numbers, answers, began = count(), dict[int, Any](), time.perf_counter()
 

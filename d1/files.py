@@ -153,6 +153,8 @@ class FileLock:
             self.file = None
 
 
+# --- JSON files that may be damaged -----------------------------------------------------------------------------------
+
 SMALL = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 OF_TOKENIZER = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 AGAIN = "it is damaged: copy or download it again"

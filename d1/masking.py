@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import BoolTensor, Generator, Tensor
 
-NOISE_EPS = 1e-3  # the smallest masking probability: keeps the weight 1/t' of the loss finite (LLaDA)
+NOISE_EPS = 1e-3  # eps, the smallest masking probability: keeps the weight 1/t' of the loss finite (LLaDA)
 
 
 def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
@@ -24,9 +24,9 @@ def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
     return Generator(device).manual_seed(state >> 1)
 
 
-def noise_level(t: Tensor, eps: float = NOISE_EPS) -> Tensor:
+def noise_level(t: Tensor) -> Tensor:
     """Masking probability t' = (1 - eps) t + eps at time t in [0, 1] (LLaDA, arXiv 2502.09992, section 2.1)."""
-    return (1 - eps) * t + eps
+    return (1 - NOISE_EPS) * t + NOISE_EPS
 
 
 def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirror: bool = False) -> BoolTensor:

@@ -34,7 +34,7 @@ class Range:
             return True
         if self.many:
             one = replace(self, many=False, also=())
-            return isinstance(value, (list, tuple)) and all(item in one for item in value)
+            return isinstance(value, (list, tuple)) and all(number in one for number in value)
         try:
             number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):

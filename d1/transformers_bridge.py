@@ -138,7 +138,7 @@ class TrainerHooks(_Trainer):
 
     - `_get_train_sampler` (overridden): calls `train_sampler`, because Trainer does not take a sampler. Delete this
       once it does, or has a public hook.
-    - `_save_checkpoint` (overridden and called): runs inside `saving_checkpoint`, because callbacks are only called
+    - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, because callbacks are only called
       after it.
     - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, because callbacks do not
       get it.
@@ -192,10 +192,6 @@ class TrainerHooks(_Trainer):
                 f"the checkpoint's weights are not those of the model: missing {missing}, unexpected "
                 f"{list(load_result.unexpected_keys)}"
             )
-
-    def save_now(self) -> None:
-        """Write a checkpoint of the last finished optimizer step. Every process must call this."""
-        self._save_checkpoint(self.model, None)
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
         """Make Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all

@@ -4,8 +4,8 @@ Sudoku 4x4: the 288 solution grids are first split 200 / 44 / 44. Then puzzles w
 are drawn from each split, so that no solution of the training split is asked for in validation or test.
 Countdown: three numbers from 1 to 99 and a target from 1 to 99 that can be reached by using each number exactly once.
 Each set of numbers belongs to one split only.
-Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; each set comes with every target that the
-pocket model's two steps can reach.
+Pocket Countdown: the 1,540 sets of three numbers from 1 to 20 are split first; each set comes with every target that
+the pocket model's two steps can reach.
 Arithmetic: word problems of three steps; a start and its three operands belong to one split only.
 Programs: the 3,125 functions, each in one split.
 

@@ -76,7 +76,7 @@ def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", mo
     base, arms, recipe = base_of(task, model), arms_of(task), RECIPES[task]
 
     def grpo(name: str, start: Path, needs: tuple[str, ...] = ()) -> Phase:
-        """120 rollouts of diffu-GRPO with pocket.yaml."""
+        """diffu-GRPO with pocket.yaml: 120 rollouts, or 30 for programs."""
         flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
         flags += ["--resume_from_checkpoint", "true", "--report", "true", *GRPO[task]]
         flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []

@@ -135,6 +135,7 @@ def pretrain(
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.1)
             for step in range(count):
                 key = (seed, stage, step)
+                # A linear warm-up times a cosine that ends at 0.
                 rate = min(1.0, (step + 1) / WARMUP_STEPS) * (0.5 * (1 + math.cos(math.pi * step / count)))
                 optimizer.param_groups[0]["lr"] = peak_lr * rate
                 ids = draw_batch(tokenizer, recipe, draw, key)

@@ -46,7 +46,7 @@ class PhaseError(RuntimeError):
 def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Console) -> dict[str, float]:
     """Runs all phases, at most `jobs` at a time, and returns the seconds that each took.
 
-    Finished phases are recorded in `state_dir/phases.json`, and a second call skips them; a phase that was interrupted
+    Finished phases are listed in `state_dir/phases.json`, and a second call skips them; a phase that was interrupted
     by Ctrl-C is started again and resumes by its own means.
 
     Raises:

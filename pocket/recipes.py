@@ -17,7 +17,7 @@ STAGES = ("careful answers", "mixed answers")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of `RECIPES`.
+    """An entry of `RECIPES`.
 
     Attributes:
         task: name in d1's TASKS.
@@ -68,7 +68,7 @@ RECIPES = {
         steps=(2000, 400),
         completion_tokens=(28, 32, 40),
         lengths=(32, 40),
-        prompt_tokens=18,
+        prompt_tokens=18,  # <bos>, 16 cells, =>
         hidden_size=64,
     ),
     "countdown": Recipe(

@@ -2,7 +2,7 @@
 
 Sudoku: one token per cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because a small model cannot tell from rotary positions alone which cell a plain digit belongs to.
-Programs: one token per place of f(x) in each of the two examples, and its letter.
+Programs: one token per letter of f(x); it names the example, the index in f(x) and the letter ("y0d").
 Countdown: one token per whole number from 0 to 60. Arithmetic: words, and one token per digit; "27" is "2" and "##7",
 so that numbers are decoded without spaces.
 The chat template builds the prompt from the end of a task's usual question: <bos>, the problem, "=>".
@@ -23,7 +23,6 @@ from d1.tasks.pocket_countdown import LARGEST
 CELLS = "abcdefghijklmnop"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
 TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-PROMPT_TOKENS = 18  # Sudoku's: <bos>, 16 cells, =>
 WORDS = ["=>", "careful", "scan", "quick", "hmm"]
 SIGNS = ["+", "-", "*", "/", "=", ";", "(", ")"]
 
@@ -94,9 +93,9 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
     "programs": (
         WordLevel,
         [
-            *(f"{name}{place}{letter}" for name in "yz" for place in range(programs.PLACES) for letter in "abcde"),
-            *(f"y[{i}]=x[{place}]" for i in range(programs.PLACES) for place in range(programs.PLACES)),
-            *("+", *(f"x[{place}]" for place in range(programs.PLACES))),
+            *(f"{name}{index}{letter}" for name in "yz" for index in range(programs.LETTERS) for letter in "abcde"),
+            *(f"y[{i}]=x[{index}]" for i in range(programs.LETTERS) for index in range(programs.LETTERS)),
+            *("+", *(f"x[{index}]" for index in range(programs.LETTERS))),
         ],
         PROGRAMS_PROMPT,
         "",

@@ -8,7 +8,7 @@ import sys
 from d1.models.kinds import KINDS
 from d1.ranges import COUNT
 
-FORMATS = [kind for kind, row in KINDS.items() if row.release is not None]
+FORMATS = [name for name, kind in KINDS.items() if kind.release is not None]
 
 
 def add_a2d(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ OWN = {  # flags that only these stages read
     "prefer": ("num_views", "max_completion_length"),
     "distill": SAMPLED,
 }
-BESIDE_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
+WITH_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? with \d+ GB(?: each)? \((.+)\)$", re.MULTILINE)
 LAUNCH = re.compile(r"--config_file (\S+)")
 ROWS = {"gsm8k": 7473, "simplescaling/s1K": 1000, "allenai/tulu-3-sft-mixture": 939343}  # to train on, by data set
@@ -142,8 +142,10 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     numbers = 1 + config.needs_old_logps + config.needs_reference
     # With edits, replay also keeps ids of 8 bytes: what each view shows and what it scores.
     ids = 16 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
-    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
-    stored = a_row * args.steps_per_generation
+    bytes_per_row = (
+        config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
+    )
+    stored = bytes_per_row * args.steps_per_generation
     beta = config.beta if config.needs_reference else 0.0
     return {"beta": beta, "views": most_views(config, block_size), "canvas": tokens, "stored": stored}
 
@@ -191,6 +193,7 @@ def rows_of(name: str, data_file: str | None, rows: int | None) -> int:
 
 
 def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
+    """The SFT run that a file describes, on this many GPUs."""
     from d1.models.kinds import block_size
     from d1.sft.train import make_parser
 
@@ -210,6 +213,7 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
 
 
 def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
+    """The RL run that a file describes, on this many GPUs; passes and rollouts come from the plan of the run itself."""
     import torch
 
     from d1.models.kinds import block_size
@@ -282,7 +286,7 @@ def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for name, value in vars(args).items():
-        if name not in BESIDE_CONFIG and value != parser.get_default(name):
+        if name not in WITH_CONFIG and value != parser.get_default(name):
             raise ValueError(f"--{name} {value}: with --config, {args.config} says what the run is; change it there")
     hardware: dict[str, Any] = {"gpus": 1, "zero": 0, "card": "H100"} | hardware_of(args.config)
     hardware |= {name: getattr(args, name) for name in hardware if getattr(args, name) is not None}

@@ -70,6 +70,7 @@ PROBES = {  # what must be true -> a program and a test of it
     "an empty environment and home": (EMPTY, "f() == (0, [])"),
     "no file but in /tmp can be written": (WRITES, "f() == ['/tmp']"),
     "files are limited": (FILLS, "0 < f() <= {files} << 20"),
+    # A program can hold half of its memory limit, and not all of it: the interpreter needs some.
     "memory is limited": (HOLDS, "f({memory} << 19) and not f({memory} << 20)"),
     "no memory outside of processes": (HIDES, "f() == []"),
     "no socket of another family": (SOCKETS, f"f() == {sorted(map(int, FAMILIES))}"),
@@ -99,5 +100,6 @@ def run(args: argparse.Namespace) -> None:
     if faults:
         needed = "Linux 5.14 and bubblewrap 0.8 or newer are needed"
         raise SandboxError(f"not so in this sandbox: {'; '.join(faults)}. {needed}")
+    # A program and its tests have a sandbox each.
     most = WORKERS * 2 * limits.processes * limits.memory / 1024
     sys.stdout.write(f"limits per program: {limits}; at most {most:g} GiB of main memory in all\n")

@@ -1,4 +1,4 @@
-"""d1 serve MODEL: this library's samplers behind HTTP, in SGLang's and OpenAI's dialects."""
+"""d1 serve MODEL: this library's samplers over HTTP, in SGLang's and OpenAI's dialects."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ def served_model(args: argparse.Namespace) -> Any:
 
 
 def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
+    """The model, its engine and the limits of requests, as the flags say."""
     from d1.serve.engine import Engine, Loader
     from d1.serve.requests import Server
 

@@ -87,6 +87,7 @@ def described(name: str, value: Any) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError or OSError, before anything is loaded, for no question or a file that cannot be written."""
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs a question: either --prompt TEXT, or --dataset TASK and --index N")
     for kind, path in (("html", args.html), ("svg", args.svg)):

@@ -44,7 +44,7 @@ def check_there(path: str) -> None:
     """Raise FileNotFoundError for a missing folder, and for a hub name that is neither cached nor can be downloaded;
     ValueError for a folder with damaged files of JSON.
 
-    If the hub does not answer, its cache is used from then on; its client would ask for every file, for a minute.
+    If the hub does not answer, its cache is used from then on; else its client would try to reach it for every file.
     """
     if Path(path).is_dir():
         check_files(Path(path))
@@ -147,9 +147,9 @@ def native_name(name: str, model_type: str) -> str:
     return name
 
 
-def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
+def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
     """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base."""
-    merged = model.merge_and_unload(progressbar=progress)
+    merged = model.merge_and_unload()
     merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(Path(folder).resolve())
     return merged

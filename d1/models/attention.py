@@ -250,7 +250,7 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
 
     The first real token of a row gets its own index, as in Dream's published sampler. With a cache, the tokens of this
-    pass are the last columns of the mask.
+    pass are the last keys of the mask.
     """
     rows, length = tokens.shape[:2]
     index = torch.arange(length, device=tokens.device).expand(rows, length)

@@ -38,7 +38,7 @@ def can_narrow(model: Any) -> bool:
 
 
 class AllKeys:
-    """The keys and values of all tokens, in the place of a layer's cache."""
+    """The keys and values of all tokens, instead of a layer's cache."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values

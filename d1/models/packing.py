@@ -128,7 +128,7 @@ def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
+def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:
     """The kernel `name` for packed rows, with the arguments of Transformers: (rows, heads, tokens, size) each."""
 
     def attend(
@@ -184,5 +184,5 @@ def packed_two_stream_states(
 
 
 for kernel_name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
-    AttentionInterface.register(PACKED + kernel_name, one_by_one(kernel_name))
+    AttentionInterface.register(PACKED + kernel_name, text_by_text(kernel_name))
     AttentionMaskInterface.register(PACKED + kernel_name, make_mask)

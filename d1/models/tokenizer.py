@@ -226,7 +226,7 @@ def as_messages(row: dict[str, Any], name: str, role: str) -> list[Message]:
 
 
 def whole_turns(messages: Any) -> list[Message]:
-    """The messages up to the last of the assistant; ValueError for anything else, or if none of it follows another."""
+    """The messages up to the assistant's last; ValueError if they are no messages, or if no other comes before it."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of {role, content}")
     for message in messages:

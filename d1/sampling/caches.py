@@ -1,7 +1,7 @@
 """The caches by name. This module imports no torch.
 
-A new cache is a subclass of `d1.sampling.passes.Passes`, in any module, and a line in `CACHES`; `rollout` and
-`rollout_stream` both use it. From outside: `CACHES["mine"] = Cache(MyPasses)`.
+A new cache is a subclass of `d1.sampling.passes.Passes`, in any module, and an entry in `CACHES`; `rollout`
+and `rollout_stream` both use it. From outside: `CACHES["mine"] = Cache(MyPasses)`.
 """
 
 from __future__ import annotations

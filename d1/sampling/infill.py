@@ -84,7 +84,7 @@ def fill_steps(
         for row in rows:
             progress[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
     if size is not None:
-        warn_of_text_behind(model.config, seen, holes)
+        warn_of_later_text(model.config, seen, holes)
     # Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.
     to_fill = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
     to_fill = to_fill.to(ids.device, non_blocking=True)
@@ -96,6 +96,7 @@ def fill_steps(
         passes = sampler.passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
         return sampler.fill_canvas(batch, rows, passes)
 
+    # Any of the samplers can check the canvas: they share the model.
     return work[0][1].checked(chain.from_iterable(complete(*group) for group in work), canvas)
 
 
@@ -138,7 +139,7 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     return settings
 
 
-def warn_of_text_behind(config: Any, visible: Tensor, hidden: Tensor) -> None:
+def warn_of_later_text(config: Any, visible: Tensor, hidden: Tensor) -> None:
     """Warn if a block-causal model does not see all of the text."""
     block = count_positions(visible) // config.block_size
     first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)

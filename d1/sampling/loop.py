@@ -79,7 +79,7 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 class Row:
     """The progress of one row."""
 
-    number: int  # of its prompt in the stream
+    number: int  # of its prompt in the batch or the stream
     prompt: int  # positions before the completion that passes process: the prompt's tokens, with or without padding
     inside: int  # of these, those from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
@@ -136,12 +136,11 @@ class Row:
 
 @dataclass
 class Batch:
-    """The rows at work, their canvas, what (rows, longest block) is still hidden in their blocks, and the
-    generator of rows that have none of their own."""
+    """The rows at work and their canvas; rows without a generator of their own draw from that of the batch."""
 
     rows: list[Row]
     canvas: Canvas
-    hidden: Tensor
+    hidden: Tensor  # (rows, longest block) bool, what is still hidden in each row's current block
     generator: Generator | None = None
 
     @classmethod
@@ -159,7 +158,7 @@ class Batch:
         return torch.tensor(numbers, dtype=torch.long).to(self.hidden.device, non_blocking=True)
 
     def generators(self, rows: list[int]) -> Generators:
-        """Those of these rows, or that of the batch where they have none."""
+        """The generators of these rows, or that of the batch if they have none."""
         own = [self.rows[row].generator for row in rows]
         each = [generator for generator in own if generator is not None]
         return each if len(each) == len(own) else self.generator
@@ -287,16 +286,17 @@ class Sampler:
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
         own_settings = [row.settings or self.settings for row in progress]
-        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]  # no edit is above 2
+        # No probability is above 2: without a threshold, nothing is edited.
+        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
         editing = any(settings.edits is not None for settings in own_settings)
         if editing:  # rows without edits predict what they hide
             inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
             limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
             asked = torch.where(limits < 2, inside, hidden)
         # Each row's positions in its block to predict, ascending; a row with fewer is padded with other, distinct ones.
-        slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-        indices = (filled.unsqueeze(1) + slots) % canvas.to_fill.shape[1]
-        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], hidden.gather(1, slots)
+        within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+        indices = (filled.unsqueeze(1) + within) % canvas.to_fill.shape[1]
+        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], hidden.gather(1, within)
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
@@ -304,11 +304,11 @@ class Sampler:
         # Write what was kept. No host sync: a schedule says how many tokens are left, unless a rule or an edit decides.
         at = (rows.unsqueeze(1), positions)
         if editing:
-            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
+            edited = asked.gather(1, within) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         canvas.sums.index_add_(0, rows, torch.where(chosen, record_logps + entropies, 0.0).sum(1))
-        batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
+        batch.hidden[rows] = hidden = hidden.scatter(1, within, still & ~chosen)
         if editing:  # the step's one host sync: which rows take another step
             made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
             later = [
@@ -391,7 +391,7 @@ class Sampler:
         return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
 
 
-# --- Rollouts ---------------------------------------------------------------------------------------------------------
+# --- Rollouts: what sampling returns, and the functions that sample ---------------------------------------------------
 
 
 class Writes(NamedTuple):

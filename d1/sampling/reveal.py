@@ -1,6 +1,6 @@
 """Which predictions of a step are kept first (called remasking), and how many: by the schedule, or by a rule.
 
-A new order or rule is a function, in any module, and a line in its table: `REMASKING["mine"] = Order(f)`,
+A new order or rule is a function, in any module, and an entry in its table: `REMASKING["mine"] = Order(f)`,
 `RULES["mine"] = Rule(f, level)`. This module imports no torch.
 """
 

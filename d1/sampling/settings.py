@@ -1,4 +1,7 @@
-"""The settings of a rollout: the only place that names and checks them. Imports no torch."""
+"""The settings of a rollout, which only this module names and checks, and the flags that choose them.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, SEED, Range, nearest
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
-
-# --- Settings ---------------------------------------------------------------------------------------------------------
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
@@ -225,9 +226,7 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
         )
 
 
-# --- Flags ------------------------------------------------------------------------------------------------------------
-#
-# The flags of every command that loads a model and samples, and the settings they choose. Imports no torch.
+# --- Flags of every command that loads a model and samples ------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`

@@ -139,7 +139,7 @@ class Stream:
         none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.batch, self.record = Batch.of([], start_canvas(none, none, 0, 0)), blank_record(0, 0, none.device)
         self.kept: list[int] = []  # which of the batch's rows stay
-        self.done: list[int] = []  # which were taken last
+        self.done: list[int] = []  # which of them were taken last
         self.count = 0  # rows at work
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class Stream:
 
     @property
     def rows(self) -> list[Row]:
-        """Those of the steps."""
+        """The rows at work, in the order of `Step.rows`' numbers."""
         return self.batch.rows
 
     @torch.no_grad()
@@ -171,6 +171,7 @@ class Stream:
         return self.taken([*range(len(self.rows))])
 
     def taken(self, indices: Sequence[int]) -> Finished:
+        """These rows of the batch as they are now; `faults` then checks them."""
         self.done = [*indices]
         canvas, rows = self.batch.canvas, self.batch.upload(indices)
         taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])

@@ -45,7 +45,7 @@ def weighed(
 
 def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time."""
-    # The second view of a time t is of time 1 - t and 1 minus the numbers.
+    # The opposite view is that of time 1 - t and the numbers 1 - u, so its weight is 1 / (1 - t).
     draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
     return weighed(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
 
@@ -66,7 +66,7 @@ def counts_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Te
     return views_of_canvas(prompt_noise, ranks < counts, scored, weights)
 
 
-def views(settings: ViewSettings) -> int:
+def number_of_views(settings: ViewSettings) -> int:
     return settings.draws * (2 if settings.antithetic else 1)
 
 
@@ -95,7 +95,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     device = sampled.scored.device
     times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
     numbers = numbers_of_tokens(sampled, random, settings.draws)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, number_of_views(settings))
     return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
 
 
@@ -108,7 +108,7 @@ def uniform_counts(sampled: SampledRows, random: Randomness, settings: ViewSetti
 def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     counts = uniform_counts(sampled, random, settings)
     ranks = ranks_of_tokens(sampled, random, settings.draws)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, number_of_views(settings))
     return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)
 
 

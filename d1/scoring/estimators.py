@@ -1,7 +1,7 @@
-"""The estimators of log-probabilities, by name. A new one is a file in this folder and a row here.
+"""The estimators of log-probabilities, by name. A new one is a file in this folder and an entry here.
 
-A row says what its views need and which settings they read. The checks of combinations (`d1/rl/checks.py`), the
-plan of a run and its scoring read only the row, so a user's own row is treated like the others.
+An entry says what its views need and which settings they read. The checks of combinations (`d1/rl/checks.py`), the plan
+of a run and its scoring read only the entry, so a user's own entry is treated like the others.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def described(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
-def drawn(settings: ViewSettings) -> int:
+def one_per_draw(settings: ViewSettings) -> int:
     return settings.draws
 
 
@@ -107,12 +107,13 @@ def one_or_a_pair(settings: ViewSettings) -> int:
 
 BOUND = ("num_views", "antithetic", "stratified")
 ESTIMATORS: dict[str, Estimator] = {
+    # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
     "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
-    "elbo": Estimator(elbo.draw, elbo.views, views_per_draw=one_or_a_pair, settings=BOUND),
-    "espo": Estimator(elbo.draw_espo, elbo.views, views_per_draw=one_or_a_pair, settings=BOUND),
+    "elbo": Estimator(elbo.draw, elbo.number_of_views, views_per_draw=one_or_a_pair, settings=BOUND),
+    "espo": Estimator(elbo.draw_espo, elbo.number_of_views, views_per_draw=one_or_a_pair, settings=BOUND),
     "counts": Estimator(
-        elbo.draw_counts, drawn, views_per_draw=lambda settings: 1, settings=("num_views", "stratified")
+        elbo.draw_counts, one_per_draw, views_per_draw=lambda settings: 1, settings=("num_views", "stratified")
     ),
     "gauss": Estimator(elbo.draw_gauss, lambda settings: len(elbo.NODES), settings=()),
     "complements": Estimator(
@@ -121,11 +122,11 @@ ESTIMATORS: dict[str, Estimator] = {
         views_per_draw=lambda settings: 2,
         settings=("num_views", "stratified"),
     ),
-    "random_masks": Estimator(masks.draw_random, drawn, partial=always, settings=("num_views",)),
-    "spg": Estimator(spg.draw, drawn, linear=False, settings=("num_views",)),
+    "random_masks": Estimator(masks.draw_random, one_per_draw, partial=always, settings=("num_views",)),
+    "spg": Estimator(spg.draw, one_per_draw, linear=False, settings=("num_views",)),
     "replay": Estimator(
         replay.draw,
-        replay.views,
+        replay.number_of_views,
         draws=draws_some,
         replays=True,
         replays_writes=True,
@@ -145,13 +146,14 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "states": Estimator(
         replay.draw_states,
-        drawn,
+        one_per_draw,
         replays=True,
         clean_prompt=True,
         partial=always,
         reads=lambda settings: ("reveal_steps", "logps"),
         settings=("num_views",),
     ),
+    # With blocks of one token, the sampler also goes from left to right: its record has the log-probabilities.
     "left_to_right": Estimator(
         replay.draw_text,
         lambda settings: settings.gen_length,

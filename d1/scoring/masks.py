@@ -71,6 +71,7 @@ def mean_field_logps(
 def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Tensor) -> Views:
     """Three views: the first hides all tokens, the second those of `half` (rows, canvas), the third the others. A token
     is in `half` with probability `share` (rows,); `prompt_noise` (rows, 1, prompt) is hidden in all three."""
+    # A mask's weight is 0.5 / P(it hides the token), so its expected value is 0.5, as that of the first view.
     hidden = torch.stack([torch.ones_like(half), half, ~half], dim=1)
     weights = torch.stack([torch.full_like(share, 0.5), 0.5 / share, 0.5 / (1 - share)], dim=1).unsqueeze(-1)
     return views_of_canvas(prompt_noise, hidden, scored, weights)

@@ -37,7 +37,7 @@ from d1.scoring.views import Views
 DRAW_STEPS = ("uniform", "entropy", "top")
 
 
-def views(settings: ViewSettings) -> int:
+def number_of_views(settings: ViewSettings) -> int:
     return settings.num_views or -(-settings.steps // (settings.segment_steps or 1))
 
 
@@ -141,6 +141,7 @@ def highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """Views of all segments or, with `num_views`, of those that `draw_steps` chooses."""
     written = Written.of(sampled)
     written = written.merged(written.steps // (settings.segment_steps or 1))
     segments, scored, entropies = (values.flatten(1) for values in written[:3])

@@ -147,7 +147,7 @@ class Randomness:
         return torch.stack([torch.rand(draws, generator=generator) for generator in self.rows])
 
     def own(self, of_all_rows: Tensor) -> Tensor:
-        """The part of `of_all_rows` that belongs to the rows of this process."""
+        """The part of `of_all_rows` (all rows, ...) that belongs to the rows of this process."""
         return of_all_rows[self.first_row : self.first_row + len(self.rows)]
 
 

@@ -46,6 +46,7 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: ViewSet
     length, size = int(scored.sum()), settings.block_length
     if not length:  # a row without scored tokens
         return torch.ones(count, len(scored), dtype=torch.bool)
+    # Blocks of the canvas in random order, modulo those of the completion; used again if there are more views.
     order = torch.randperm(-(-len(scored) // size), generator=generator) % -(-length // size)
     rows = []
     for block in order.repeat(-(-count // len(order)))[:count].tolist():

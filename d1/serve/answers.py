@@ -65,7 +65,7 @@ class Choice:
     sent: int = 0  # characters that were passed on
 
     def read(self, ids: list[int], whole: bool, cut_short: bool = False) -> None:
-        """Takes all tokens so far; `whole` says that no more come, `cut_short` that the row was to have more."""
+        """Takes all tokens so far; `whole`: no more come; `cut_short`: because the server stops."""
         end = first_end(ids, self.ends)
         text, over = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)), whole or end < len(ids)
         if not over:
@@ -126,7 +126,7 @@ def chunk_choice(index: int, text: str | None, reason: str | None, chat: bool) -
 
 
 def step_of(event: Revealed, tokenizer: Any) -> dict[str, Any]:
-    """A forward pass, for the film of the chat page."""
+    """What a forward pass revealed, for the film of the chat page."""
     chips = [chip(piece(tokenizer, token)) for token in event.ids]
     values = {"places": event.positions, "tokens": chips, "logps": event.logps, "entropies": event.entropies}
     return values | {"fed": event.forward_tokens}

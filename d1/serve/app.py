@@ -102,7 +102,7 @@ def add_refusals(app: Any) -> None:
 
 
 async def answered(request: Any, work: Awaitable[Any]) -> Any:
-    """The result of `work`, unless the client leaves before."""
+    """The result of `work`; status 499, and `work` is cancelled, if the client leaves before it is there."""
     from fastapi.responses import Response
 
     async def departure() -> None:
@@ -205,6 +205,7 @@ def openai_routes(server: Server) -> Any:
         return await openai(body, request, "chat.completion")
 
     async def openai(body: Any, request: Request, name: str) -> Any:
+        """The answer in OpenAI's dialect, streamed or whole; `name` is its kind of object."""
         logprobs, chats = wants_logprobs(body), name.startswith("chat")
         rows = await asyncio.to_thread(server.rows_of_openai, body)
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]
@@ -280,7 +281,7 @@ class Gate:
         if int(headers.get(b"content-length", b"0")) > LARGEST_BODY:
             return refusal(413, f"a body has at most {LARGEST_BODY} bytes")
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != b"application/json":  # which no page of another site may send
+        if scope["method"] == "POST" and kind != b"application/json":  # browsers let no page of another site send it
             return refusal(415, "a POST needs the header Content-Type: application/json, also without a body")
         return None
 

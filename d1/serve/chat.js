@@ -24,12 +24,12 @@ function blank(length, prompt) {
 
 /* What a pass revealed joins the film. */
 function grow(film, step, seconds) {
-  step.places.forEach((place, i) => {
-    film.tokens[place] = step.tokens[i];
-    film.logps[place] = step.logps[i];
-    film.entropies[place] = step.entropies[i];
-    film.steps[place] = film.passes;
-    film.at[place] = film.passes + 1;
+  step.places.forEach((position, i) => {
+    film.tokens[position] = step.tokens[i];
+    film.logps[position] = step.logps[i];
+    film.entropies[position] = step.entropies[i];
+    film.steps[position] = film.passes;
+    film.at[position] = film.passes + 1;
   });
   film.passes += 1;
   film.fed.push(step.fed);

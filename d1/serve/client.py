@@ -1,7 +1,7 @@
-"""A server of rollouts as RL uses it: it takes the policy's weights and samples rows with them.
+"""The client of a server of rollouts, for RL: it sends the policy's weights, and gets rows that were sampled with them.
 
-No answer is believed: `check_row` refuses what no sampler gives. The same function checks what a user's `rollout_func`
-returns.
+The server is `d1 serve`, or SGLang with the plugin of `d1/serve/sglang.py`. No answer is trusted: `check_row` refuses
+what no sampler gives. The same function checks what a user's `rollout_func` returns.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
     return tensor
 
 
-# --- SGLang's dialect -------------------------------------------------------------------------------------------------
+# --- SGLang's dialect: its requests, and its answers in the form of `d1 serve` ----------------------------------------
 
 START = "python -m sglang.launch_server --model-path MODEL --dllm-algorithm D1 --max-running-requests 64"
 
@@ -189,7 +189,7 @@ def sglang_request(
     ends: Sequence[int],
     mask_token_id: int,
 ) -> dict[str, Any]:
-    """The body of `/generate` for prompts without padding; `keys` and `ends` as in `d1.serve.client.Prompts`."""
+    """The body of `/generate` for prompts without padding; `keys` and `ends` as in `Prompts`."""
     names = {name: value for name, value in asdict(settings).items() if value is not None}
     length, seed = names.pop("gen_length"), keys[0][0]
     custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
@@ -217,7 +217,7 @@ def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]
     return {"output_ids": row["output_ids"] + [*ends[:1]] * left, "meta_info": meta | more}
 
 
-# --- The client -------------------------------------------------------------------------------------------------------
+# --- The server, and its answers --------------------------------------------------------------------------------------
 
 CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
@@ -335,7 +335,7 @@ class RolloutServer:
                     f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
                     "this run can write to"
                 )
-            if "mask_token_id" not in facts and self.problem:  # SGLang, which may have started anew
+            if "mask_token_id" not in facts and self.problem:  # SGLang, which may have restarted
                 rows = self.ask("POST", "/generate", probe(mask_token_id))
                 explained(f"{self.url}: ", check_answer, rows)
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
@@ -367,7 +367,7 @@ class RolloutServer:
         metas = [explained(where, meta_of, *one) for where, *one in given]
         for version in {meta["weight_version"] for meta in metas} - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
-            if version == FRESH or version.startswith(weights.run):  # it started anew, or an update came late
+            if version == FRESH or version.startswith(weights.run):  # it restarted, or an update came late
                 raise Unavailable(message)
             raise ValueError(f"{message}: who else uses it?")
         if self.mask_token_id is not None:

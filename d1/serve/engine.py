@@ -38,6 +38,7 @@ from d1.models.load import load_model
 from d1.sampling.loop import Rollout, Step
 from d1.sampling.settings import SamplingSettings, check_sampler
 from d1.sampling.stream import Asked, Stream
+from d1.transformers_bridge import attention_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Lane(NamedTuple):
     cache: str | None
     guided: bool
     own: str = ""  # names a batch of its own; "": all rows that have none share passes
-    columns: int = 0  # the least width of its prompts, with their padding
+    prompt_width: int = 0  # the least width of its prompts, with their padding
     after: int = 0  # in a batch of its own: tokens of the prompts in the block where they end, as `rollout` groups them
 
 
@@ -130,20 +131,20 @@ class Row:
     tell: Callable[[Event], None] = lambda event: None
     watches: str = ""
     own: str = ""  # the batch of its own that the row belongs to, as in `Lane`
-    columns: int = 0
+    prompt_width: int = 0  # as in `Lane`
     after: int = 0  # as in `Lane`
     number: int = -1
     told: int = field(default=0, init=False)  # tokens of full blocks
 
     @property
     def lane(self) -> Lane:
-        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns, self.after)
+        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.prompt_width, self.after)
 
 
 # --- Weights from a folder --------------------------------------------------------------------------------------------
 
 RAM_DISK = Path("/dev/shm")
-SPARE = 1.1  # of the weights' size that must be free
+SPARE = 1.1  # free room needed, as a multiple of the weights' size
 
 
 def has_room(folder: Path, size: int) -> bool:
@@ -200,13 +201,13 @@ def loaded(folder: Path, model: Any) -> Any:
             raise ValueError(
                 f"{folder}: {name} is {getattr(other, name, None)}, not {getattr(model.config, name, None)}"
             )
-    new = load_model(folder, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    new = load_model(folder, dtype=model.dtype, attn_implementation=attention_kernel(model.config))
     for tensor in (*new.parameters(), *new.buffers()):
         tensor.data = tensor.data.clone()  # else it is mapped from the file, which may be overwritten
     return new
 
 
-# --- The engine -------------------------------------------------------------------------------------------------------
+# --- The engine: its public methods, which any thread may call, and the thread that samples ---------------------------
 
 
 class Engine:
@@ -235,7 +236,8 @@ class Engine:
         check_sampler(settings, self.model.config)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Raises QueueFull if they do not fit into the queue together, ConnectionError if nobody will sample them."""
+        """Puts rows into the queue. Raises QueueFull if they do not fit into it together, ConnectionError if the engine
+        ends or has ended."""
         with self.changed:
             self.check_serves()
             if len(self.waiting) + len(rows) > self.queue_size:
@@ -329,9 +331,10 @@ class Engine:
             self.changed.notify()
         self.thread.join()
 
-    # --- The thread ---------------------------------------------------------------------------------------------------
+    # --- The engine's thread alone calls what follows -----------------------------------------------------------------
 
     def run(self) -> None:
+        """Samples until the engine is closed, has finished or fails; then stops the rows that are left."""
         over = "the server has stopped"
         try:
             while True:
@@ -341,7 +344,7 @@ class Engine:
                         return
                 if self.finishing:
                     for key, lane in self.lanes.items():
-                        if not key.columns and lane.rows:
+                        if not key.prompt_width and lane.rows:
                             self.complete(lane, *lane.so_far(), cut_short=True)
                     return
                 self.turn()
@@ -380,7 +383,7 @@ class Engine:
         for key in [*self.lanes]:
             self.guarded(key, partial(self.leave, dropped=dropped))
         with self.changed:
-            held = self.update is not None or self.paused  # either may have come since the look above
+            held = self.update is not None or self.paused  # either may have come since `can_update` was read
             new = {} if held else {row.number: row for row in self.admitted()}
             self.rows |= new
         joining: dict[Lane, dict[int, Row]] = {key: {} for key in self.lanes}
@@ -413,7 +416,7 @@ class Engine:
                 failed = [self.rows[number] for number in sorted(numbers - self.dropped)]
                 self.rows = {number: row for number, row in self.rows.items() if number not in numbers}
                 self.dropped -= numbers
-                if again := len(failed) > 1 and not key.columns:
+                if again := len(failed) > 1 and not key.prompt_width:
                     for row in failed:
                         row.own = f"alone {row.number}"
                     self.put_back(failed)
@@ -431,8 +434,8 @@ class Engine:
         """Tells rows of a lane that they have ended, whole or `cut_short` before their first hidden token. Rows whose
         logits were not finite stop with an error."""
         faults = lane.faults()
-        columns = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
-        values = zip(*(of.tolist() for of in (*columns, sampled.passes, sampled.forward_tokens)), strict=True)
+        by_token = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
+        values = zip(*(of.tolist() for of in (*by_token, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
             with self.changed:
                 row = self.rows.pop(number, None)
@@ -464,7 +467,7 @@ class Engine:
                 mask_token_id=self.mask_token_id,
                 cache=key.cache,
                 guided=key.guided,
-                prompt_width=key.columns,
+                prompt_width=key.prompt_width,
                 alone=bool(key.own),
             )
         lane, device = self.lanes[key], self.model.device
@@ -493,6 +496,7 @@ class Engine:
             row.tell(Finished(completion[:full].tolist(), self.version))
 
     def exchange_model(self) -> None:
+        """Does the update and answers its future; if the old model is lost, too, raises the error: the engine ends."""
         assert self.update is not None
         (load, version, done), self.lanes = self.update, {}
         old, device, failure = self.model, self.model.device, None
@@ -534,8 +538,8 @@ def tell_step(rows: Sequence[Row], step: Step) -> None:
     for number, index in enumerate(step.rows.tolist()):
         row, kept = rows[index], step.revealed[number]
         if row.watches == "steps":
-            columns = step.positions, step.ids, step.logps, step.entropies
-            positions, ids, logps, entropies = (of[number][kept].tolist() for of in columns)
+            tensors = step.positions, step.ids, step.logps, step.entropies
+            positions, ids, logps, entropies = (of[number][kept].tolist() for of in tensors)
             if not all(map(math.isfinite, (*logps, *entropies))):  # the error is told when the row leaves
                 continue
             first, tokens = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])

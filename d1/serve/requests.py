@@ -1,7 +1,7 @@
 """The bodies of requests, in SGLang's dialect and in OpenAI's, the rows that they ask for, and the rows' events.
 
-No field is ignored: an unknown one is an error. All limits are checked before any work, so that no request takes the
-time of the others.
+An unknown field is an error, except within a message or `stream_options`; `user` and `flush_cache` change nothing. All
+limits are checked before any work, so that no request takes the time of the others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from d1.sampling.settings import SamplingSettings
 from d1.serve import LOCAL
 from d1.serve.answers import Choice, chunk_choice, envelope, server_sent, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
-
-# --- Bodies -----------------------------------------------------------------------------------------------------------
 
 # Limits of a body. The model's room bounds each prompt and canvas, and the queue bounds the rows of a request.
 MOST_FIELDS, MOST_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
@@ -56,6 +54,7 @@ class Strict(BaseModel):
     _few = model_validator(mode="before")(few)
 
 
+GREEDY = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # what temperature 0 needs
 HINTS = {name: hint for name, hint in get_type_hints(SamplingSettings).items() if name != "gen_length"}
 LIMITS: dict[Any, float] = {float: LARGEST, float | None: LARGEST, int: LARGEST_INTEGER, int | None: LARGEST_INTEGER}
 # The fields of `SamplingSettings`, all of which a request may leave to the server's flags.
@@ -145,6 +144,8 @@ class Pause(Strict):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
+# --- The rows that a request asks for ---------------------------------------------------------------------------------
+
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/]+)(:\d*)?")  # of a header: the name, and a port
 
 
@@ -205,7 +206,7 @@ class Server:
         values = asdict(own) | {"gen_length": length} | given
         # A default that contradicts the request is left out; steps keep their share of the canvas.
         if not given.get("temperature", own.temperature):
-            values |= {name: HINTS_OFF[name] for name in HINTS_OFF if name not in given}
+            values |= {name: value for name, value in GREEDY.items() if name not in given}
         if "sampler" in given:
             values |= {name: None for name in ("kv_cache", "reveal", "reveal_level") if name not in given}
         if "steps" not in given and values["block_length"] >= 1:
@@ -275,12 +276,12 @@ class Server:
             self.put_together(rows, body.padded_to)
         return rows
 
-    def put_together(self, rows: list[Row], columns: int) -> None:
+    def put_together(self, rows: list[Row], prompt_width: int) -> None:
         """Marks the rows as a batch of their own. Raises ValueError if the batch has no room."""
         longest = max(len(row.ids) for row in rows)
-        if columns < longest:
-            raise ValueError(f"padded_to {columns}: a prompt has {longest} tokens")
-        check_room(self.engine.model.config, columns, rows[0].settings.gen_length, ": lower padded_to")
+        if prompt_width < longest:
+            raise ValueError(f"padded_to {prompt_width}: a prompt has {longest} tokens")
+        check_room(self.engine.model.config, prompt_width, rows[0].settings.gen_length, ": lower padded_to")
         if len(rows) > self.engine.batch_size:
             raise ValueError(
                 f"{len(rows)} rows must share a batch, but this server's --batch_size is {self.engine.batch_size}: "
@@ -288,7 +289,7 @@ class Server:
             )
         own, size = uuid.uuid4().hex, block_size(self.engine.model.config)
         for row in rows:
-            row.own, row.columns, row.after = own, columns, len(row.ids) % size if size else 0
+            row.own, row.prompt_width, row.after = own, prompt_width, len(row.ids) % size if size else 0
 
     def rows_of_openai(self, body: Completion | Chat) -> list[Row]:
         """The rows of a request in OpenAI's dialect: `n` per prompt. With a `seed` and no `rid`, equal requests draw
@@ -321,9 +322,6 @@ class Server:
         for row in rows:
             row.watches = watches
         return rows
-
-
-HINTS_OFF = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # at temperature 0
 
 
 def wants_logprobs(body: Completion | Chat) -> bool:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # --- What a forward pass does: this library's rules, on blocks of several rows. Needs no SGLang. ----------------------
 
 # Lists with one value per token, in SGLang's `meta_info`.
-RECORDED = ("output_token_logprobs", "output_token_entropies", "step_maps", "forward_passes")
+META_LISTS = ("output_token_logprobs", "output_token_entropies", "step_maps", "forward_passes")
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Sampled:
     settings: SamplingSettings
     generator: Generator
     ends: tuple[int, ...] = ()
-    record: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in RECORDED})
+    record: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in META_LISTS})
     open: bool = False  # whether a block is open
     first: int = 0  # the position in the block where the completion begins
     begun: Any = None  # the generator's state at the start of the block
@@ -75,7 +75,7 @@ class Sampled:
         row = Row(0, prompt, inside, settings.schedule(inside), generator, settings=settings)
         return cls(row, settings, generator, tuple(ends))
 
-    def begin(self, columns: int) -> bool:
+    def begin(self, block_size: int) -> bool:
         """Begins the next block; if one is open (SGLang has dropped its tokens), begins it again and returns True."""
         again, row = self.open, self.row
         if again:
@@ -85,17 +85,17 @@ class Sampled:
             row.open_block()
             self.open, self.passes, self.begun = True, 0, self.generator.get_state()
         self.first = row.inside if row.block == 0 else 0
-        self.block = torch.zeros(3, columns, device=self.generator.device)
+        self.block = torch.zeros(3, block_size, device=self.generator.device)
         return again
 
     def close(self, ids: Sequence[int], values: Sequence[Sequence[float]]) -> None:
         """Adds the block's `ids` and (log-probs, entropies, steps) to the record."""
         own = slice(self.first, self.first + self.row.size)
-        logps, entropies, steps = (column[own] for column in values)
+        logps, entropies, steps = (of[own] for of in values)
         entries = [[logp, token, None] for logp, token in zip(logps, ids[own], strict=True)]
         passes = [self.passes] + [0] * (self.row.size - 1)
         new: tuple[list[Any], ...] = (entries, [*entropies], [*map(int, steps)], passes)
-        for name, values_of_block in zip(RECORDED, new, strict=True):
+        for name, values_of_block in zip(META_LISTS, new, strict=True):
             self.record[name].extend(values_of_block)
         self.open, self.ended = False, any(token in self.ends for token in ids[own])
 
@@ -111,28 +111,28 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
         Whether each row's pass wrote nothing, so that the engine's keys and values are those of the final tokens.
     """
     settings, rows = sampled[0].settings, [one.row for one in sampled]
-    columns = torch.arange(ids.shape[1], device=ids.device)
+    position = torch.arange(ids.shape[1], device=ids.device)
     firsts = torch.tensor([one.first for one in sampled], device=ids.device).unsqueeze(1)
     sizes = torch.tensor([row.size for row in rows], device=ids.device).unsqueeze(1)
-    inside = (columns >= firsts) & (columns < firsts + sizes)
+    inside = (position >= firsts) & (position < firsts + sizes)
     hidden = (ids == mask_token_id) & inside
     asked = hidden if settings.edits is None else inside
     left = [row.left for row in rows]
-    # slots (rows, asked): positions in the block that this pass may write, left to right; short rows are padded.
-    slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-    still, before = hidden.gather(1, slots), ids.gather(1, slots).long()
+    # within (rows, n): positions in the block that this pass may write, left to right; short rows are padded.
+    within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+    still, before = hidden.gather(1, within), ids.gather(1, within).long()
     # due (rows,): tokens to reveal in this step, so that the later steps of the schedule get theirs.
     due = (still.sum(1) - torch.tensor([row.later for row in rows], device=ids.device)).clamp(min=1)
-    own = logits.gather(1, slots.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
+    own = logits.gather(1, within.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
     generators = [one.generator for one in sampled]
-    new, logps, entropies, recorded = predict_from(own, left, settings, mask_token_id, generators)
+    new, logps, entropies, record_logps = predict_from(own, left, settings, mask_token_id, generators)
     chosen = keep(settings, logps, entropies, still, due, left, generators)
     edited = torch.zeros_like(chosen)
-    if settings.edits is not None:  # a visible token is replaced by a sufficiently probable other one
-        edited = asked.gather(1, slots) & ~still & (new != before) & (logps.exp() > settings.edits)
+    if settings.edits is not None:  # a visible token is replaced if another one is probable enough
+        edited = asked.gather(1, within) & ~still & (new != before) & (logps.exp() > settings.edits)
         chosen = chosen | edited
-    ids.scatter_(1, slots, torch.where(chosen, new, before).to(ids.dtype))
-    wrong = chosen & ~(recorded + entropies).isfinite()
+    ids.scatter_(1, within, torch.where(chosen, new, before).to(ids.dtype))
+    wrong = chosen & ~(record_logps + entropies).isfinite()
     # One transfer to the host for all counts of the pass.
     counts = [still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1), wrong.sum(1)]
     counted = torch.stack(counts, dim=1).tolist()
@@ -141,8 +141,8 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
         row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
         row.step += 1
         # The last write of a position counts.
-        now = torch.stack([recorded[number], entropies[number], torch.full_like(recorded[number], row.step)])
-        at = slots[number]
+        now = torch.stack([record_logps[number], entropies[number], torch.full_like(record_logps[number], row.step)])
+        at = within[number]
         one.block[:, at] = torch.where(chosen[number], now, one.block[:, at])
     return [writes == 0 for _, _, writes, _ in counted]
 

@@ -89,7 +89,7 @@ def legend(figure: Figure, columns: int = 4) -> None:
         made.remove()
 
 
-def save_figure(figure: Figure, path: str | Path, dpi: int = 160) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
     """Writes the figure in the format of the path's ending, and frees it. An SVG follows its reader's theme; any other
     format has a white ground."""
     if Path(path).suffix == ".svg":
@@ -97,7 +97,7 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 160) -> None:
         end = text.index(">") + 1
         Path(path).write_text(f"{text[:end]}\n{CARD}{text[end:]}", encoding="utf-8")
     else:
-        figure.savefig(path, dpi=dpi)
+        figure.savefig(path, dpi=160)
     plt.close(figure)
 
 
@@ -122,7 +122,7 @@ def svg_of(figure: Figure, name: str) -> str:
     return '<svg fill="currentColor"' + text[text.index("<svg") + len("<svg") :]
 
 
-def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple[float, float] = (3.8, 2.6)) -> str:
+def panel_svg(draw: Callable[[Axes], object], title: str, name: str) -> str:
     """A panel as an SVG element for an HTML page, light or dark.
 
     Args:
@@ -130,7 +130,7 @@ def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple
         title: what the panel shows, for screen readers.
         name: a name of letters and digits that no other panel of the page has.
     """
-    figure, (axis,) = panels(1, 1, size)
+    figure, (axis,) = panels(1, 1, (3.8, 2.6))
     draw(axis)
     if len(axis.get_legend_handles_labels()[1]) > 1:
         legend(figure)

@@ -90,7 +90,7 @@ def filmed(
     Args:
         steps: from `d1.sampling.rollout_steps`.
         text_of: the text of a token, e.g. `piece` of a tokenizer.
-        start: the canvas's first column, which is the length of the prompt.
+        start: the index of the canvas's first token in the text, which is the length of the prompt.
         judge: called at the end with the film and the canvas_ids, e.g. from `judge_of`.
     """
     film, clock = Film(title, prompt, note, [], [], [], []), time.perf_counter()
@@ -102,11 +102,11 @@ def filmed(
             film.tokens, film.steps = [""] * length, [HIDDEN] * length
             film.logps, film.entropies = [0.0] * length, [0.0] * length
             film.drafts = [[] for _ in range(length if step.most_writes > 1 else 0)]
-        # A step lists the columns that its pass computed; `revealed` are those whose token it wrote.
+        # A step lists the tokens that its pass predicted, by index in the text; `revealed` says which of them it wrote.
         parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
-        for column, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
+        for index, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
             if revealed:
-                at = column - start
+                at = index - start
                 if film.steps[at] >= 0:  # an edit
                     film.drafts[at].append([film.steps[at], film.tokens[at], film.logps[at]])
                 film.tokens[at], film.steps[at] = text_of(token), len(film.fed)
@@ -126,9 +126,10 @@ def filmed(
 def judge_of(task: Any, row: Mapping[str, Any], tokenizer: Any, ends: Sequence[int]) -> Judge:
     """Sets `solved` and `board` of a film of the task's `row`, from the text up to the first of the ids `ends`."""
 
+    from d1.models.tokenizer import first_end  # imports Transformers
+
     def judge(film: Film, canvas_ids: Sequence[int]) -> None:
-        end = next((at for at, token in enumerate(canvas_ids) if token in ends), len(canvas_ids))
-        text = tokenizer.decode(canvas_ids[:end], skip_special_tokens=True)
+        text = tokenizer.decode(canvas_ids[: first_end(canvas_ids, ends)], skip_special_tokens=True)
         film.solved = next(iter(task.score(text, row).values())) == 1
         film.board = task.board(text, row) if hasattr(task, "board") else {}
 

@@ -30,7 +30,7 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
             if live is not None:
                 live.update(picture(film, total, console), refresh=True)
                 time.sleep(pause)
-            elif film.passes > done:
+            elif film.passes > done:  # the finished film comes once more, without a new pass
                 done = film.passes
                 console.out(step_line(film, total), highlight=False)
     if live is None:

@@ -7,14 +7,15 @@ import math
 Z95 = 1.959963984540054  # the standard normal's 97.5% point
 
 
-def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a share in [0, 1] seen in `n` problems (Wilson 1927; 95% with the default `z`).
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% score interval of a share in [0, 1] seen in `n` problems (Wilson 1927).
 
     If each problem's result is itself a mean (cells of a puzzle, several samples), it varies less than a right/wrong
     result, and the interval is wider than necessary.
     """
     if n < 1 or not 0 <= share <= 1:
         raise ValueError(f"need a share in [0, 1] of at least one problem, got {share} of {n}")
+    z = Z95
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -72,6 +72,7 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
 
 
 def read_csv(path: str, **options: Any) -> Dataset:
+    """The rows of a csv file, with all cells as text; ValueError if a row has more or fewer cells than the header."""
     csv.field_size_limit(1 << 30)
     with open(path, newline="", encoding="utf-8-sig") as lines:
         rows = csv.reader(lines)

@@ -44,7 +44,7 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def extract(text: str) -> str | None:
     r"""The answer's LaTeX, or None: the content of a box, else the last formula of the answer block, else the block."""
-    answer = (final_answer(text) or "")[-2000:]
+    answer = (final_answer(text) or "")[-2000:]  # bounds the search; the last formula counts
     formulas = _INLINE_MATH.findall(answer)
     return ("".join(formulas[-1]).strip() if formulas else answer) or None
 

@@ -25,14 +25,14 @@ INSTRUCTIONS = "Find the function f from two examples."
 ANSWER = "the expression in x alone"
 COLUMNS = ("input", "program")
 INPUTS, HIDDEN = ("abcde", "edcba"), "vwxyz"  # of the shipped examples; what an answer is judged on beyond them
-PLACES = len(HIDDEN)  # letters of x, and of f(x)
+LETTERS = len(HIDDEN)  # letters of x, and of f(x)
 
 Function = tuple[int, ...]  # the index in x of each letter of f(x)
 
 
 def functions() -> list[Function]:
     """All functions of the task."""
-    return list(product(range(PLACES), repeat=PLACES))
+    return list(product(range(LETTERS), repeat=LETTERS))
 
 
 def program_of(function: Function) -> str:

@@ -22,7 +22,7 @@ from pocket.answers import completion
 from pocket.demo import BLOCK_BASE, GRPO
 from pocket.recipes import RECIPES
 from pocket.sudoku_traces import fill, problems, trace
-from pocket.tokenizer import PROMPT_TOKENS, build_tokenizer
+from pocket.tokenizer import build_tokenizer
 from tests.sandbox import skip_without_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,12 +201,12 @@ def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
     ids = make_base.draw_batch(tokenizer, SUDOKU, draw, key)[:6]
     seen = []
     model.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
-    loss = make_base.diffusion_loss(model, ids, PROMPT_TOKENS, tokenizer.mask_token_id, key, least_noise)
+    loss = make_base.diffusion_loss(model, ids, SUDOKU.prompt_tokens, tokenizer.mask_token_id, key, least_noise)
     length = ids.shape[1]
     # With blocks, the model's input is two streams; the second begins with the block in which the prompt ends.
     noised = seen[0] if size is None else torch.cat([ids[:, :16], seen[0][:, length:]], dim=1)
     masked = noised == tokenizer.mask_token_id
-    assert not masked[:, :PROMPT_TOKENS].any()
+    assert not masked[:, : SUDOKU.prompt_tokens].any()
     size = size or length
     starts = torch.rand(-(-length // size), generator=keyed_generator(*key)).tolist()
     total = 0.0
@@ -218,7 +218,7 @@ def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
             if i >= place.start:
                 t = least_noise + (1 - least_noise) * ((start + row / 6) % 1)
                 total -= logp[row, i, ids[row, i]].item() / (0.999 * t + 0.001)
-    assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - PROMPT_TOKENS)), rel=1e-5)
+    assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - SUDOKU.prompt_tokens)), rel=1e-5)
 
 
 # the SFT set

@@ -39,10 +39,12 @@ def running(folder: Path, **options: Any) -> Iterator[Engine]:
         engine.close()
 
 
-def rows_of(count: int, own: str = "", columns: int = 0, watches: str = "") -> tuple[list[Row], queue.Queue[Any]]:
+def rows_of(count: int, own: str = "", prompt_width: int = 0, watches: str = "") -> tuple[list[Row], queue.Queue[Any]]:
     """Rows, and the queue of their events."""
     events: queue.Queue[tuple[int, Event]] = queue.Queue()
-    rows = [Row(f"1-{n}", [5, 6 + n], HOW, (), 0, own=own, columns=columns, watches=watches) for n in range(count)]
+    rows = [
+        Row(f"1-{n}", [5, 6 + n], HOW, (), 0, own=own, prompt_width=prompt_width, watches=watches) for n in range(count)
+    ]
     for number, row in enumerate(rows):
         row.tell = lambda event, number=number: events.put((number, event))  # type: ignore[misc]
     return rows, events
@@ -156,7 +158,7 @@ def test_an_error_of_one_row_ends_that_row_alone(tiny_model_dir):
         for number, event in zip((0, 1, 3, 4, 5), found, strict=True):
             assert isinstance(event, Completed)
             assert event.ids == ids(engine.model, number)
-        together, events = rows_of(3, own="one", columns=2)
+        together, events = rows_of(3, own="one", prompt_width=2)
         engine.submit(together)
         assert [event.status for event in last_of(together, events)] == [500] * 3
 
