@@ -1,9 +1,9 @@
 """Distillation from traces, on Transformers' Trainer.
 
-Before an optimizer step, all of its micro-batches are prepared: traces (sampled now, if the method is on-policy), their
-states and the teacher's target in them, without gradients; and the counts that the loss divides by, over all
-micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number of
-processes changes a step.
+Before an optimizer step, all of its micro-batches are prepared without gradients: the traces (sampled now, if the
+method is on-policy), their states, and the teacher's target there. The counts that the loss divides by are summed over
+all micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number
+of processes changes a step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """DPO and KTO on bounds of log-probabilities, on Transformers' Trainer.
 
 Policy and reference are scored in the same views, so that most of the noise of the two bounds cancels in their ratio.
-The loss of an optimizer step is the mean over all its pairs or completions, of all micro-batches and processes, and so
-is the mean that KTO subtracts: first all ratios of the step are computed without gradients, then each micro-batch's
-gradient. Memory does not grow with the number of draws, because `d1.scoring.score` computes each forward pass again
-in the backward pass.
+The loss of an optimizer step is the mean over all its pairs or completions, of all micro-batches and processes. KTO
+subtracts the mean ratio of the same completions, so all ratios of the step are first computed without gradients. Memory
+does not grow with the number of draws, because `d1.scoring.score` recomputes each forward pass in the backward pass.
 
 TRL's DPOTrainer and KTOTrainer (1.16) do not fit: their loss calls the model once, on the clean text, for log-probs of
 the next token, their constructor loads the reference as a causal model, and they take means over a micro-batch.
