@@ -1,4 +1,4 @@
-"""Files of runs and models: complete or absent, one line if a disk is full or a file is damaged, a lock for one run."""
+"""Files of runs and models: written whole or not at all, locked for one run, and refused in one line if damaged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+# --- Errors of full disks ---------------------------------------------------------------------------------------------
+
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # How messages of PyTorch 2.13 begin if it cannot write a file; it drops the system's reason.
 TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writing", "basic_ios::clear", "write(): fd ")
@@ -25,8 +29,11 @@ TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writin
 
 @contextmanager
 def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterator[None]:
-    """Raise an OSError of one line if a file inside has no room: it names the `folder`, `what` is written (e.g.
-    "checkpoint-8"), the room that is left, and `advice`, which may be a function that is called only then."""
+    """Raise an OSError of one line if a file written inside has no room.
+
+    It names the `folder`, `what` is written (e.g. "checkpoint-8"), the room that is left, and `advice`, which may be a
+    function that is called only then.
+    """
     try:
         yield
     except Exception as error:  # safetensors, PyTorch and shutil have their own classes
@@ -88,8 +95,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 # --- A lock on a folder that one run at a time may write to -----------------------------------------------------------
-
-logger = logging.getLogger(__name__)
 
 WITHOUT = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
 
@@ -154,6 +159,7 @@ class FileLock:
 
 
 # --- JSON files that may be damaged -----------------------------------------------------------------------------------
+# --- A model's files, which may be damaged ----------------------------------------------------------------------------
 
 SMALL = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 OF_TOKENIZER = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
@@ -172,7 +178,7 @@ def read_object(path: Path, advice: str = AGAIN) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ValueError for a small JSON file that is damaged, and for an index of weights that is (`check_index`)."""
+    """Raise ValueError for a damaged small JSON file or index of weights (`check_index`) of a model."""
     for path in (folder / name for name in SMALL):
         if path.is_file():
             read_object(path)

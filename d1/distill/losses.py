@@ -1,7 +1,8 @@
-"""The targets and divergences of `METHODS`, at the positions of a micro-batch, n in all.
+"""The losses of distillation: logits at chosen positions, and the targets and divergences of `METHODS`.
 
-A target is read from the logits of the teacher, without gradients, a divergence from those of the student. The loss of
-an optimizer step is a mean over all of its micro-batches and processes: `totals` are the counts that it divides by.
+A target is read from the teacher's logits without gradients, a divergence from the student's. n is the number of
+positions of a micro-batch. The loss of an optimizer step is a mean over all of its micro-batches and processes:
+`totals` are the counts that it divides by.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from d1.models.attention import padding_mask
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, token_entropies, token_logps
 from d1.scoring.views import hidden_states, noised_tokens, pairs_to_score
 
-# --- Logits at chosen positions of chosen states --------------------------------------------------------------------
+# --- Logits at chosen positions of chosen states ----------------------------------------------------------------------
 
 Read = Callable[..., tuple[Tensor, ...]]
 
@@ -53,16 +54,17 @@ def read_positions(
     Args:
         read: gets logits (positions, vocabulary), fp32 or fp64, and the same positions of the columns; returns tensors
             (positions, ...).
-        columns: (positions, ...) each.
+        columns: values of each position, (positions, ...) each.
         states_at_once: of each row per forward pass, on average.
     """
     positions, canvas = seen.positions, seen.positions.shape[-1]
     padded = padding_mask(seen.visible) is not None  # even a mask that hides nothing excludes fast kernels
-    pairs = pairs_to_score(positions)
+    pairs = pairs_to_score(positions)  # (pairs, 2): row and state, in the order of `positions.nonzero()`
     passes = list(pairs.split(len(positions) * states_at_once))
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
     sizes = [int(positions[some.unbind(1)].sum()) for some in passes]
     total = int(positions.sum())
+    # Repeated passes end at `total`, too: they read the last positions again.
     ends = torch.tensor(sizes).cumsum(0).clamp(max=total).tolist()
 
     def compute(some: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
@@ -79,6 +81,7 @@ def read_positions(
     for some, size, end in zip(passes, sizes, ends, strict=True):
         found.append(run(some, *(column[end - size : end] for column in columns)))
     joined = tuple(torch.cat(parts)[:total] for parts in zip(*found, strict=True))
+    # A backward pass costs two forward passes; the pair of a batch without positions costs nothing.
     each, paid = 3 if torch.is_grad_enabled() else 1, pairs[:, 0] if total else pairs[:0, 0]
     computed = seen.visible[paid.to(seen.visible.device)]
     again = noised_tokens(model, canvas)  # a block-causal model also reads the clean text
@@ -100,7 +103,7 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
     return tuple(map(torch.cat, zip(*(run(*part) for part in parts), strict=True)))
 
 
-# --- Targets: (settings, logits, own ids) -> columns ------------------------------------------------------------------
+# --- Targets: (settings, logits, own ids) -> tensors ------------------------------------------------------------------
 
 Logged = dict[str, Tensor]  # values, whose mean is logged
 
@@ -110,11 +113,11 @@ class Compared:
     """The positions of a micro-batch.
 
     Attributes:
-        row, state: (n,) of each position.
+        row, state: (n,) the numbers of each position's row and state.
         ids: (n,) own tokens.
         weights: (n,) as in `States`.
-        picks: (n,) of each position's state, as in `States`.
-        rows: of the micro-batch.
+        picks: (n,) those of each position's state, as in `States`.
+        rows: number of rows of the micro-batch.
         target: what the target read, (n, ...) each.
     """
 
@@ -156,7 +159,7 @@ def read_certainty(settings: Any, logits: Tensor, ids: Tensor, right: Tensor) ->
 
 
 def count_certainty(seen: Compared) -> Tensor:
-    """(2, states) positions, and those where the own token is the most likely one."""
+    """(2, states): the positions of each state, and of these the ones where the own token is the most likely."""
     (right,) = seen.target
     return torch.stack([torch.bincount(seen.state, each, minlength=2) for each in (torch.ones_like(right), right)])
 
@@ -179,7 +182,7 @@ def read_discriminator(
 
 
 def count_nothing(seen: Compared) -> Tensor:
-    """Only the rows of the step count."""
+    """For divergences that divide only by the rows of the step."""
     return torch.zeros((), device=seen.ids.device)
 
 
@@ -212,9 +215,11 @@ def read_reverse_kl(
 
 
 def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
-    """d-OPSD: at the positions of a state where the teacher's largest logit is highest, as many as the sampler revealed
-    there, KL(student | teacher) among the teacher's most likely tokens, each term clipped from above; the mean over a
-    row's states, and over all rows of the step, also those that are not trained on."""
+    """d-OPSD: KL(student | teacher) among the teacher's most likely tokens, each term clipped from above.
+
+    In each state count the positions with the teacher's highest largest logits, in the number that the sampler revealed
+    there. The loss is the mean over a row's states, and over all rows of the step, also those that are not trained on.
+    """
     (terms,), (largest, _, _) = read, seen.target
     order = largest.argsort(descending=True, stable=True)
     group = seen.row * (int(seen.state.max()) + 1 if len(seen.state) else 1) + seen.state
@@ -230,10 +235,10 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
 
 @dataclass(frozen=True)
 class Divergence:
-    """An entry of the table.
+    """An entry of `DIVERGENCES`.
 
     Attributes:
-        read: (settings, logits, own ids, *target's columns) -> what the loss needs of each position, differentiable.
+        read: (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients.
         totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
         loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the step's
             loss, and what is logged.

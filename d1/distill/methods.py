@@ -1,7 +1,7 @@
-"""The distillation methods: in which states, towards which target, by which divergence. Needs no torch.
+"""The distillation methods: the states, the target, the divergence and the values of each. Needs no torch.
 
 A trace is a completion with the step in which the sampler revealed each token. All methods train on traces of the model
-itself: of the model before the training, or of the model that is being trained.
+itself, sampled before the training or during it.
 """
 
 from __future__ import annotations

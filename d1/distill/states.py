@@ -1,6 +1,6 @@
 """The states of a trace in which a student is compared with its target: the entries of `STATES`.
 
-A new one is a function of `Traces`, one generator per row and the settings, and a line of the table. It draws from a
+A new one is a function of `Traces`, one generator per row and the settings, and an entry of the table. It draws from a
 row's own generator, so that a row's states depend neither on its batch nor on the number of processes.
 """
 
@@ -97,7 +97,7 @@ def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part:
         block = int(torch.randint(last + 1, (), generator=generator))
         half = draw_mask(blocks == block, noise_level(torch.tensor(0.5)), generator)
         found.append(torch.stack([half, (blocks == block) & ~half]))
-    inside = torch.stack(found)
+    inside = torch.stack(found)  # (rows, 2, canvas)
     # (rows, 1): the number of the drawn block; later blocks and the tail stay hidden.
     chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
     positions = inside & scored.unsqueeze(1)
@@ -115,7 +115,7 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
     ranks = ranks_in_blocks(traces.blocks, traces.steps, scored)
     sizes = torch.zeros_like(traces.blocks).scatter_add(1, traces.blocks, scored.long()).gather(1, traces.blocks)
     hidden = scored & (ranks < (sizes * share).long())
-    # The loss is the mean over levels of means over tokens; -1: a token of no level.
+    # (rows, canvas); -1: a token of no level.
     levels = torch.where(hidden, ranks // settings.path_tokens, -1)
     last, weights = levels.amax(-1, keepdim=True), torch.zeros(levels.shape)
     for level in range(int(last.max()) + 1):
@@ -129,21 +129,24 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
 def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
     """(rows, canvas) the rank of a position, from 0, among those of its block, by the step that revealed it.
 
-    In a step, from left to right; positions that no step revealed come last, and those that are not `among` after them.
+    Positions of one step go from left to right. Those that no step revealed come last; those not `among`, after them.
     """
     canvas = blocks.shape[1]
     late = torch.where(steps < 0, steps.amax() + 1, steps) + (steps.amax() + 2) * ~among
     order = late * canvas + torch.arange(canvas)
+    # (rows, earlier position, later position); the sum over the earlier ones is the later one's rank.
     before = (blocks.unsqueeze(2) == blocks.unsqueeze(1)) & (order.unsqueeze(1) < order.unsqueeze(2))
     return before.sum(-1)
 
 
 def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
-    """d-OPSD: the sampler's own states, divided evenly among the `num_iterations` parts of a trace. In each state, as
-    many positions of the current block count as the sampler revealed. The teacher also sees a share of later blocks."""
+    """d-OPSD: the sampler's own states, divided evenly among the `num_iterations` parts of a trace. `positions`
+    are all hidden ones of the current block, `picks` the number that the sampler revealed next. The teacher also sees a
+    share of the later blocks."""
     taken = traces.steps.amax(-1) + 1
     # This part's steps of each row: from `first` to before `end`.
     first, end = taken * part // settings.num_iterations, taken * (part + 1) // settings.num_iterations
+    # (rows, states), then (rows, states, canvas); rows with fewer steps get states without positions.
     number = first.unsqueeze(1) + torch.arange(max(1, int((end - first).max())))
     real = (number < end.unsqueeze(1)).unsqueeze(-1)
     shown, at = traces.steps.unsqueeze(1), number.unsqueeze(-1)

@@ -31,6 +31,8 @@ TRACES = 6  # the second part of the key of the traces' random numbers
 
 @dataclass(frozen=True)
 class Prompts:
+    """The prompts of a run, as tokens, and what judges their completions."""
+
     ids: list[list[int]]
     judge: Judge | None  # None: the data cannot judge completions
     rows: str  # the fingerprint of the ids and of the rows that they come from
@@ -79,7 +81,7 @@ def load_prompts(
 
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
-    """The ids of a row's prompt, and what is wrong with it."""
+    """The ids of a row's prompt and an empty text, or no ids and what is wrong with the row."""
     try:
         ids = encode_prompt(tokenizer, render_prompt(tokenizer, as_messages(row, "prompt", "user")))
         if len(ids) > longest:
@@ -126,6 +128,7 @@ class TraceSampler:
         training = model.training
         model.eval()
         end, prompts, compute = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers], 0
+        # (2, rows, canvas): the ids, and the step that revealed each.
         canvas = torch.zeros(2, len(numbers), self.settings.gen_length, dtype=torch.long)
         right, tries = torch.zeros(len(numbers)).bool(), torch.zeros(len(numbers), dtype=torch.long)
         for attempt in range(self.tries):
@@ -151,7 +154,7 @@ class TraceSampler:
         return Traces(canvas[0], canvas[1], blocks, right, end), tries, compute
 
     def are_right(self, completions: Tensor, numbers: Sequence[int]) -> Tensor:
-        """(rows,) bool."""
+        """(rows,) bool: whether the judge calls each completion right; True without a judge."""
         if self.judge is None:
             return torch.ones(len(completions)).bool()
         kept = eos_cut(completions, [self.tokenizer.eos_token_id], including=False)

@@ -1,9 +1,9 @@
 """Distillation from traces, on Transformers' Trainer.
 
-Before an optimizer step, all of its micro-batches are prepared: traces (sampled now, if the method is on-policy), their
-states and the teacher's target in them, without gradients; and the counts that the loss divides by, over all
-micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number of
-processes changes a step.
+Before an optimizer step, all of its micro-batches are prepared without gradients: the traces (sampled now, if the
+method is on-policy), their states, and the teacher's target there. The counts that the loss divides by are summed over
+all micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number
+of processes changes a step.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from d1.distill.traces import TRACES, TraceSampler, padded
 from d1.masking import keyed_generator
 from d1.models.head import run_inside
 from d1.runs.checkpoints import reading
-from d1.runs.data import IGNORED, GlobalBatchSampler, Slot
+from d1.runs.data import IGNORED, BatchRow, GlobalBatchSampler
 from d1.runs.trainer import SummingTrainer, own_part
 
 STATE_DRAWS = 7  # the second part of the key of the states' random numbers
 
 
 def trained_parts(model: Any) -> dict[str, Tensor]:
-    """The trained weights, by name; of split ones this process's part."""
+    """The trained weights, by name; of split weights, this process's part."""
     return {name: own_part(weight).detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 class Reference:
     """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step.
 
-    For a pass, they replace those of the model: no second model is needed.
+    Passes of the reference exchange them with the model's, so no second model is needed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,6 +61,7 @@ class Reference:
 
     @torch.no_grad()
     def exchange(self) -> None:
+        """Swap the copied weights and the model's."""
         for name, part in trained_parts(self.model).items():
             own = part.clone()
             part.copy_(self.weights[name])
@@ -74,16 +75,16 @@ class Reference:
         return folder / (f"reference_rank{process}.safetensors" if self.is_split() else "reference.safetensors")
 
     def is_split(self) -> bool:
-        """Whether each process holds only a part."""
+        """Whether each process holds only a part of the weights."""
         return any(own_part(weight) is not weight for weight in self.model.parameters())
 
     def save(self, folder: Path, process: int) -> None:
-        """To be called on every process."""
+        """Write the copy into a checkpoint. Every process must call this."""
         if process == 0 or self.is_split():
             save_file({name: part.contiguous() for name, part in self.weights.items()}, self.file(folder, process))
 
     def load(self, folder: Path, process: int) -> None:
-        """Raises ValueError if the file is missing, or of another number of processes."""
+        """Read the copy. ValueError if the file is missing, damaged, or from another number of processes."""
         path = self.file(folder, process)
         with reading(path):
             found = load_file(path)
@@ -92,21 +93,21 @@ class Reference:
 
 
 class RepeatedBatches(GlobalBatchSampler):
-    """Each global batch several times: all optimizer steps of a rollout. The last batch is filled with empty slots."""
+    """Each global batch several times: all optimizer steps of a rollout. Empty rows fill the last batch."""
 
     times: int = 1
 
     def __len__(self) -> int:
         return super().__len__() * self.times
 
-    def __iter__(self) -> Iterator[Slot]:
-        slots = list(super().__iter__())
-        for first in range(0, len(slots), self.batch_size):
-            yield from slots[first : first + self.batch_size] * self.times
+    def __iter__(self) -> Iterator[BatchRow]:
+        rows = list(super().__iter__())
+        for first in range(0, len(rows), self.batch_size):
+            yield from rows[first : first + self.batch_size] * self.times
 
 
 class TraceDataset(torch.utils.data.Dataset):
-    """An item is a `Slot`: the trainer looks its prompt and trace up."""
+    """A row is its `BatchRow` and label: the trainer looks up its prompt and trace."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -114,13 +115,13 @@ class TraceDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, slot: Slot) -> dict[str, Any]:
-        return {"slot": slot, "label": IGNORED if slot.row < 0 else 1}
+    def __getitem__(self, chosen: BatchRow) -> dict[str, Any]:
+        return {"batch_row": chosen, "label": IGNORED if chosen.row < 0 else 1}
 
 
-def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The `slots`, and `labels` (rows,), which Trainer counts."""
-    return {"slots": [item["slot"] for item in items], "labels": torch.tensor([item["label"] for item in items])}
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The `batch_rows`, and `labels` (rows,), which Trainer counts."""
+    return {"batch_rows": [row["batch_row"] for row in rows], "labels": torch.tensor([row["label"] for row in rows])}
 
 
 class DistillTrainer(SummingTrainer, Trainer):
@@ -182,12 +183,13 @@ class DistillTrainer(SummingTrainer, Trainer):
 
     def prepared(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
         """A micro-batch with its states and the teacher's target."""
-        slots, labels = batch["slots"], batch["labels"]
-        rows = [self.rows[max(slot.row, 0)] for slot in slots]
+        chosen, labels = batch["batch_rows"], batch["labels"]
+        rows = [self.rows[max(one.row, 0)] for one in chosen]
         part = self.state.global_step % self.cycle
-        keys = [(self.settings.seed, STATE_DRAWS, slot.epoch, row, part) for slot, row in zip(slots, rows, strict=True)]
-        traces = self.traces_of(slots, rows, number)
+        keys = [(self.settings.seed, STATE_DRAWS, one.epoch, row, part) for one, row in zip(chosen, rows, strict=True)]
+        traces = self.traces_of(chosen, rows, number)
         states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings, part)
+        # (rows, 1, 1), to multiply (rows, states, canvas)
         trained = (traces.right & (labels.cpu() != IGNORED)).view(-1, 1, 1)
         seen, compared = self.seen(states, states.positions & trained, rows)
         with torch.no_grad(), self.teacher() as model:
@@ -196,10 +198,10 @@ class DistillTrainer(SummingTrainer, Trainer):
             target = self.read(model, shown, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
         return {"labels": labels, "seen": seen, "compared": replace(compared, target=target), "rows": rows}
 
-    def traces_of(self, slots: list[Slot], rows: list[int], number: int) -> Traces:
-        """Of a micro-batch: those sampled before the training, or now, at the first step of a cycle."""
+    def traces_of(self, chosen: list[BatchRow], rows: list[int], number: int) -> Traces:
+        """The traces of a micro-batch: sampled before the training, or now, at the first step of a cycle."""
         if self.traces is not None:
-            return self.traces.at(torch.tensor([max(slot.row, 0) for slot in slots]))
+            return self.traces.at(torch.tensor([max(one.row, 0) for one in chosen]))
         if number == len(self.rollouts):
             step = self.state.global_step // self.cycle
             keys = [(self.settings.seed, TRACES, step, row) for row in rows]
@@ -216,7 +218,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         prompts, visible = padded([self.sampler.prompts.ids[row] for row in rows], self.sampler.tokenizer.pad_token_id)
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
-        row, state, at = positions.nonzero().unbind(1)
+        row, state, at = positions.nonzero().unbind(1)  # (n,) each
         columns = {"row": row, "state": state, "ids": states.ids[row, at], "picks": states.picks[row, state]}
         columns |= {"weights": states.weights[row, state, at]}
         there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
@@ -261,7 +263,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         return [{"prompt": row, "text": text} for row, text in zip(inputs["rows"], texts, strict=True)]
 
     def add_means(self, values: dict[str, Tensor]) -> None:
-        """Add values, whose mean is logged next."""
+        """Add values to the means of the next log."""
         for name, each in values.items():
             self.add(name, each)
             self.add(f"n/{name}", torch.tensor(each.numel()))

@@ -173,7 +173,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     return identity
 
 
-# --- Journal ----------------------------------------------------------------------------------------------------------
+# --- The journal, from which a killed run continues -------------------------------------------------------------------
 
 
 class Journal:
@@ -190,7 +190,7 @@ class Journal:
         self.lines: io.FileIO | None = None  # this process's journal
 
     def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
-        """Prepares the folder for `identity` (rank 0 only); returns False if the results are already complete.
+        """Prepare the folder for `identity` (rank 0 only); False if the results are already complete.
 
         Raises:
             ValueError: there are results of another run, or another process writes this setup; nothing was changed.
@@ -226,7 +226,7 @@ class Journal:
             ) from None
 
     def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
-        """Raises ValueError if the results are of another run than `identity`; the message names the differences."""
+        """Refuse (ValueError) results of another run than `identity`; the message names the differences."""
         # Versions up to 0.3.0 also had a hash of parts of the "weights", which `contents of model_path` includes.
         changed = [
             f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
@@ -256,7 +256,7 @@ class Journal:
         return done
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Appends one completion, with the fields of `ENTRY`, to this process's journal in a single write."""
+        """Append one completion, with the fields of `ENTRY`, to this process's journal in a single write."""
         line = json.dumps(entry).encode() + b"\n"
         try:
             if self.lock.file is None:
@@ -272,7 +272,7 @@ class Journal:
             raise self.stopped(error) from error
 
     def finish(self, results: dict[str, Any], record: dict[str, Any]) -> None:
-        """Writes the results and the record, and removes the journal (rank 0, when everything is done)."""
+        """Write the results and the record, and remove the journal (rank 0, when everything is done)."""
         try:
             write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
             write_atomically(self.record, json.dumps(record, indent=1, default=str))
@@ -289,7 +289,7 @@ class Journal:
         )
 
 
-# --- Processes --------------------------------------------------------------------------------------------------------
+# --- Processes and their shared queue ---------------------------------------------------------------------------------
 
 
 def join_processes() -> tuple[int, int]:
@@ -311,13 +311,13 @@ def leave_processes() -> None:
     STORE.clear()
 
 
-def queue_of(items: Sequence[T], name: str) -> Iterator[T]:
-    """`items` in their order, each given to one process only: the next that asks. Use each name once per launch."""
+def queue_of(parts: Sequence[T], name: str) -> Iterator[T]:
+    """`parts` in their order, each given to one process only: the next that asks. Use each name once per launch."""
     if not STORE:
-        yield from items
+        yield from parts
         return
-    while (number := STORE[0].add(f"{name} taken", 1) - 1) < len(items):
-        yield items[number]
+    while (number := STORE[0].add(f"{name} taken", 1) - 1) < len(parts):
+        yield parts[number]
 
 
 def wait_for_all() -> None:
@@ -342,7 +342,7 @@ def load_model_for(args: argparse.Namespace) -> Any:
 def complete(
     args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:
-    """Generates the completions that the journal lacks and appends each when it ends; returns when all processes are
+    """Generate the completions that the journal lacks and append each when it ends; return when all processes are
     done."""
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
     every = sorted(prompts, key=lambda prompt: -len(prompt.ids))

@@ -7,7 +7,7 @@ A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and hold
   and with a sampler that edits `edits` (tokens that replaced others) and `first_text` (the text without the edits);
 - per file `task`, `expected_problems` and `prompt_protocol`.
 
-Errors in a file or an item are recorded, and the rest is read.
+An error in a file or an item is noted in its setup, and the rest is read.
 """
 
 from __future__ import annotations

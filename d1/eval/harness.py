@@ -7,7 +7,7 @@ system prompt, --limit, --include_path, --output_path, --log_samples, --gen_kwar
 
 The task sets the temperature and the stop strings (change them with `--gen_kwargs temperature=0.9,do_sample=True`), and
 the length of a completion, unless --gen_length is given. With `--use_cache PATH`, a killed run that is started again
-does not recompute finished requests. The harness's cache does not record the model: `PATH_identity.json` does, and
+does not recompute finished requests. The harness's cache does not name the model, but `PATH_identity.json` does:
 another model or other settings need another PATH.
 """
 
@@ -75,7 +75,7 @@ def llada_views(length: int, draws: int, generator: Generator) -> Views:
     even = rotation(1, draws, torch.rand((), generator=generator, dtype=torch.float64))
     ranks = torch.rand(1, draws, length, generator=generator).argsort(dim=-1, stable=True).argsort(-1)
     counts = 1 + (even * length).long()
-    drawn = (ranks < counts.unsqueeze(-1))[0]
+    drawn = (ranks < counts.unsqueeze(-1))[0]  # (draws, length)
     # Equal masks become one view with the sum of their weights.
     hidden, same = drawn.unique(dim=0, return_inverse=True)
     weights = torch.zeros(hidden.shape).index_add(0, same, drawn * (length / (draws * counts)).float().T)
@@ -108,7 +108,7 @@ def batches(
 
 
 def check_likelihood(config: Any) -> None:
-    """Raises ValueError if the bound does not hold for this model."""
+    """Refuse (ValueError) a model for which the bound does not hold."""
     if size := block_size(config):
         raise ValueError(
             f"this {config.model_type} fills blocks of {size} tokens from left to right, but the bound is for models "
@@ -166,7 +166,7 @@ def log_likelihoods(
 def check_finite(
     model: Any, pairs: Sequence[Pair], numbers: Sequence[int], finite: Iterable[bool], mask_token_id: int
 ) -> None:
-    """Raises NotFiniteError, which names the layer, for the first pair of a batch that is not `finite`."""
+    """Raise NotFiniteError, which names the layer, for the first pair of a batch that is not `finite`."""
     for number, is_finite in zip(numbers, finite, strict=True):
         if not is_finite:
             prompt, answer = pairs[number]
@@ -208,7 +208,7 @@ OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_pen
 
 
 class PassingParser(OneLineParser):
-    """Keeps unknown flags, as `harness`."""
+    """A parser that keeps unknown flags, as `harness`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         known, rest = self.parse_known_args(args, namespace)
@@ -217,9 +217,7 @@ class PassingParser(OneLineParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = PassingParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = PassingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
     add_model_flags(model, checkpoint_path={"default": ""})
     model.add_argument("--batch_size", type=COUNT, default=32, help="sequences per forward pass of each process")
@@ -236,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Registers the model "d1" and runs lm_eval's own command."""
+    """Register the model "d1" and run lm_eval's own command."""
     own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     length = args.gen_length or 1024  # the task's own length is not known yet
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
@@ -254,8 +252,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
-    """Raises ValueError if the answers in the harness's `--use_cache` are of another model or other settings, which a
-    file next to them records."""
+    """Refuse (ValueError) a `--use_cache` with answers of another model or other settings, which a file next to it
+    names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_cache", "-c")
     prefix = parser.parse_known_args(list(harness))[0].use_cache
@@ -271,13 +269,12 @@ def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(known, indent=1))
 
 
-# --- The model --------------------------------------------------------------------------------------------------------
+# --- The model that the harness calls ---------------------------------------------------------------------------------
 
 
 @lru_cache
 def register() -> type:
-    """Registers the model with the harness as "d1", for `lm_eval.simple_evaluate(model="d1", ...)`; returns its
-    class."""
+    """Register the model with the harness as "d1", for `lm_eval.simple_evaluate(model="d1", ...)`; return its class."""
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.api.registry import register_model

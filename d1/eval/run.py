@@ -88,13 +88,13 @@ def make_parser(prog: str | None = None) -> OneLineParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Runs the evaluation and prints its table."""
+    """Run the evaluation and print its table."""
     if rows := run(args):
         sys.stdout.write(as_table(rows))
 
 
 def evaluate(model_path: str | Path, dataset: str | Path, **settings: Any) -> list[Row]:
-    """Evaluates a model on the problems of a task; writes generation files into `output_dir`.
+    """Evaluate a model on the problems of a task; write generation files into `output_dir`.
 
     If a call was interrupted, the next one continues where it stopped. Prints nothing to stdout.
 
@@ -138,7 +138,7 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Evaluates length by length, on the problems that this process takes from the queue. Rank 0 writes the files and
+    """Evaluate length by length, on the problems that this process takes from the queue. Rank 0 writes the files and
     returns their results; the others return an empty list."""
     check_output_dir(args.output_dir)
 
@@ -213,7 +213,7 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuses arguments that contradict each other."""
+    """Refuse (ValueError, FileNotFoundError) arguments that contradict each other."""
     for flag in ("add_reasoning", "dont_use_box"):
         if getattr(args, flag) and args.prompt_protocol != "d1":
             raise ValueError(
@@ -228,7 +228,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs an evaluation as the command `prog` with `arguments` (default: those of the command line), then exits."""
+    """Run an evaluation as the command `prog` with `arguments` (default: those of the command line), then exit."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))

@@ -151,7 +151,7 @@ def strict_detail(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str,
 
 
 def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], problems: list[str]) -> None:
-    """Fills in a row's numbers from its scored completions; `problems` says which problem each one answers."""
+    """Fill in a row's numbers from its scored completions; `problems` says which problem each one answers."""
     row.n = len(details)
     if row.scoring == "published":
         share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
@@ -274,7 +274,7 @@ def score_gsm8k(text: str, question: str, truth: Any) -> Score:
 
 
 def braced_arguments(text: str) -> str:
-    r"""Adds braces to arguments of one character: `\frac12` -> `\frac{1}{2}` and `\sqrt3` -> `\sqrt{3}`."""
+    r"""Add braces to arguments of one character: `\frac12` -> `\frac{1}{2}` and `\sqrt3` -> `\sqrt{3}`."""
     head, *pieces = text.split("\\sqrt")
     if "" in pieces:
         raise ValueError("nothing under the root")
@@ -293,7 +293,7 @@ def braced_arguments(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Normalises a LaTeX answer like Hendrycks et al. (MATH, arXiv 2103.03874), who compare these; or ValueError."""
+    """Normalise a LaTeX answer like Hendrycks et al. (MATH, arXiv 2103.03874), who compare these; or ValueError."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for noise in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
@@ -396,7 +396,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the table; returns the exit code, 1 if a setup is incomplete or has errors."""
+    """Print the table; return the exit code, 1 if a setup is incomplete or has errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
         raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout")
     own_tasks = user_tasks(*args.task_file)
@@ -468,5 +468,5 @@ def as_table(rows: list[Row]) -> str:
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command `prog` with `arguments` (default: those of the command line), then exits."""
+    """Run the command `prog` with `arguments` (default: those of the command line), then exit."""
     run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))

@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> None:
-    """Runs the selection; `flags` are forwarded to eval.py."""
+    """Run the selection; `flags` are forwarded to eval.py."""
     run = Path(args.run_dir)
     names = [path.name for path in sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))]
     if not names:
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
             f"{chosen} is a choice from {', '.join(selection['validation'])} with {selection['settings']}, not from "
             f"{', '.join(names)} with {settings}, and the test set was used. Move {chosen.parent} away to choose again"
         )
-    known = selection.get("contents", contents)  # older versions recorded none
+    known = selection.get("contents", contents)  # older versions noted none
     if other := [name for name in known | contents if known.get(name) != contents.get(name)]:
         raise ValueError(
             f"{chosen} is a choice from other contents of {', '.join(other)}. Move {chosen.parent} away to choose again"
@@ -87,7 +87,7 @@ def settings_of(args: argparse.Namespace, run: Path) -> dict[str, str]:
 
 
 def evaluate(checkpoint: Path, split: str, data_file: str | None, common: list[str], settings: dict[str, str]) -> Row:
-    """Runs eval.py on one checkpoint, with one process per GPU, and returns its strict result."""
+    """Run eval.py on one checkpoint, with one process per GPU; return its strict result."""
     import torch  # takes seconds and is not needed by --help
 
     output_dir = checkpoint.parent / "eval" / split

@@ -9,7 +9,7 @@ from d1.preference.methods import METHODS
 from d1.ranges import COUNT, POSITIVE
 from d1.runs.cli import MethodSettings, OptionalCount, setting
 
-BOUNDS = ("counts", "espo", "elbo")  # the unbiased estimators of the any-order bound, of d1/scoring/elbo.py
+BOUNDS = ("counts", "espo", "elbo")  # the unbiased estimators of the any-order bound, in d1/scoring/elbo.py
 SPREADS = ("even", "independent")
 
 

@@ -21,7 +21,7 @@ from trl import extract_prompt
 from d1.masking import keyed_generator
 from d1.models.tokenizer import as_messages, prompt_and_answer, tokenize, whole_turns
 from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import Slot, problem_of, tokenised, usable_rows
+from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 
@@ -145,7 +145,7 @@ def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -
 
 
 class PreferenceDataset(torch.utils.data.Dataset):
-    """`token_rows`, by the `Slot` of `d1.runs.data`: an item also has the `key` of its views' generators."""
+    """`token_rows`, by `BatchRow`: an item is a pair or a completion, with the `key` of its views' generators."""
 
     def __init__(self, rows: Dataset, seed: int = 42) -> None:
         self.rows, self.seed = rows, seed
@@ -153,10 +153,10 @@ class PreferenceDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, slot: Slot) -> dict[str, Any]:
-        row = self.rows[max(slot.row, 0)]
-        empty = {"label": IGNORED} if slot.row < 0 else {}
-        return row | empty | {"key": (self.seed, VIEWS, slot.epoch, max(slot.row, 0))}
+    def __getitem__(self, index: BatchRow) -> dict[str, Any]:
+        row = self.rows[max(index.row, 0)]
+        empty = {"label": IGNORED} if index.row < 0 else {}
+        return row | empty | {"key": (self.seed, VIEWS, index.epoch, max(index.row, 0))}
 
 
 class PreferenceCollator:
@@ -167,7 +167,7 @@ class PreferenceCollator:
 
     Returns:
         `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `canvas_ids` (rows, canvas); `noise` and
-        `weights` of `d1.scoring.Views`; and `labels` (items,), 1 or -1, or -100 for an empty slot.
+        `weights` of `d1.scoring.Views`; and `labels` (items,), 1 or -1, or -100 for an empty row.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class PreferenceCollator:
             maskable=visible.bool(),
             canvas_ids=completion,
             scored=(torch.arange(canvas) < len(ids))[None],
-            reveal_steps=torch.full((1, canvas), -1),  # and so the rollout's estimators are of no use here
+            reveal_steps=torch.full((1, canvas), -1),  # unknown, so estimators that replay a rollout cannot be used
             logps=nothing,
             entropies=nothing,
             blocks=blocks_of(visible, canvas, self.block_size),

@@ -1,7 +1,7 @@
-"""The preference methods: which loss, of what ratio, with which values. Needs no torch.
+"""The preference methods: the loss, the ratio and the values of each. Needs no torch.
 
-The ratio of a completion is the bound of its log-probability under the policy, less that under the reference, both in
-the same views.
+The ratio of a completion is the bound of its log-probability under the policy, less its bound under the reference, both
+in the same views.
 """
 
 from __future__ import annotations

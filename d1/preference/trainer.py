@@ -1,10 +1,9 @@
 """DPO and KTO on bounds of log-probabilities, on Transformers' Trainer.
 
 Policy and reference are scored in the same views, so that most of the noise of the two bounds cancels in their ratio.
-The loss of an optimizer step is the mean over all its pairs or completions, of all micro-batches and processes, and so
-is the mean that KTO subtracts: first all ratios of the step are computed without gradients, then each micro-batch's
-gradient. Memory does not grow with the number of draws, because `d1.scoring.score` computes each forward pass again
-in the backward pass.
+The loss of an optimizer step is the mean over all its pairs or completions, of all micro-batches and processes. KTO
+subtracts the mean ratio of the same completions, so all ratios of the step are first computed without gradients. Memory
+does not grow with the number of draws, because `d1.scoring.score` recomputes each forward pass in the backward pass.
 
 TRL's DPOTrainer and KTOTrainer (1.16) do not fit: their loss calls the model once, on the clean text, for log-probs of
 the next token, their constructor loads the reference as a causal model, and they take means over a micro-batch.
@@ -101,7 +100,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         return scores.logps.sum(-1)
 
     def ratios(self, bounds: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """(rows,) of bounds under the policy."""
+        """(rows,) the policy's `bounds` less the reference's, per token of the canvas if the method says so."""
         ratios = bounds - batch["reference"]
         return ratios / batch["canvas_ids"].shape[1] if self.method.per_canvas_token else ratios
 
@@ -134,7 +133,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         ratios, real = self.ratios(bounds, inputs), inputs["labels"] != IGNORED
         losses = LOSSES[self.method.loss](ratios - inputs["centre"], labels, self.beta)
         items = real.sum() if num_items_in_batch is None else num_items_in_batch
-        # An empty slot still has a path to the weights.
+        # An empty row has a loss of 0, but a path to the weights: DDP needs every gradient.
         loss = losses.where(real, 0.0).sum() / items * self.accelerator.num_processes
         self.require_finite(loss.detach(), lambda: self.rows_to_blame(inputs, bounds.detach()))
         self.count(inputs, bounds.detach(), ratios.detach(), real)
@@ -148,7 +147,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         return [row for row in rows if not math.isfinite(row["bound"] - row["reference"])] or rows
 
     def count(self, batch: dict[str, Tensor], bounds: Tensor, ratios: Tensor, real: Tensor) -> None:
-        """Add a micro-batch to `sums`: by sides, and how often the desired side won."""
+        """Add a micro-batch to `sums`: each side's rewards and bounds, and how often the preferred side won."""
         signs = batch["labels"]
         self.add("items", real)
         if self.method.paired:

@@ -56,6 +56,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
             yield staging / name
         finally:
             args.output_dir, args.save_total_limit = str(final), limit
+        # The Trainer has noted the best checkpoint's path under `staging`.
         best = final / f"checkpoint-{state.best_global_step}"
         if state.best_global_step and (best.exists() or best.name == name):
             state.best_model_checkpoint = str(best)
@@ -77,8 +78,8 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
 def rotate(saved: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all).
 
-    Older means an earlier step, because clocks may step back. Later steps than that of `saved`, from before a resume of
-    an earlier checkpoint, are the oldest of all. `saved` and the `best` one stay, also beyond the limit.
+    Older means an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed
+    from an earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit.
     """
     newest = step_of(saved)
     found = [path for path in saved.parent.glob("checkpoint-*") if step_of(path) >= 0 and path.is_dir()]
@@ -90,7 +91,7 @@ def rotate(saved: Path, limit: int | None, best: str | None) -> None:
 
 
 def way_on(output_dir: Path) -> str:
-    """What to do when a run has no room, with the name of the last complete checkpoint."""
+    """The advice for a run whose disk is full; it names the last complete checkpoint."""
     last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
     if last is None:
         return "no checkpoint is complete yet: make room and start the same command again"
@@ -165,8 +166,9 @@ def check_weights_file(checkpoint: Path) -> None:
 def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
     """Refuse (ValueError) a checkpoint without the optimizer or the scheduler as this launch saves them.
 
-    The Trainer (5.23) would start with a fresh one, and say nothing. FSDP keeps the optimizer in `optimizer.bin` or, in
-    parts, in `optimizer_0`; DeepSpeed in the folder that `latest` names, the scheduler too if its config has one.
+    Without them, the Trainer (5.23) would silently start with fresh ones. FSDP keeps the optimizer in `optimizer.bin`
+    or, in parts, in `optimizer_0`. DeepSpeed keeps it in the folder that `latest` names, with the scheduler if its
+    config has one.
     """
     deepspeed = args.deepspeed_plugin
     files = [("latest",) if deepspeed else ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")]
@@ -180,7 +182,7 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
 
 
 def write_sums(folder: Path, args: TrainingArguments) -> None:
-    """Write the checksums of all files of a checkpoint. Every process must call it; they share the files."""
+    """Write the checksums of all files of a checkpoint. Every process must call it, and hashes a part of the files."""
     found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = broadcast_object_list([found])[0]  # one list: other machines may see new files late
     mine = {name: sum_of(folder / name) for name in names[args.process_index :: args.world_size]}
@@ -196,7 +198,7 @@ def sum_of(file: Path) -> list[int | str]:
 
 
 def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
-    """Refuse (ValueError) a checkpoint of which a file is missing or not as it was saved. Nothing is unpickled.
+    """Refuse (ValueError) a checkpoint with a file that is missing or differs from the saved one. Unpickles nothing.
 
     Args:
         process, processes: this process compares every `processes`-th file, from number `process` on.

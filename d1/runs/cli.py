@@ -47,13 +47,13 @@ class RunError(RuntimeError):
     """Ends a run with a message that needs no traceback: the user has to fix something, such as a reward function."""
 
 
-# What this library and those it uses raise for wrong settings, files and machines. FloatingPointError: a loss is not
+# What this library and its dependencies raise for wrong settings, files and machines. FloatingPointError: a loss is not
 # finite. ImportError: a setting needs an optional package.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 
 def silence() -> None:
-    """Silence the warnings in the tables, without importing the libraries that raise them."""
+    """Silence the `WARNINGS` and `MESSAGES`, without importing the libraries that raise them."""
 
     def says_more(text: str, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(text)
@@ -74,7 +74,7 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def show_defaults(parser: argparse.ArgumentParser) -> None:
-    """Add to each flag's help its default, unless the help states it, it is None or empty, or the flag is a switch."""
+    """Add each flag's default to its help, unless the help states it, it is None or empty, or the flag is a switch."""
     for action in parser._actions:
         value = " ".join(map(str, action.default)) if isinstance(action.default, list | tuple) else action.default
         silent = action.required or action.nargs == 0 or value in (None, "", argparse.SUPPRESS)
@@ -307,7 +307,9 @@ class ConfigParser(OneLineParser):
 
 @dataclass
 class TrainingSettings:
-    """Flags of these stages; each adds its own. Defaults are d1's (arXiv 2504.12216, appendix).
+    """Flags of SFT, preference training and distillation; each adds its own.
+
+    Defaults are d1's (arXiv 2504.12216, appendix).
 
     Raises:
         ValueError: a setting is out of range, or contradicts another.
@@ -384,7 +386,7 @@ class MethodSettings(TrainingSettings):
 
 @dataclass(frozen=True)
 class Program:
-    """The command of such a stage.
+    """The command of a stage with `TrainingSettings`.
 
     Attributes:
         config: its class of settings.

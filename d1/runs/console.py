@@ -130,8 +130,8 @@ class RunConsole(TrainerCallback):
 def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` on if there is one, with a `RunConsole` instead of Transformers' own output.
 
-    A callback that ends the run before `max_steps` has its own `last_step`, which is used. If training raises, the bar
-    is closed first, so that the message comes after it.
+    A callback that ends the run before `max_steps` has its own `last_step`, which replaces the console's. If training
+    raises, the bar is closed first, so that the message comes after it.
     """
     console = RunConsole()
     for callback in (ProgressCallback, PrinterCallback):

@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
-LISTED = 5  # bad rows named in full
+LISTED = 5  # bad rows that a message names
 
 
 def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
     Args:
-        known: other names that the caller takes, for the message.
+        known: other names that the caller accepts; the message suggests the closest.
 
     Raises:
         FileNotFoundError: there is no such file or folder, and the hub gives no such data set.
@@ -69,7 +69,7 @@ def tokenised(
     features: Features,
     num_proc: int | None,
 ) -> Dataset:
-    """The rows as `tokenize_row(row, **options)`, of the module `source`, gives them: with the columns `features`."""
+    """What `tokenize_row(row, **options)`, of the module `source`, returns for each row: the columns `features`."""
     processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
     # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again.
     sources = [inspect.getsource(module) for module in (source, conversation)]
@@ -85,7 +85,7 @@ def tokenised(
 
 
 def problem_of(error: Exception) -> str:
-    """What is wrong with a row for which this was raised."""
+    """The line that says what is wrong with a row that raised this error."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{'there is no ' if isinstance(error, KeyError) else kind}{error}"
 
@@ -111,29 +111,29 @@ def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -
     return usable
 
 
-# --- The order of rows ------------------------------------------------------------------------------------------------
+# --- The order of rows, and their optimizer steps ---------------------------------------------------------------------
 
 IGNORED = -100  # the label of what is not trained on, which Trainer does not count
 ORDER = 2  # the second part of the key of the rows' order; another value would change it
 
 
-class Slot(NamedTuple):
+class BatchRow(NamedTuple):
     """One row of a global batch, which is all rows of an optimizer step."""
 
-    row: int  # -1: an empty slot, which fills up the last batch of an epoch
+    row: int  # its index in the data; -1: an empty row, which fills up the last batch of an epoch
     epoch: int = 0
     t: float | None = None  # the diffusion time; None: drawn from U(0, 1)
     length: int = 0  # the row is filled with EOS up to this number of tokens
 
 
 @dataclass(eq=False)
-class GlobalBatchSampler(Sampler[Slot]):
-    """The slots of an epoch, one global batch after another. Batches do not depend on the number of processes.
+class GlobalBatchSampler(Sampler[BatchRow]):
+    """The rows of an epoch, one global batch after another. Batches do not depend on the number of processes.
 
     Args:
         lengths: tokens of each row.
         batch_size: rows per optimizer step: rows per device x accumulation x processes.
-        multiple: rows per device x processes. Empty slots fill the epoch up to a multiple of it, so that no row is used
+        multiple: rows per device x processes. Empty rows fill the epoch up to a multiple of it, so that no row is used
             twice.
         epoch: returns the epoch; called when the epoch begins.
         fill: whether rows are filled to the longest row of their batch.
@@ -149,11 +149,11 @@ class GlobalBatchSampler(Sampler[Slot]):
     def __len__(self) -> int:
         return -(-len(self.lengths) // self.multiple) * self.multiple
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[BatchRow]:
         epoch = self.epoch()
         order = torch.randperm(len(self.lengths), generator=keyed_generator(self.seed, ORDER, epoch)).tolist()
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
             length = max(self.lengths[row] for row in rows) if self.fill else 0
-            yield from [Slot(row, epoch, length=length) for row in rows]
-        yield from [Slot(-1)] * (len(self) - len(order))
+            yield from [BatchRow(row, epoch, length=length) for row in rows]
+        yield from [BatchRow(-1)] * (len(self) - len(order))

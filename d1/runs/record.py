@@ -1,9 +1,9 @@
 """What a run says about itself: the fingerprints of what it reads, `run.json`, and the model card. Imports no torch.
 
-A path or a name says where something was, a fingerprint what it was: the first 16 hexadecimal digits of a SHA-256 of
-the bytes of a model's and an adapter's weights and config, of the tokenizer's files, of the values of rows, and of
-files of data and code. A folder that was moved or copied keeps its fingerprint. For a hub name, it is that of the
-commit in the local cache. Not covered: other files that a user's `.py` file imports, and versions of libraries.
+A path says where something was, a fingerprint what it was: the first 16 hexadecimal digits of a SHA-256. It covers a
+model's and an adapter's weights and config, the tokenizer's files, the values of rows, and files of data and code. A
+folder that was moved or copied keeps its fingerprint. The fingerprint of a hub name is the commit in the local cache.
+Not covered: other files that a user's `.py` file imports, and versions of libraries.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 
-CONTENTS, ROWS = "contents of ", "rows of "  # + the name of a setting: how a record names the fingerprint
-MODEL_SETTINGS = ("model_path", "model_name")  # that name a model; the stages call it differently
+CONTENTS, ROWS = "contents of ", "rows of "  # + a setting's name: the name of its fingerprint in a record
+MODEL_SETTINGS = ("model_path", "model_name")  # the names that stages give to the path of the model
 FILES = (".py", ".json", ".jsonl", ".parquet", ".csv")  # of code and data
 WEIGHTS = (".safetensors", ".bin")
 OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "learnt.json")
@@ -83,7 +83,7 @@ def of_file(path: str | Path) -> str:
 
 @functools.cache
 def _of_bytes(path: str, device: int, inode: int, stamps: tuple[int, ...]) -> str:
-    """Hash a file, once per process as long as the system reports no change: a run needs some of them twice."""
+    """Hash a file, once per process as long as the system reports no change: a run hashes some files twice."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
 
@@ -164,14 +164,15 @@ class Past:
 
 @dataclass(frozen=True)
 class OnResume:
-    """What a resume may change in the settings of a stage. A setting in neither table may change, and is recorded.
+    """What a resume may change in the settings of a stage. A setting in neither table may change; the record
+    then notes the change.
 
-    The fingerprint of what a setting names (`contents of SETTING`, `rows of SETTING`) may change if the setting may.
-    Records of older versions have none, and then nothing is compared.
+    A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if the setting may. Records of older
+    versions have no fingerprints, and then none are compared.
 
     Args:
         fixed: for a setting, the part of its value that must stay: `whole` of it, or whether a weight is 0.
-        free: patterns of names that do not affect the model (output, logging, speed); changes are not recorded.
+        free: patterns of names that do not affect the model (output, logging, speed); changes are not noted.
     """
 
     fixed: Mapping[str, Callable[[Any], Any]]
@@ -263,7 +264,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return known | (inner or {})
 
 
-# --- Model card -------------------------------------------------------------------------------------------------------
+# --- The model card ---------------------------------------------------------------------------------------------------
 #
 # README.md in a run's folder, made from its `run.json`. It shows only the last part of a local path.
 
@@ -302,7 +303,7 @@ python -m d1 chat {name}
 SFT = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
 METHOD = "method {method}: {paper}"
 TRACES = "traces of {diffusion_steps} steps on {max_completion_length} tokens, of {keep} answers"
-STAGES = {  # tag of a stage -> a setting that only it and stages below have, and how it trains, from the settings
+STAGES = {  # tag of a stage -> a setting that no stage below has, and how it trains; the first with its setting counts
     "diffu-grpo": ("dataset", f"diffu-GRPO, {METHOD}"),
     "distillation": ("keep", f"distillation, {METHOD}, {TRACES}"),
     "preference": ("method", f"preferences, {METHOD}, beta {{beta}}, {{num_views}} draws of {{estimator}}"),
@@ -385,7 +386,7 @@ def hub_origin(model: str, seen: tuple[str, ...] = ()) -> str | None:
 
 
 def from_folder(name: str, folder: Path) -> str:
-    """A name in a folder's record: as a path, if the run started above this folder. Such a path may be gone."""
+    """A name in a folder's record, as a path if the run was started in a folder above. Such a path may be gone."""
     first = Path(name).parts[0]
     above = [parent for parent in (Path(), *folder.resolve().parents) if (parent / first).exists()]
     paths = sorted((parent.resolve() / name for parent in above), key=lambda path: not path.exists())
@@ -393,7 +394,7 @@ def from_folder(name: str, folder: Path) -> str:
 
 
 def held_out(logs: Sequence[Mapping[str, Any]]) -> str:
-    """The evaluation of the saved weights on rows that were not trained on: the best of SFT, the last of RL."""
+    """The evaluation on rows that were not trained on: the lowest loss of SFT, or the last accuracy of RL."""
     found = [log for log in logs if log["step"] > 0 and (log.get("eval_loss") is not None or "eval_reward" in log)]
     if not found:
         return "not measured"

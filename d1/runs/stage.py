@@ -36,7 +36,7 @@ from d1.runs.record import ROWS, OnResume, has_card, history, of_settings, save_
 
 logger = logging.getLogger(__name__)
 
-# --- A stage ----------------------------------------------------------------------------------------------------------
+# --- What a stage is --------------------------------------------------------------------------------------------------
 
 # What a checked run adds to its record, and the function that loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
@@ -48,7 +48,7 @@ class Stage:
 
     Args:
         training: its `resume_from_checkpoint` says where to continue.
-        settings: all settings of the run, as far as they are resolved when it is called.
+        settings: all settings of the run; `prepare` may resolve some, so it is called before and after.
         on_resume: which of them a resume may change.
         prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded. What it adds to the
             record holds the fingerprint of the rows, `rows of SETTING`.
@@ -78,7 +78,7 @@ def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
 
 # --- The stages with `TrainingSettings` -------------------------------------------------------------------------------
 
-# Settings that Transformers' `TrainingArguments` know by the same name
+# `TrainingArguments` has these settings under the same names.
 SAME_IN_TRAINER = (
     *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
     *("logging_steps",),
@@ -86,9 +86,9 @@ SAME_IN_TRAINER = (
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
 FIXED = (  # on a resume; each stage adds its own
     *("train_data", "plain_chat_template", "bad_rows", "seed", ROWS_PER_STEP),
-    # The weights in the checkpoint
+    # They determine the weights in the checkpoint.
     *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
-    # The state of its optimizer and scheduler, where a new value would have no effect
+    # The checkpoint's optimizer and scheduler keep their own values: new ones would have no effect.
     *("weight_decay", "lr_scheduler_type"),
 )
 FREE = (
@@ -201,7 +201,7 @@ def check_start(model: str) -> None:
 
 
 def cap_batch(training: TrainingArguments, rows: int) -> None:
-    """Lower the rows per device to what an epoch has: more would be empty slots, which are computed, too."""
+    """Lower the rows per device to what an epoch has: more would be empty rows, which cost compute."""
     most = -(-rows // training.world_size)
     training.per_device_train_batch_size = min(training.per_device_train_batch_size, most)
 

@@ -1,4 +1,4 @@
-"""What the trainers of all stages share: complete checkpoints, and a stop when numbers are no longer finite."""
+"""What trainers share: complete checkpoints, a stop when numbers are no longer finite, and logged means over rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RunTrainer(TrainerHooks):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
-        if not math.isfinite(float(logs.get("grad_norm") or 0)):  # then clipping may have spoilt every weight
+        if not math.isfinite(float(logs.get("grad_norm") or 0)):  # clipping by it may have spoilt every weight
             check_weights(self.model, self.state.global_step)
         super().log(logs, start_time)
 
@@ -100,7 +100,7 @@ class SummingTrainer(RunTrainer):
     Values are summed over rows and processes until the next log, and compute is counted; a checkpoint holds both.
 
     Args:
-        compute: tokens that were processed before the training.
+        compute: tokens that all processes processed before the training.
         **kwargs: Trainer's.
 
     Attributes:
@@ -130,13 +130,13 @@ class SummingTrainer(RunTrainer):
         self.sums[name] = self.sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
 
     def total_sums(self) -> dict[str, float]:
-        """`sums` and the compute so far, of all processes. Every process has to call this."""
+        """`sums` and `compute`, summed over all processes. Every process has to call this."""
         everything = {**self.sums, "compute": self.compute.cpu()}
         table = torch.stack(list(everything.values())).to(self.args.device)
         return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
-        """What is logged of the sums of all processes."""
+        """The metrics to log, from the sums over all processes."""
         raise NotImplementedError
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -155,7 +155,7 @@ class SummingTrainer(RunTrainer):
     def load_extra(self, folder: Path) -> None:
         stored = json.loads((folder / self.sums_file).read_text())
         self.set_loss_sums(stored["losses"])
-        share = float(self.args.process_index == 0)  # the first process has what all had counted
+        share = float(self.args.process_index == 0)  # the first process continues with the sums of all
         self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in stored["sums"].items()}
         self.compute = self.sums.pop("compute").to(self.compute)
 

@@ -18,8 +18,8 @@ from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models.tokenizer import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
 from d1.runs.data import IGNORED as IGNORED
+from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
-from d1.runs.data import Slot, problem_of, tokenised, usable_rows
 from d1.runs.data import load_rows as load_rows
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
@@ -177,15 +177,15 @@ def preprocess_dataset(
 # is split over micro-batches and processes, or on a resume.
 
 # The second part of a random generator's key: the purpose of its numbers. Other values would change every draw.
-TRAIN_NOISE, EVAL_NOISE, EVAL_TIMES = 0, 1, 4  # 2 is that of the order, in `d1.runs.data`
+TRAIN_NOISE, EVAL_NOISE, EVAL_TIMES = 0, 1, 4  # 2 is the order's in `d1.runs.data`; other stages have 5 to 7
 
 
 class dLLMSFTDataset(torch.utils.data.Dataset):
     """Token rows for completion-only training.
 
-    An item has `input_ids`, `answer` (bool per token: trained on), `key` (of its random generator) and `t` (a fixed
-    diffusion time, or None). The index is a `Slot`, or an int, which means that row in epoch 0. With `eval`, every row
-    appears `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
+    A row has `input_ids`, `answer` (bool per token: trained on), `key` (of its random generator) and `t` (a fixed
+    diffusion time, or None). The index is a `BatchRow`, or an int, which means that row in epoch 0. With `eval`, every
+    row appears `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
 
     Args:
         rows: made by `preprocess_dataset`.
@@ -225,30 +225,31 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows) * (self.eval_draws if self.eval else 1)
 
-    def __getitem__(self, index: Slot | int) -> dict[str, Any]:
+    def __getitem__(self, index: BatchRow | int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[Slot | int]) -> list[dict[str, Any]]:
-        """The items of a batch, for DataLoader: reading all rows at once takes a third of the time."""
-        slots = [index if isinstance(index, Slot) else self.slot(index) for index in indices]
-        rows = self.rows.__getitems__([max(slot.row, 0) for slot in slots])
-        return [self.item(*both) for both in zip(slots, rows, strict=True)]
+    def __getitems__(self, indices: Sequence[BatchRow | int]) -> list[dict[str, Any]]:
+        """The rows of a batch, for DataLoader: reading all at once takes a third of the time."""
+        chosen = [index if isinstance(index, BatchRow) else self.batch_row(index) for index in indices]
+        rows = self.rows.__getitems__([max(one.row, 0) for one in chosen])
+        return [self.filled_row(*both) for both in zip(chosen, rows, strict=True)]
 
-    def slot(self, index: int) -> Slot:
+    def batch_row(self, index: int) -> BatchRow:
         """The row in epoch 0; with `eval`, row and time of draw `index`, and `epoch` holds the draw's number."""
         if not self.eval:
-            return Slot(range(len(self))[index])
+            return BatchRow(range(len(self))[index])
         number, draw = divmod(index, self.eval_draws)
         row = self.order[number]
         t = (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws
-        return Slot(row, draw, t)
+        return BatchRow(row, draw, t)
 
-    def item(self, slot: Slot, row: dict[str, Any]) -> dict[str, Any]:
-        key = (EVAL_NOISE, slot.row, slot.epoch) if self.eval else (TRAIN_NOISE, slot.epoch, max(slot.row, 0))
-        noise = {"key": (self.seed, *key), "t": slot.t}
-        if slot.row < 0:
+    def filled_row(self, chosen: BatchRow, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of the data set, filled with EOS; an empty one has one token that is not trained on."""
+        key = (EVAL_NOISE, chosen.row, chosen.epoch) if self.eval else (TRAIN_NOISE, chosen.epoch, max(chosen.row, 0))
+        noise = {"key": (self.seed, *key), "t": chosen.t}
+        if chosen.row < 0:
             return {"input_ids": [self.eos_token_id], "answer": [False]} | noise
-        filled = max(self.lengths[slot.row], slot.length) if row["status"] == "ok" else 0
+        filled = max(self.lengths[chosen.row], chosen.length) if row["status"] == "ok" else 0
         missing = max(0, filled - len(row["input_ids"]))
         return {
             "input_ids": row["input_ids"] + [self.eos_token_id] * missing,
@@ -274,7 +275,7 @@ class dLLMDataCollator(DefaultDataCollator):
             batch, as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. There t is 1 - t. So each half
             alone has the distribution of a plain batch, and the loss over both stays unbiased.
         packed: concatenate the rows of the batch, without padding. Their noise stays the same.
-        edits: replaces visible tokens of training rows; evaluation's rows have masks alone.
+        edits: replaces visible tokens of training rows; evaluation rows have only masks.
         max_length: not read; d1's scripts give it.
     """
 
@@ -322,7 +323,7 @@ class dLLMDataCollator(DefaultDataCollator):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
             generator = keyed_generator(*row["key"])
             draws.append(draw_noise(maskable, generator, mirror=mirror, **options, **span))
-            if edits is not None:
+            if edits is not None:  # after the mask's draws, which stay the same
                 replaced.append(edits.draw(maskable, draws[-1][1], generator))
         times, hidden = map(torch.stack, zip(*draws, strict=True))
         batch = {
@@ -338,6 +339,7 @@ class dLLMDataCollator(DefaultDataCollator):
             batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
         if not self.packed:
             return batch
+        # (rows, length) -> (1, all visible tokens)
         by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
         return batch | {name: values[visible.bool()][None] for name, values in by_token.items()} | {"lengths": lengths}
 

@@ -1,16 +1,16 @@
 """Noise that stays visible: some answer tokens are replaced, and the model learns to correct them (LLaDA2.1's T2T).
 
-Published is that SFT mixes masks with tokens that are to be recovered from random noise, and augments by several turns
-(LLaDA2.1, arXiv 2602.08676, section 3.1). Shares, weights, drafts and turns are this library's own choices:
+LLaDA2.1 (arXiv 2602.08676, section 3.1) says that its SFT mixes masks with random tokens to be corrected, and adds data
+by several turns. The shares, weights, drafts and turns here are this library's own choices:
 
-- Of the answer tokens that no mask hides, each is replaced with probability `share`: by an id drawn uniformly from the
-  vocabulary, or by the model's own draft: a draw from what it predicts there with these tokens hidden, too.
-- Replaced tokens count with `weight`, unchanged visible ones with `keep_weight`, hidden ones with 1 / t' as ever. Equal
-  weights make p(token | what is seen) the true one; without the second, a model learns that what it sees is wrong.
-- With `turns` > 1 the model's draws replace the replaced tokens, and it corrects these in turn. The loss
-  is the mean over turns. No gradient goes through a draft.
+- Each answer token that no mask hides is replaced with probability `share`: by an id drawn uniformly from the
+  vocabulary, or by a draft, which is drawn from the model's own prediction with these tokens hidden, too.
+- Replaced tokens count with `weight`, unchanged visible ones with `keep_weight`, hidden ones with 1 / t'. Equal weights
+  make p(token | what is seen) the true one; with a `keep_weight` of 0, a model learns that visible tokens are wrong.
+- With `turns` > 1, the model's draws take the positions of the replaced tokens, and it corrects them again. The loss is
+  the mean over turns. No gradient goes through a draft.
 
-Numbers come from the row's own generator, after those of its mask: without this noise no draw changes.
+The random numbers come from the row's own generator, after those of its mask, so the mask is the same without edits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Generator, Tensor
 
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside
 
-GOLDEN = 0.6180339887498949  # turn by turn, u + this modulo 1 is uniform again
+GOLDEN = 0.6180339887498949  # added to a uniform number once per turn: modulo 1 it is uniform again
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class EditNoise:
         return cls(config.edit_noise, config.edit_share, config.edit_weight, config.edit_keep_weight, config.edit_turns)
 
     def draw(self, answer: Tensor, hidden: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Which tokens of a row are replaced, (tokens,) bool, and uniform numbers (tokens,) that say by what."""
+        """Which tokens of a row are replaced, (tokens,) bool, and uniform numbers (tokens,) that choose the new ids."""
         numbers = torch.zeros(2, len(answer))
         numbers[:, answer] = torch.rand(2, int(answer.sum()), generator=generator)
         return answer & ~hidden & (numbers[0] < self.share), numbers[1]
 
     def replaced(self, noised: Tensor, edited: Tensor, draws: Tensor, vocabulary: int, mask_token_id: int) -> Tensor:
-        """`noised` (...) with uniform ids where `edited`; those of drafts are hidden until the model has drawn them."""
+        """`noised` (...) with uniform ids where `edited`; for drafts, these positions are hidden until `drafted`."""
         if self.kind == "draft":
             return noised.masked_fill(edited, mask_token_id)
         ids = (draws.double() * (vocabulary - 1)).long()
-        return torch.where(edited, ids + (ids >= mask_token_id), noised)
+        return torch.where(edited, ids + (ids >= mask_token_id), noised)  # skips the mask token
 
 
 def drawn_ids(
@@ -88,7 +88,7 @@ def drafted(
         model: as it is wrapped for training: every process has to call it.
         replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or another one if there are
             none.
-        states_of: of `trainer.py`.
+        states_of: `d1.sft.trainer.states_of`.
     """
 
     def draw(inner: Any) -> Tensor:

@@ -91,7 +91,7 @@ def prepare(
 
 
 def kept_step(folder: Path, keep_last: bool) -> list[str]:
-    """The line that says which step's weights a finished run saved, and the losses that decided; none without them."""
+    """The line with the step whose weights a finished run saved, and the losses that decided; none without losses."""
     state = read_state(folder)
     losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
     best, last = state.best_global_step, max(losses, default=0)

@@ -83,7 +83,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         weights = collator.schedule(t if t.dim() == 2 else t[row_numbers(inputs)])[1]  # t per token with blocks
         if "edited" in inputs:
             return self.edit_losses(model, inputs, weights)
-        return self.weighted_losses(model, inputs, inputs["masked"].cpu(), weights)  # waits for the device, this once
+        return self.weighted_losses(model, inputs, inputs["masked"].cpu(), weights)  # the only wait for the device
 
     def edit_losses(self, model: Any, inputs: dict[str, Any], weights: Tensor) -> Tensor:
         """`row_losses` of a batch with replaced tokens, the mean over turns."""
@@ -92,7 +92,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         weights = torch.where(inputs["masked"], weights, torch.where(edited, noise.weight, noise.keep_weight))
         scored, replaced = torch.stack([(labels != IGNORED) & (weights > 0), edited]).cpu().unbind()
         if not replaced.any():
-            replaced[0, 0] = True  # every process has to call the model
+            replaced[0, 0] = True  # every process has to call the model; without `edited`, its draw is not used
         at, turns = positions_of(replaced, labels.device), []
         for turn in range(noise.turns):
             if turn or noise.kind == "draft":

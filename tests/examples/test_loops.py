@@ -107,13 +107,13 @@ def test_two_steps_of_sft_end_at_the_trainers_weights(tmp_path):
         processing_class=tokenizer,
     )
     batches = list(trainer.train_sampler(dataset))
-    slots = [[slot.row for slot in batches[step * SFT.batch_size :][: SFT.batch_size]] for step in range(2)]
+    rows = [[one.row for one in batches[step * SFT.batch_size :][: SFT.batch_size]] for step in range(2)]
     trainer.train()
 
     # Preparing shuffles the rows; noise is keyed by a row's place afterwards.
     encoded = [sft_loop.encode(tokenizer, row, SFT.eos_padding) for row in data]
     by_ids = {tuple(ids.tolist()): (ids, answer) for ids, answer in encoded}
-    mine = [[(number, *by_ids[tuple(dataset[number]["input_ids"])]) for number in step] for step in slots]
+    mine = [[(number, *by_ids[tuple(dataset[number]["input_ids"])]) for number in step] for step in rows]
     losses = list(sft_loop.train(model, tokenizer, mine, SFT))
     assert all(0 < loss < 20 for loss in losses)
     assert_same_updates(model, expected, start)

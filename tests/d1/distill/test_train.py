@@ -88,8 +88,8 @@ def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: lis
     assert all(torch.equal(part, own[name] + 1) for name, part in trained_parts(trainer.model).items())
 
 
-def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
-    """11 prompts: in larger batches nothing is computed for the slots that they leave empty."""
+def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) -> None:
+    """11 prompts: in larger batches nothing is computed for the rows that they leave empty."""
     for batch in (11, 110):
         run(flags, tmp_path / str(batch), "--method", "d-opsd", "--batch_size", batch, "--grad_accum_steps", 1)
     for name in ("loss", "grad_norm", "compute_tokens"):

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from d1.models import load_tokenizer
 from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
-from d1.runs.data import IGNORED, Slot
+from d1.runs.data import IGNORED, BatchRow
 from d1.scoring import ESTIMATORS, ViewSettings
 
 LIMITS = {"max_prompt_length": 12, "max_completion_length": 8}
@@ -110,14 +110,14 @@ def test_data_that_makes_no_sense(data: list[dict[str, Any]], paired: bool, prob
 @pytest.mark.parametrize("block", [None, 4])
 def test_views_depend_on_the_row_and_the_epoch_alone(tokenizer: Any, block: int | None) -> None:
     """Neither on the batch, its padding or its order. What stands after a completion is hidden and not scored; an
-    exact count of tokens is scored, and an empty slot scores nothing."""
+    exact count of tokens is scored, and an empty row scores nothing."""
     data = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3" * (7 - n)} for n in (1, 3, 6)]
     dataset = PreferenceDataset(token_rows(Dataset.from_list(data), tokenizer, **LIMITS, paired=True), seed=3)
     settings = ViewSettings(gen_length=8, num_views=4, stratified=True)
     collator = PreferenceCollator(tokenizer, ESTIMATORS["counts"], settings, block)
-    batch = collator([dataset[Slot(row, 2)] for row in (2, 0, 1)])
+    batch = collator([dataset[BatchRow(row, 2)] for row in (2, 0, 1)])
     for place, row in enumerate((2, 0, 1)):
-        alone = collator([dataset[Slot(row, 2)]])
+        alone = collator([dataset[BatchRow(row, 2)]])
         width = alone["prompt_ids"].shape[1]
         for side in (0, 1):
             both = batch["noise"][side * 3 + place, :, -width - 8 :], alone["noise"][side]
@@ -130,9 +130,9 @@ def test_views_depend_on_the_row_and_the_epoch_alone(tokenizer: Any, block: int 
                 counts = alone["weights"][side].ne(0).sum(1)
                 torch.testing.assert_close(alone["weights"][side].sum(1), torch.full((4,), length / 4))
                 assert int(counts.max() - counts.min()) >= min(length - 1, 2)  # draws of a row are spread
-    other = collator([dataset[Slot(row, 3)] for row in (2, 0, 1)])
+    other = collator([dataset[BatchRow(row, 3)] for row in (2, 0, 1)])
     assert not torch.equal(batch["noise"], other["noise"])
-    empty = collator([dataset[Slot(0, 2)], dataset[Slot(-1)]])
+    empty = collator([dataset[BatchRow(0, 2)], dataset[BatchRow(-1)]])
     assert empty["labels"].tolist() == [1, IGNORED]
     assert not empty["weights"][1::2].any()
     assert empty["weights"][::2].any()

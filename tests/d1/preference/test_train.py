@@ -27,7 +27,7 @@ METHODS = ["vrpo", "vrpo-dare", "elbo-kto"]
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
-    """Flags of every run here; nine pairs, so that the last step of an epoch is short and has empty slots."""
+    """Flags of every run here; nine pairs, so that the last step of an epoch is short and has empty rows."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "7" * (1 + i % 5)} for i in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,8 +49,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_model(str(folder)).state_dict()
 
 
-def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
-    """Nine pairs: in larger batches nothing is computed for the slots that they leave empty."""
+def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) -> None:
+    """Nine pairs: in larger batches nothing is computed for the rows that they leave empty."""
     for batch in ("9", "90"):
         run(flags, tmp_path / batch, "--batch_size", batch, "--grad_accum_steps", "1")
     for name in ("loss", "grad_norm", "compute_tokens"):

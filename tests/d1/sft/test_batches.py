@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from d1.models import load_model, prepare
-from d1.runs.data import IGNORED, GlobalBatchSampler, Slot
+from d1.runs.data import IGNORED, BatchRow, GlobalBatchSampler
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset
 from d1.sft.trainer import band_losses, dLLMTrainer
 
@@ -37,7 +37,9 @@ def make_rows(lengths: list[int], ids: list[int] | None = None) -> Dataset:
     )
 
 
-def sample(lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: int = 0, **options: Any) -> list[Slot]:
+def sample(
+    lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: int = 0, **options: Any
+) -> list[BatchRow]:
     return list(GlobalBatchSampler(lengths, batch_size, multiple, 0, lambda: epoch, **options))
 
 
@@ -74,8 +76,8 @@ def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complement
     trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
     means = []
     for epoch in range(600):
-        slots = sample(dataset.lengths, epoch=epoch)
-        batch = collate([dataset[slot] for slot in slots[:8]])
+        chosen = sample(dataset.lengths, epoch=epoch)
+        batch = collate([dataset[one] for one in chosen[:8]])
         with torch.no_grad():
             means.append(float(trainer.compute_loss(model, batch)))
     error = np.std(means) / len(means) ** 0.5
@@ -86,9 +88,11 @@ def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complement
 def test_a_plain_number_is_a_row_in_epoch_0() -> None:
     dataset = dLLMSFTDataset(make_rows([4, 6, 5]), TOKENS, 64)
     assert [len(row["input_ids"]) for row in dataset] == [4, 6, 5]
-    assert dataset[1] == dataset[Slot(1)] == dataset[-2]
+    assert dataset[1] == dataset[BatchRow(1)] == dataset[-2]
     (batch,) = torch.utils.data.DataLoader(dataset, batch_size=3, collate_fn=dLLMDataCollator(TOKENS))
-    assert torch.equal(batch["input_ids"], dLLMDataCollator(TOKENS)([dataset[Slot(i)] for i in range(3)])["input_ids"])
+    assert torch.equal(
+        batch["input_ids"], dLLMDataCollator(TOKENS)([dataset[BatchRow(i)] for i in range(3)])["input_ids"]
+    )
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
@@ -97,10 +101,10 @@ def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | No
 
     def noise(row: int, epoch: int, seed: int = 0) -> torch.Tensor:
         dataset = dLLMSFTDataset(make_rows([40, 70, 40]), TOKENS, 64, seed=seed)
-        return collate([dataset[Slot(row, epoch)]])["input_ids"][0]
+        return collate([dataset[BatchRow(row, epoch)]])["input_ids"][0]
 
     dataset = dLLMSFTDataset(make_rows([40, 70, 40]), TOKENS, 64, seed=0)
-    together = collate([dataset[Slot(2, 5)], dataset[Slot(0, 5)], dataset[Slot(1)], dataset[Slot(-1)]])
+    together = collate([dataset[BatchRow(2, 5)], dataset[BatchRow(0, 5)], dataset[BatchRow(1)], dataset[BatchRow(-1)]])
     assert torch.equal(together["input_ids"][0, :40], noise(2, 5))
     assert torch.equal(together["input_ids"][1, :40], noise(0, 5))
     for other in (noise(0, 5), noise(2, 6), noise(2, 5, seed=1)):
@@ -110,7 +114,7 @@ def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | No
 def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
     """A prompt of one token, and blocks of 1600. The plain draws come first, then their complements."""
     dataset = dLLMSFTDataset(make_rows([4000, 3000]), TOKENS, 4096, seed=0)
-    rows = [dataset[Slot(0)], dataset[Slot(1)]]
+    rows = [dataset[BatchRow(0)], dataset[BatchRow(1)]]
     plain = dLLMDataCollator(TOKENS, block_size=1600)(rows)
     both = dLLMDataCollator(TOKENS, block_size=1600, complementary=True)(rows)
     for name, values in plain.items():
@@ -136,15 +140,15 @@ def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
 
 def test_the_draws_of_version_0_1() -> None:
     """Order, times and hidden tokens (positions), which a resumed or repeated run must reproduce."""
-    slots = sample([9] * 6, batch_size=4, epoch=1)
-    assert [slot.row for slot in slots] == [5, 0, 2, 1, 3, 4]
+    chosen = sample([9] * 6, batch_size=4, epoch=1)
+    assert [one.row for one in chosen] == [5, 0, 2, 1, 3, 4]
     train = dLLMSFTDataset(make_rows([9] * 6), TOKENS, 64, seed=0)
     held_out = dLLMSFTDataset(make_rows([9] * 6), TOKENS, 64, eval=True, seed=0)
     collate = dLLMDataCollator(TOKENS)
     for dataset, places, times, hidden in (
         (
             train,
-            slots[:3],
+            chosen[:3],
             [0.9107581377029419, 0.9534565806388855, 0.202276349067688],
             [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8], [1, 4, 7, 8]],
         ),
@@ -164,16 +168,14 @@ def test_the_draws_of_version_0_1() -> None:
 def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) -> None:
     lengths = [3 + (7 * i) % 11 for i in range(20)]
     whole = sample(lengths, multiple=8, **options)
-    assert [slot for slot in sample(lengths, multiple=2, **options) if slot.row >= 0] == [
-        s for s in whole if s.row >= 0
-    ]
-    assert sorted(slot.row for slot in whole if slot.row >= 0) == [*range(20)]
+    assert [one for one in sample(lengths, multiple=2, **options) if one.row >= 0] == [s for s in whole if s.row >= 0]
+    assert sorted(one.row for one in whole if one.row >= 0) == [*range(20)]
     assert len(whole) % 8 == 0
     assert sample(lengths, epoch=1, **options) != sample(lengths, epoch=0, **options)
     if "fill" in options:
         for start in range(0, 20, 8):
-            batch = [slot for slot in whole[start : start + 8] if slot.row >= 0]
-            assert {slot.length for slot in batch} == {max(lengths[slot.row] for slot in batch)}
+            batch = [one for one in whole[start : start + 8] if one.row >= 0]
+            assert {one.length for one in batch} == {max(lengths[one.row] for one in batch)}
 
 
 def test_evaluation_is_a_fixed_even_grid_of_times() -> None:
@@ -204,18 +206,18 @@ def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: 
     cut = dLLMSFTDataset(
         rows.remove_columns("status").add_column("status", ["truncated"]), TOKENS, 20, eos_padding=padding
     )
-    slot = Slot(0, length=8 if padding == "batch" else 0)
+    chosen = BatchRow(0, length=8 if padding == "batch" else 0)
     expected = 8 if padding == "batch" else length
-    assert whole[slot]["input_ids"] == [1] * 5 + [2] * (expected - 5)
-    assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
-    assert cut[slot]["input_ids"] == [1] * 5 + [2]
+    assert whole[chosen]["input_ids"] == [1] * 5 + [2] * (expected - 5)
+    assert whole[chosen]["answer"] == [False] + [True] * (expected - 1)
+    assert cut[chosen]["input_ids"] == [1] * 5 + [2]
     assert whole.lengths == [length]
 
 
 def test_a_mask_token_in_a_text_has_nothing_to_predict() -> None:
     """It is hidden like others, but not marked as masked, and so it is not in the loss."""
     ids = [1, 0, 1, 0, 1, 1, 0, 2] * 4
-    batch = dLLMDataCollator(TOKENS)([dLLMSFTDataset(make_rows([32], ids), TOKENS, 64)[Slot(0, t=0.8)]])
+    batch = dLLMDataCollator(TOKENS)([dLLMSFTDataset(make_rows([32], ids), TOKENS, 64)[BatchRow(0, t=0.8)]])
     answer = batch["labels"] != IGNORED
     assert torch.equal(batch["masked"], answer & (batch["input_ids"] != batch["labels"]))
     assert batch["masked"].sum() < (answer & (batch["input_ids"] == 0)).sum()
@@ -230,7 +232,7 @@ class HalfSchedule(dLLMDataCollator):
 
 def test_a_noise_schedule_of_ones_own(tmp_path: Path, tiny_model_dir: Path) -> None:
     """It is one method of the collator, which both the masks and the loss follow."""
-    rows = [dLLMSFTDataset(make_rows([400] * 2), TOKENS, 512)[Slot(row, t=0.05)] for row in range(2)]
+    rows = [dLLMSFTDataset(make_rows([400] * 2), TOKENS, 512)[BatchRow(row, t=0.05)] for row in range(2)]
     collate, model = HalfSchedule(TOKENS), load_model(str(tiny_model_dir))
     batch, plain = collate(rows), dLLMDataCollator(TOKENS)(rows)
     assert plain["masked"].float().mean() < 0.1 < 0.45 < batch["masked"].float().mean() < 0.55

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
-from d1.runs.data import IGNORED, Slot
+from d1.runs.data import IGNORED, BatchRow
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
@@ -36,7 +36,7 @@ CASES_OF_TWO = [*itertools.product(WAYS, EOS_PADDINGS, SPLITS_OF_TWO)]
 PADDINGS_AND_SPLITS = itertools.cycle(itertools.product(EOS_PADDINGS, SPLITS_OF_TWO))
 CASES_OF_DEEPSPEED = [(way, *next(PADDINGS_AND_SPLITS)) for way in WAYS]
 DRAFTS = BLOCKS | {"edits": EditNoise("draft", 0.5, 0.5, 0.7, 2)}  # its loss in one process: `test_editing.py`
-SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
+SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty rows
 KINDS = {"MULTI_CPU": {"ACCELERATE_USE_CPU": "true"}, "ZERO2": forks.deepspeed(2), "ZERO3": forks.deepspeed(3)}
 
 
@@ -247,7 +247,7 @@ def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir: Path, tmp_pa
 def test_packing_changes_no_loss_and_no_gradient_of_an_adapter(
     tiny_model_dir: Path, tmp_path: Path, block_size: int | None, attention: str
 ) -> None:
-    """In fp32, with a row that hides nothing and an empty slot; also what is reported for each evaluation row."""
+    """In fp32, with a row that hides nothing and an empty row; also what is reported for each evaluation row."""
     tokenizer = load_tokenizer(str(tiny_model_dir))
     dataset = dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eos_padding=1)
     held_out = dLLMSFTDataset(rows_of_all_lengths(5), tokenizer, 64, eval=True, eval_draws=3)
@@ -266,8 +266,8 @@ def test_packing_changes_no_loss_and_no_gradient_of_an_adapter(
             train_dataset=dataset,
             eval_dataset=held_out,
         )
-        slots = [Slot(2, t=0.0), *[Slot(row, epoch=3) for row in range(ROWS)], Slot(-1)]
-        batch = trainer.data_collator(dataset.__getitems__(slots))
+        chosen = [BatchRow(2, t=0.0), *[BatchRow(row, epoch=3) for row in range(ROWS)], BatchRow(-1)]
+        batch = trainer.data_collator(dataset.__getitems__(chosen))
         assert batch["attention_mask"].all() == packed
         loss, outputs = trainer.compute_loss(adapter, batch, return_outputs=True)
         loss.backward()

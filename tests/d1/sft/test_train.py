@@ -318,8 +318,8 @@ def test_arguments_that_cannot_work_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
-    """32 rows are trained on: in larger batches nothing is computed for the slots that they leave empty."""
+def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) -> None:
+    """32 rows are trained on: in larger batches nothing is computed for the rows that they leave empty."""
     how = ["--num_epochs", "2", "--grad_accum_steps", "2", "--logging_steps", "1", "--lora_r", "2"]
     for batch in ("32", "640"):
         run(flags, tmp_path / batch, *how, "--batch_size", batch)
