@@ -181,9 +181,8 @@ def main(
     check_output_dir(str(args.output_dir))
     with quick_imports():  # only now: they take seconds, and `--help` does not need them
         from d1.rl.stage import stage
-        from d1.runs.stage import run
 
-    return run(stage(args, model_args, callbacks))
+    return stage(args, model_args, callbacks).run()
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:

@@ -10,10 +10,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from d1.files import give_usual_mode, writing
@@ -35,14 +34,14 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 
 @contextlib.contextmanager
-def staged_checkpoint(trainer: Any) -> Iterator[Path]:
+def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is moved to `output_dir`.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.
     """
     args, state = trainer.args, trainer.state
-    final, limit = Path(args.output_dir), args.save_total_limit
+    final, limit = Path(str(args.output_dir)), args.save_total_limit
     staging = final / ".saving"
     name = f"checkpoint-{state.global_step}"
     if args.should_save:

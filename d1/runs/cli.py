@@ -390,7 +390,7 @@ class Program:
 
     Attributes:
         config: its class of settings.
-        module: has `stage(args)`, which makes the `Stage` that `d1.runs.stage.run` runs.
+        module: has `stage(args)`, which makes a `d1.runs.stage.Stage`.
         about: the text of its help.
         methods: the entries of --method.
     """
@@ -412,10 +412,8 @@ class Program:
             ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
         """
         with quick_imports():  # only now: they take seconds, and `--help` does not need them
-            from d1.runs.stage import run
-
-            make_stage = import_module(self.module).stage
-        return run(make_stage(args))
+            stage = import_module(self.module).stage
+        return stage(args).run()
 
     def cli(self, prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
         """Run the stage as the command `prog`, and exit. Default of `arguments`: those of the command line."""

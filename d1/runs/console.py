@@ -15,7 +15,7 @@ from typing import Any
 from datasets import disable_progress_bars
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from d1.files import write_atomically
@@ -127,7 +127,7 @@ class RunConsole(TrainerCallback):
         sys.stdout.flush()
 
 
-def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
+def train_with_console(trainer: Trainer, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` on if there is one, with a `RunConsole` instead of Transformers' own output.
 
     A callback that ends the run before `max_steps` has its own `last_step`, which replaces the console's. If training
@@ -143,7 +143,7 @@ def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
     disable_progress_bar()  # bars that libraries draw while saving would break the run's own
     try:
         with logging_redirect_tqdm():
-            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         if console.bar is not None:
             console.bar.close()

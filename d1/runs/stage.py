@@ -44,7 +44,7 @@ Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
 
 @dataclass(frozen=True)
 class Stage:
-    """What differs between the stages.
+    """A run from its settings to a saved model: what differs between the stages, and `run`.
 
     Args:
         training: its `resume_from_checkpoint` says where to continue.
@@ -68,6 +68,89 @@ class Stage:
     check: Callable[[Path], object] = lambda checkpoint: None
     outcome: Callable[[], Sequence[str]] = lambda: ()
     next_command: Callable[[], str] = lambda: "it is a model path for every command of `python -m d1`"
+
+    def run(self) -> Any:
+        """Run the stage; returns its trainer, or None if the run was already finished.
+
+        Raises:
+            ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded if possible.
+        """
+        training, folder = self.training, Path(str(self.training.output_dir))
+        log_to_console()
+        check_processes(training.world_size)
+        if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
+            raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
+        if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
+            raise ValueError('--report_to tensorboard: it is not installed; pip install "tensorboard==2.21.*"')
+        with only_run(folder, training):
+            trainer = self.run_or_finish(folder)
+            if trainer is not None:
+                trainer.accelerator.wait_for_everyone()
+                trainer.end()
+        if training.should_save:
+            kind = "adapter" if (folder / "adapter_config.json").exists() else "model"
+            for line in [*self.outcome(), f"The {kind} is in {folder}: {self.next_command()}"]:
+                logger.info(line)
+        return trainer
+
+    def run_or_finish(self, folder: Path) -> Any:
+        """`run` without its checks, in the process or processes that hold the folder's lock."""
+        training = self.training
+        checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
+        past = history(checkpoint)
+        world = {"world_size": training.world_size}
+        self.on_resume.changes(past, {**self.settings(), **world}, checkpoint or folder)  # refuses another run at once
+        if checkpoint and (is_finished(checkpoint, training) or self.ended(checkpoint)):
+            self.finish_again(folder, checkpoint)
+            return None
+        if checkpoint:
+            with together():
+                check_sums(checkpoint, training.process_index, training.world_size)
+            self.check(checkpoint)
+            check_checkpoint(checkpoint, training)
+            training.eval_on_start = False  # done when the run first started
+
+        facts, start = self.prepare()
+        rows = {name: value for name, value in facts.items() if name.startswith(ROWS)}
+        settings = {**self.settings(), **world, **self.contents(), **rows}
+        changed = self.on_resume.changes(past, settings, checkpoint or folder)
+        with writing(folder, "the files of the run", lambda: way_on(folder)):
+            if training.should_save:
+                state = training.distributed_state
+                distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
+                save_record(folder, {**settings, **facts, **distributed}, past, changed)
+                if "wandb" in (training.report_to or ()):
+                    log_without_account(folder)
+
+            trainer = start()
+            if changed:
+                trainer.add_callback(RestartSchedule("learning_rate" in changed))
+            train_with_console(trainer, checkpoint)
+            trainer.save_model()
+            trainer.save_state()
+            if training.should_save:
+                self.conclude()
+                write_card(folder)
+                give_usual_mode(folder.glob("*.safetensors"))
+        return trainer
+
+    def finish_again(self, folder: Path, checkpoint: Path) -> None:
+        """Write the files of a finished run that are missing, from its last checkpoint."""
+        training = self.training
+        with contextlib.suppress(FileNotFoundError):  # the model that it started from may be gone
+            self.on_resume.changes(history(checkpoint), self.contents(), checkpoint)
+        logger.info("%s is finished: there is nothing left to train.", folder)
+        if training.should_save:
+            with writing(folder, "the model", lambda: way_on(folder)):
+                finish(checkpoint, folder, training.load_best_model_at_end)
+                give_usual_mode(folder.glob("*.safetensors"))
+                self.conclude()
+                if not has_card(folder):  # a user may have added to it
+                    write_card(folder)
+
+    def contents(self) -> dict[str, Any]:
+        """The fingerprints of what the settings of a run name, which only the first process computes."""
+        return from_rank_0(lambda: of_settings(self.settings()))
 
 
 def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
@@ -233,89 +316,7 @@ def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
     return get_peft_model(model, LoraConfig(**lora, target_modules=targets))
 
 
-# --- A run ------------------------------------------------------------------------------------------------------------
-
-
-def run(stage: Stage) -> Any:
-    """Run a stage; returns its trainer, or None if the run was already finished.
-
-    Raises:
-        ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded, wherever possible.
-    """
-    training, folder = stage.training, Path(str(stage.training.output_dir))
-    log_to_console()
-    check_processes(training.world_size)
-    if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
-        raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
-    if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
-        raise ValueError('--report_to tensorboard: it is not installed; pip install "tensorboard==2.21.*"')
-    with only_run(folder, training):
-        trainer = run_or_finish(stage, folder)
-        if trainer is not None:
-            trainer.accelerator.wait_for_everyone()
-            trainer.end()
-    if training.should_save:
-        kind = "adapter" if (folder / "adapter_config.json").exists() else "model"
-        for line in [*stage.outcome(), f"The {kind} is in {folder}: {stage.next_command()}"]:
-            logger.info(line)
-    return trainer
-
-
-def run_or_finish(stage: Stage, folder: Path) -> Any:
-    """`run` without its checks, in the process or processes that hold the folder's lock."""
-    training = stage.training
-    checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
-    past = history(checkpoint)
-    world = {"world_size": training.world_size}
-    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
-    if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
-        finish_again(stage, folder, checkpoint)
-        return None
-    if checkpoint:
-        with together():
-            check_sums(checkpoint, training.process_index, training.world_size)
-        stage.check(checkpoint)
-        check_checkpoint(checkpoint, training)
-        training.eval_on_start = False  # done when the run first started
-
-    facts, start = stage.prepare()
-    rows = {name: value for name, value in facts.items() if name.startswith(ROWS)}
-    settings = {**stage.settings(), **world, **contents_of(stage), **rows}
-    changed = stage.on_resume.changes(past, settings, checkpoint or folder)
-    with writing(folder, "the files of the run", lambda: way_on(folder)):
-        if training.should_save:
-            state = training.distributed_state
-            distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
-            save_record(folder, {**settings, **facts, **distributed}, past, changed)
-            if "wandb" in (training.report_to or ()):
-                log_without_account(folder)
-
-        trainer = start()
-        if changed:
-            trainer.add_callback(RestartSchedule("learning_rate" in changed))
-        train_with_console(trainer, checkpoint)
-        trainer.save_model()
-        trainer.save_state()
-        if training.should_save:
-            stage.conclude()
-            write_card(folder)
-            give_usual_mode(folder.glob("*.safetensors"))
-    return trainer
-
-
-def finish_again(stage: Stage, folder: Path, checkpoint: Path) -> None:
-    """Write the files of a finished run that are missing, from its last checkpoint."""
-    training = stage.training
-    with contextlib.suppress(FileNotFoundError):  # the model that it started from may be gone
-        stage.on_resume.changes(history(checkpoint), contents_of(stage), checkpoint)
-    logger.info("%s is finished: there is nothing left to train.", folder)
-    if training.should_save:
-        with writing(folder, "the model", lambda: way_on(folder)):
-            finish(checkpoint, folder, training.load_best_model_at_end)
-            give_usual_mode(folder.glob("*.safetensors"))
-            stage.conclude()
-            if not has_card(folder):  # a user may have added to it
-                write_card(folder)
+# --- The lock of a folder, the processes, and the schedule after a resume ---------------------------------------------
 
 
 @contextlib.contextmanager
@@ -343,11 +344,6 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
         if made and training.process_index == 0:
             with contextlib.suppress(OSError):  # nothing was written
                 folder.rmdir()
-
-
-def contents_of(stage: Stage) -> dict[str, Any]:
-    """The fingerprints of what the settings of a run name, which only the first process computes."""
-    return from_rank_0(lambda: of_settings(stage.settings()))
 
 
 def check_processes(world_size: int) -> None:
