@@ -170,7 +170,7 @@ class DiffuGRPOConfig(GRPOConfig):
         None, "Truncated importance sampling: largest weight of a token (trained probability / sampling probability)."
     )
     p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
-    random_masking: bool = setting(True, "A fresh prompt mask for each inner update; false: one mask for all of them.")
+    random_masking: bool = setting(True, "A fresh prompt mask for each update; false: one mask for all of them.")
     protect_special_tokens: bool = setting(False, "Never mask the chat template's special tokens in the prompt.")
     mask_id: Annotated[int | None, NATURAL | None] = setting(None, "Id of the mask token; the tokenizer's if unset.")
 

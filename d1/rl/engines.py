@@ -395,7 +395,7 @@ READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"} 
 KEYS = {"completion_ids": "canvas_ids", **RECORD}
 
 
-def readers(args: DiffuGRPOConfig) -> dict[str, list[str]]:
+def keys_read(args: DiffuGRPOConfig) -> dict[str, list[str]]:
     """The keys of `RECORD` that the run reads: key -> the settings whose entries read it."""
     estimator, read = ESTIMATORS[args.estimator], {name: list[str]() for name in RECORD}
     for field in dict.fromkeys((*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings()))):
@@ -440,7 +440,7 @@ def read_returned(
             raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {found}")
     if missing := {*TOKENS}.difference(given):
         raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
-    for name, names in readers(args).items():
+    for name, names in keys_read(args).items():
         if name not in given:
             raise ValueError(
                 f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "

@@ -24,7 +24,7 @@ from d1.scoring.estimators import called, described
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch under the views of the current inner update.
+    """A micro-batch under the views of the current update.
 
     Attributes:
         view_logps: (rows, views, tokens), log-probabilities of the policy; 0 where a view does not score a token.

@@ -459,7 +459,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
         inputs = loss_inputs(batch, scores, self.update, micro_batches, *given)
-        # Trainer sums the micro-batches of a step; TRL's loss divides by their number itself.
+        # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
