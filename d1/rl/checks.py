@@ -123,9 +123,9 @@ def check_names(method: Method, settings: Iterable[str]) -> None:
 # function is one line at the start, not a traceback after the first rollout. What this trial cannot show is checked
 # whenever an entry is called (`d1/rl/losses.py`, `d1/scoring/estimators.py`).
 
-PROMPT, CANVAS = 3, 8  # tokens
-LENGTHS = torch.tensor([8, 3, 0])  # the last one is not part of the loss
-TRIED = torch.arange(CANVAS) < LENGTHS.unsqueeze(1)
+TRIAL_PROMPT, TRIAL_CANVAS = 3, 8  # tokens
+LENGTHS = torch.tensor([8, 3, 0])  # scored tokens per row; the last row is not part of the loss
+TRIED = torch.arange(TRIAL_CANVAS) < LENGTHS.unsqueeze(1)
 
 
 @contextmanager
@@ -148,8 +148,8 @@ def try_entries(settings: Settings) -> None:
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
-            small, views = tried(estimator, settings.view_settings(), CANVAS)
-            tried(estimator, settings.view_settings(), 3 * CANVAS)  # the number of views may depend on the length
+            small, views = tried(estimator, settings.view_settings(), TRIAL_CANVAS)
+            tried(estimator, settings.view_settings(), 3 * TRIAL_CANVAS)  # the number of views may depend on the length
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
@@ -179,16 +179,16 @@ def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[Vi
     return small, views
 
 
-def left_to_right_rows(canvas: int = CANVAS) -> SampledRows:
+def left_to_right_rows(canvas: int = TRIAL_CANVAS) -> SampledRows:
     """Three completions of `canvas` tokens that a sampler filled from left to right; the first prompt is padded."""
     positions = torch.arange(canvas).repeat(len(LENGTHS), 1)
-    visible = torch.arange(PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
+    visible = torch.arange(TRIAL_PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
     return SampledRows(
         prompt_ids=torch.ones_like(visible, dtype=torch.long),
         attention_mask=visible.long(),
         maskable=visible,
         canvas_ids=positions,
-        scored=torch.arange(canvas) < (LENGTHS * canvas // CANVAS).unsqueeze(1),
+        scored=torch.arange(canvas) < (LENGTHS * canvas // TRIAL_CANVAS).unsqueeze(1),
         reveal_steps=positions,
         logps=-torch.ones(positions.shape),
         entropies=torch.ones(positions.shape),
@@ -210,7 +210,7 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
         advantages=torch.tensor([1.0, -1.0, 0.5]),
         mask=TRIED.long(),
         tokens=LENGTHS.sum(),
-        reveal_steps=torch.arange(CANVAS).repeat(len(LENGTHS), 1),
+        reveal_steps=torch.arange(TRIAL_CANVAS).repeat(len(LENGTHS), 1),
     )
 
 
