@@ -20,7 +20,7 @@ from d1.masking import keyed_generator
 from d1.models import load_tokenizer
 from examples.sft_loop import encode
 
-BATCH, LEARNING_RATE, SEED = 64, 2e-3, 0
+BATCH, LEARNING_RATE, SEED = 64, 2e-3, 0  # rows per optimizer step
 
 
 def new_model(tokenizer: Any) -> Any:
@@ -33,7 +33,7 @@ def new_model(tokenizer: Any) -> Any:
 
 
 def next_token_loss(model: Any, ids: Tensor, answer: Tensor) -> Tensor:
-    """Mean cross-entropy of the answers' tokens (rows, tokens), each given the tokens before it."""
+    """Mean cross-entropy of the answers' tokens, each given the tokens before it; both inputs are (rows, tokens)."""
     logits = model(input_ids=ids[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits[answer[:, 1:]], ids[:, 1:][answer[:, 1:]])
 
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer("pocket/base")
     with open(args.train_data, encoding="utf-8") as file:
         rows = [encode(tokenizer, json.loads(line), 40) for line in file]  # all of one length
-    ids, answer = (torch.stack(column) for column in zip(*rows, strict=True))
+    ids, answer = (torch.stack(part) for part in zip(*rows, strict=True))  # (rows, tokens) each
     model, random = new_model(tokenizer), keyed_generator(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     for step in range(args.steps):

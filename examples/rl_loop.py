@@ -58,7 +58,7 @@ def encode(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tens
 
 
 def group_advantages(rewards: Tensor, size: int) -> Tensor:
-    """(rows,) reward minus the mean of its group of `size` rows; d1 does not divide by the standard deviation."""
+    """(rows,) each reward minus the mean of its group of `size` rows; d1 does not divide by the standard deviation."""
     groups = rewards.view(-1, size)
     return (groups - groups.mean(1, keepdim=True)).flatten()
 
@@ -76,7 +76,7 @@ def clipped_loss(
     ratio, gain = (logps - old).exp(), advantages.unsqueeze(1)
     policy = -torch.min(ratio * gain, ratio.clamp(1 - s.epsilon, 1 + s.epsilon) * gain)
     gap = reference - logps
-    kl = gap.exp() - gap - 1
+    kl = gap.exp() - gap - 1  # k3, which is never negative
     return ((policy + s.beta * kl) * mask).sum() / mask.sum()
 
 
@@ -101,23 +101,22 @@ def train(
         # Sample. Each row has its own random numbers, so it does not depend on its neighbours.
         generators = [keyed_generator(s.seed, ROLLOUT, step, row) for row in range(len(rows))]
         options = {"mask_token_id": mask_token_id, "generator": generators, "eos_token_ids": end}
-        completion = rollout(model.eval(), ids, attention_mask, settings, **options).ids[:, ids.shape[1] :]
-        mask = eos_cut(completion, end)  # the tokens that count, up to and including the first end token
+        canvas_ids = rollout(model.eval(), ids, attention_mask, settings, **options).ids[:, ids.shape[1] :]
+        mask = eos_cut(canvas_ids, end)  # (rows, canvas) bool: up to and including the first end token
 
         # Reward.
         texts = [
-            tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(completion, mask, strict=True)
+            tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(canvas_ids, mask, strict=True)
         ]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
         reward = torch.tensor([reward(**columns) for reward in rewards]).sum(0)
         advantages = group_advantages(reward, s.num_generations)
 
-        # Score. d1's estimate hides the whole completion, and other tokens of the prompt in each inner update.
+        # Score. d1's estimate hides the whole completion in every update, and a new random part of the prompt.
         generators = [keyed_generator(s.seed, VIEWS, step, row) for row in range(len(rows))]
         noises = [draw_masks(attention_mask.bool(), s.p_mask_prompt, generators) for _ in range(s.num_iterations)]
-
-        given: dict[str, Any] = {"prompt_ids": ids, "attention_mask": attention_mask, "completion_ids": completion}
+        given: dict[str, Any] = {"prompt_ids": ids, "attention_mask": attention_mask, "completion_ids": canvas_ids}
         scores: Callable[..., Tensor] = partial(
             mean_field_logps, **given, mask_token_id=mask_token_id, gen_length=s.gen_length
         )
@@ -125,7 +124,7 @@ def train(
             old = [scores(model, prompt_noise=noise) for noise in noises]
             anchor = [scores(reference, prompt_noise=noise) for noise in noises]
 
-        # Learn.
+        # Learn: mu optimizer steps on the same completions. In the first one, every ratio is 1.
         model.train()
         for update, noise in enumerate(noises):
             loss = clipped_loss(scores(model, prompt_noise=noise), old[update], anchor[update], advantages, mask, s)

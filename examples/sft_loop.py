@@ -41,7 +41,7 @@ class Settings:
 
 
 def encode(tokenizer: Any, row: dict[str, Any], eos_padding: int) -> tuple[Tensor, Tensor]:
-    """Token ids (tokens,) of a row, and a bool per token: part of the answer.
+    """Token ids (tokens,) of a row, and whether each token is part of the answer.
 
     `to_messages` reads s1K's columns, `messages`, or `prompt` and `completion`.
     """
@@ -67,9 +67,10 @@ def collate(rows: Sequence[tuple[int, Tensor, Tensor]], epoch: int, tokenizer: A
 
 
 def masked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Sum over hidden tokens of cross-entropy / t', divided by the number of answer tokens of the batch."""
+    """Sum over hidden tokens of cross-entropy / t', divided by the number of answer tokens in the batch."""
     logits = model(input_ids=batch["noised"], attention_mask=batch["visible"]).logits.float()
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["clean"], reduction="none")
+    # The expected number of hidden tokens is proportional to t': divide by it, so that every t has the same weight.
     weights = batch["hidden"] / noise_level(batch["t"]).unsqueeze(1)
     return (losses * weights).sum() / batch["answer"].sum()
 

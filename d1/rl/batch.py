@@ -1,13 +1,15 @@
 """The batch of a rollout on its way to the loss: record, scored tokens, views of the updates, their scores, metrics.
 
-A batch is a dictionary of tensors, made by TRL. Shapes: R rows, U inner updates, V views, P prompt, T tokens of the
-canvas, W writes. To TRL's columns are added
-- `canvas_ids` R T and what else a rollout notes of the whole canvas (`RolloutRecord`);
-- `view_noise` R U V P+T and `view_weights` R U V T, of which [:, k] are the views of inner update k; so are
+A batch is a dictionary of tensors, made by TRL. Shapes: R rows, U updates, V views, P tokens of the prompt, T tokens of
+the canvas, W writes. To TRL's keys are added
+- `canvas_ids` R T and the other tensors of a `RolloutRecord`;
+- `completion_reward` and, if the last reward is an accuracy, `completion_is_right`, R each (`bridge.py`);
+- `view_noise` R U V P+T and `view_weights` R U V T, of which [:, k] are the views of update k; so are
   `view_shown` and `view_targets` R U V T where views have these;
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
-- `view_advantages` R V, with `state_reward`; `log_ratios` R x (rows per prompt), for `Objective.over_group`;
-- `scoring_views` R U and `active_rows` R: their numbers in the whole rollout, the same for each row.
+- `view_advantages` R V, with `state_reward`;
+- `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
+- `scoring_views` R U and `active_rows` R: counts over the whole rollout, the same for each row.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ VIEWS = tuple(field.name for field in fields(Views))
 
 
 class RolloutRecord(TypedDict, total=False):
-    """What a rollout notes of its canvases, as columns of a batch. Log-probs and entropies are those that `Rollout`
+    """What a rollout notes of its canvases, as keys of a batch. Log-probs and entropies are those that `Rollout`
     documents; a user's `rollout_func` may leave them out. A sampler that edits also notes all of its writes."""
 
     canvas_ids: Tensor  # R T, int64: the whole canvas, including what follows a completion's end
@@ -62,21 +64,40 @@ class Everyone(NamedTuple):
         return everyones[self.first :][:rows]
 
 
+def fitted(values: Tensor, width: int) -> Tensor:
+    """`values` (..., canvas) cut or zero-padded to `width` tokens: TRL pads completions to the longest of their batch,
+    and `pad_to_multiple_of` can make this wider than the canvas."""
+    return F.pad(values, (0, width - values.shape[-1]))
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Puts the model into evaluation mode (no dropout) inside, and restores its mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 # --- Record -----------------------------------------------------------------------------------------------------------
 
 
 def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float]]:
     """The record of a rollout, and what sampling took per row, on average. Waits for the device."""
     counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
-    passes, fed, edits, most = torch.stack(counts).cpu()  # one wait for all numbers
-    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": fed}
+    passes, tokens, edits, most_writes = torch.stack(counts).cpu()  # one wait for all numbers
+    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": tokens}
     record: dict[str, Any] = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :]}
     record |= {"reveal_steps": sampled.reveal_steps, "rollout_logps": sampled.logps}
     record["rollout_entropies"] = sampled.entropies
     if sampled.writes is not None:
-        record |= {f"write_{name}": of[..., : int(most.max())] for name, of in sampled.writes._asdict().items()}
+        record |= {
+            f"write_{name}": values[..., : int(most_writes.max())] for name, values in sampled.writes._asdict().items()
+        }
         costs["sampling/edits"] = edits
-    return cast("RolloutRecord", record), {name: of.float().mean().item() for name, of in costs.items()}
+    return cast("RolloutRecord", record), {name: values.float().mean().item() for name, values in costs.items()}
 
 
 def completion_ids_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
@@ -100,8 +121,8 @@ def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
 
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
-# Which tokens of a canvas count in the loss, named by `scored_tokens`: methods differ in what they do with the tokens
-# after the first EOS. A new choice is a function and an entry of `SCORED`.
+# The setting `scored_tokens` names the tokens of a canvas that count in the loss: methods differ in what they do with
+# those after the first EOS. A new choice is a function and an entry of `SCORED`.
 
 
 class Sampled(NamedTuple):
@@ -128,12 +149,12 @@ class Scored:
 
     Attributes:
         of: the tokens (rows, canvas) bool that count in the loss.
-        behind_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
+        after_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
         reads_steps: it reads `Sampled.steps`.
     """
 
     of: Callable[[Sampled], Tensor]
-    behind_the_end: bool = False
+    after_the_end: bool = False
     reads_steps: bool = False
 
 
@@ -146,8 +167,8 @@ def to_the_last_text(sampled: Sampled) -> Tensor:
 SCORED: dict[str, Scored] = {
     "ended": Scored(lambda sampled: sampled.ended),
     "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
-    "steps": Scored(to_the_last_text, behind_the_end=True, reads_steps=True),
-    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
+    "steps": Scored(to_the_last_text, after_the_end=True, reads_steps=True),
+    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True),
 }
 
 
@@ -176,7 +197,7 @@ def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> T
     return everyone.own(everyones, len(advantages))
 
 
-def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, everyone: Everyone) -> float:
+def keep_prompts(batch: Batch, shares: Sequence[float], group: int, everyone: Everyone) -> float:
     """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
     returns the share of prompts kept."""
     right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
@@ -188,6 +209,34 @@ def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, eve
 
 
 # --- Views of the updates ---------------------------------------------------------------------------------------------
+
+
+def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
+    """(rows, prompt) bool, the tokenizer's special tokens."""
+    # Special tokens without a named role, such as LLaDA's header tokens, are only flagged.
+    flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
+
+
+def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
+    """A batch as estimators see it, sampled by a model of this config. The special tokens of `protect_specials_of`, a
+    tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
+    maskable = batch["prompt_mask"].bool()
+    if protect_specials_of is not None:
+        maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
+    unknown = torch.full(batch["canvas_ids"].shape, torch.nan, device=batch["canvas_ids"].device)
+    return SampledRows(
+        prompt_ids=batch["prompt_ids"],
+        attention_mask=batch["prompt_mask"],
+        maskable=maskable,
+        canvas_ids=batch["canvas_ids"],
+        scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
+        reveal_steps=batch["reveal_steps"],
+        logps=batch.get("rollout_logps", unknown),
+        entropies=batch.get("rollout_entropies", unknown),
+        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
+    )
 
 
 def draw_updates(
@@ -202,14 +251,14 @@ def draw_updates(
     """`view_noise`, `view_weights` and what else views have, of each update. With `shared`, all updates have the same
     views; with `split`, which knows the rows of all processes, one draw of views is divided among the updates.
 
-    They are drawn on the CPU, where the generators are: on a device, an estimator would wait for it for each row.
+    Views are drawn on the CPU, where the generators are: on a device, an estimator would wait once per row.
     """
     device, sampled = sampled.scored.device, sampled.to("cpu")
     if split:
         views = estimator(sampled, random, settings)
         counts = views.weights.ne(0).any(-1).sum(1)
         everyones = split.gather(counts.to(device)).cpu()
-        before = split.own(everyones.cumsum(0) - everyones, len(counts))  # views of earlier rows
+        before = split.own(everyones.cumsum(0) - everyones, len(counts))  # number of views of earlier rows
         drawn = shared_out(views, updates, random.rows, before.tolist())
     else:
         draws = 1 if shared else updates
@@ -225,7 +274,7 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
     """The views of each update: every view that scores something belongs to one update, at random. The rollout's rows
     deal out their views in turn, each after the `before` views of earlier rows, so the numbers of views per update
     differ by at most one."""
-    turn = torch.full(views.weights.shape[:2], -1)
+    turn = torch.full(views.weights.shape[:2], -1)  # (rows, views), the update of each view; -1: of none
     for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), generators, strict=True)):
         own = scoring.nonzero().squeeze(1)
         own = own[torch.randperm(len(own), generator=generator)]
@@ -237,23 +286,26 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
     """`scoring_views` and `active_rows`, counted over the rows that are part of the loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
     mask = fitted(batch["completion_mask"], width)[:, None, None]
-    views = (batch["view_weights"] * mask).ne(0).any(-1).sum((0, 2))
+    views = (batch["view_weights"] * mask).ne(0).any(-1).sum((0, 2))  # (updates,)
     active = (batch["advantages"].ne(0) & batch["completion_mask"].any(-1)).sum()
     *views, active = everyone.gather(torch.cat([views, active.unsqueeze(0)])).view(-1, len(views) + 1).sum(0)
     return {"scoring_views": torch.stack(views).expand(rows, -1), "active_rows": active.expand(rows)}
 
 
 def views_of(batch: Batch, update: int) -> Views:
-    """The views of an inner update."""
+    """The views of an update."""
     return Views(**{name: batch[f"view_{name}"][:, update] for name in VIEWS if f"view_{name}" in batch})
 
 
 def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
     """Whether all updates have the same views, on all processes: with split weights, all processes must make the same
     number of forward passes. Waits for the device."""
-    columns = [batch[f"view_{name}"] for name in VIEWS if f"view_{name}" in batch]
-    alike = torch.stack([(column == column[:, :1]).all() for column in columns]).all()
+    tensors = [batch[f"view_{name}"] for name in VIEWS if f"view_{name}" in batch]
+    alike = torch.stack([(tensor == tensor[:, :1]).all() for tensor in tensors]).all()
     return bool(gather(alike.int()).all())
+
+
+# --- Scores and the inputs of the loss --------------------------------------------------------------------------------
 
 
 def score_updates(
@@ -301,7 +353,7 @@ def loss_inputs(
     views_per_draw: int = 1,
     block: int | None = None,
 ) -> LossInputs:
-    """The inputs of an objective in inner update `update`: tensors as wide as the completions of `batch`.
+    """The inputs of an objective in update number `update`: tensors as wide as the completions of `batch`.
 
     Args:
         parts: number of micro-batches of the rollout, over all processes.
@@ -342,58 +394,13 @@ def loss_inputs(
     return replace(inputs, sampling_weights=weights)
 
 
-def fitted(values: Tensor, width: int) -> Tensor:
-    """`values` (..., canvas) cut or zero-padded to `width` columns: TRL pads completions to the longest of their batch,
-    and `pad_to_multiple_of` can make this wider than the canvas."""
-    return F.pad(values, (0, width - values.shape[-1]))
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Puts the model into evaluation mode (no dropout) inside, and restores its mode afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
-    """(rows, prompt) bool, the tokenizer's special tokens."""
-    # Special tokens without a named role, such as LLaDA's header tokens, are only flagged.
-    flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
-
-
-def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
-    """A batch as estimators see it, sampled by a model of this config. The special tokens of `protect_specials_of`, a
-    tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
-    maskable = batch["prompt_mask"].bool()
-    if protect_specials_of is not None:
-        maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
-    unknown = torch.full(batch["canvas_ids"].shape, torch.nan, device=batch["canvas_ids"].device)
-    return SampledRows(
-        prompt_ids=batch["prompt_ids"],
-        attention_mask=batch["prompt_mask"],
-        maskable=maskable,
-        canvas_ids=batch["canvas_ids"],
-        scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
-        reveal_steps=batch["reveal_steps"],
-        logps=batch.get("rollout_logps", unknown),
-        entropies=batch.get("rollout_entropies", unknown),
-        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
-        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
-    )
-
-
 def where_scored(inputs: LossInputs) -> Tensor:
     """(rows, tokens) bool, the completion's tokens that at least one view scores."""
     return inputs.mask.bool() & (inputs.weights.sum(1) > 0)
 
 
 def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
-    """(rows, tokens) `logps`, weighted sums over views, turned into means over the views that score a token."""
+    """(rows, tokens) weighted means over the views that score a token, from `logps`, the weighted sums."""
     return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
 
 
@@ -425,8 +432,7 @@ def prompt_masked(batch: Batch) -> float:
 
 def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:
     """The largest ratio of new to old probabilities of a token, over all views that score it and all processes."""
-    scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
-    ratios = (inputs.view_logps - known(inputs.view_old)).detach().exp().masked_fill(~scored, 0.0)
+    ratios = (inputs.view_logps - known(inputs.view_old)).detach().exp().masked_fill(~inputs.scored, 0.0)
     return gather(ratios.max()).max().item()
 
 
@@ -442,7 +448,7 @@ def sampling_gap(
     sampled: Tensor, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
 ) -> dict[str, float]:
     """The difference between the policy that sampled, with log-probs `sampled` (rows, canvas), and the one that is
-    trained, before the first inner update.
+    trained, before the first update.
 
     A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
     (Schulman's k1). For the exact sampler it is zero under replay, but not under d1's estimator, which scores each
@@ -461,7 +467,7 @@ def sampling_gap(
 
 
 def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
-    """The rows with numbers that are not finite, of a loss that is not finite; all rows if only the sum overflowed."""
+    """The rows that made a loss not finite: those with such numbers; all rows if only their sum overflowed."""
     bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
 
     def text(part: str, row: int) -> str:
@@ -482,5 +488,5 @@ def peak_memory_gb() -> float:
     """This process's peak memory so far in GiB: of its GPU if there is one, else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, kibibytes on Linux

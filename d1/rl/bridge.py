@@ -32,12 +32,12 @@ from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
 from d1.runs.trainer import RunTrainer
 
-# Columns (rows,) of a sampled batch: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
+# Keys of a batch, (rows,) each: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
 
 
 class TokenLogps(NamedTuple):
-    """What TRL's loss gets in place of a model: log-probabilities and entropies, (rows, tokens) each."""
+    """What TRL's loss gets instead of a model: log-probabilities and entropies, (rows, tokens) each."""
 
     logps: Tensor
     entropies: Tensor
@@ -98,7 +98,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
-        # Each group's prompt is rendered once: the chat template is the slowest step around a small model's rollout.
+        # Render each group's prompt once: with a small model, the chat template is the slowest step outside sampling.
         rows = [len(list(group)) for _, group in groupby(prompts)]
         prompt_ids, images, _ = super()._tokenize_prompts([prompt for prompt, _ in groupby(prompts)])
         if images is not None:
@@ -134,9 +134,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         watched = getattr(self.reward_funcs[-1], "only_watched", False)
         if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
+        # TRL returns the rewards of all processes.
         own = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
-        columns = {REWARD: weighted_sum(own, self.reward_weights.cpu())} | ({ACCURACY: own[:, -1]} if watched else {})
-        self.row_rewards = {name: column.to(rewards.device, non_blocking=True) for name, column in columns.items()}
+        found = {REWARD: weighted_sum(own, self.reward_weights.cpu())} | ({ACCURACY: own[:, -1]} if watched else {})
+        self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in found.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
@@ -175,11 +176,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         order = islice(self.order_of(dataset, lambda: epoch), before * size, (before + 1) * size)
         return [dataset[index] for index in order]
 
-    # --- TRL's private state, and what it does with it ----------------------------------------------------------------
+    # --- TRL's private state ------------------------------------------------------------------------------------------
 
     @property
     def micro_step(self) -> int:
-        """Micro-batches trained on so far; TRL increments the number after the loss."""
+        """Number of micro-batches trained on; TRL increments it after the loss."""
         return self._step
 
     @property
@@ -255,15 +256,15 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self._step, self._buffered_inputs = counters["step"], batches or None
         self._metrics["train"].clear()
         self._metrics["train"].update(counters["metrics"])
-        for group, columns in counters["completions"].items():
+        for group, saved in counters["completions"].items():
             logs = self._logs[group]
-            for name, column in columns.items() if isinstance(columns, dict) else [(None, columns)]:
+            for name, values in saved.items() if isinstance(saved, dict) else [(None, saved)]:
                 kept = logs if name is None else logs[name]
                 kept.clear()
-                kept.extend(column)
+                kept.extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Averages a value with those until the next log, under `name`, or `eval_name` in an evaluation."""
+        """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""
         self._metrics["train" if self.model.training else "eval"][name].append(value)
 
 

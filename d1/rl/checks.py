@@ -1,8 +1,8 @@
-"""The one place that refuses settings of RL, before a model is loaded.
+"""The checks of RL's settings, nearly all of them before a model is loaded.
 
-In this order: methods by name or by file and the entries of users' tables; one trial call of each chosen entry;
+In this order: methods by name or by file, and the entries of users' tables; one trial call of each chosen entry;
 settings that are no choice, contradict each other or do nothing; what a resume may change; and what the model, the
-prompts and the rewards of a run do not allow. A message stands where its condition is.
+prompts and the trainer do not allow. Each message is next to its condition.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Settings = Any  # a `DiffuGRPOConfig`, whose module imports this one
 
 # --- Methods by name or file ------------------------------------------------------------------------------------------
 
-# What a user's own file may define besides `METHOD`: entries of these tables.
+# A user's own file may define entries of these tables besides `METHOD`.
 TABLES: dict[str, dict[str, Any]] = {
     "ESTIMATORS": ESTIMATORS,
     "OBJECTIVES": OBJECTIVES,
@@ -123,9 +123,9 @@ def check_names(method: Method, settings: Iterable[str]) -> None:
 # function is one line at the start, not a traceback after the first rollout. What this trial cannot show is checked
 # whenever an entry is called (`d1/rl/losses.py`, `d1/scoring/estimators.py`).
 
-PROMPT, CANVAS = 3, 8  # tokens
-LENGTHS = torch.tensor([8, 3, 0])  # the last one is not part of the loss
-TRIED = torch.arange(CANVAS) < LENGTHS.unsqueeze(1)
+TRIAL_PROMPT, TRIAL_CANVAS = 3, 8  # tokens
+LENGTHS = torch.tensor([8, 3, 0])  # scored tokens per row; the last row is not part of the loss
+TRIED = torch.arange(TRIAL_CANVAS) < LENGTHS.unsqueeze(1)
 
 
 @contextmanager
@@ -148,8 +148,8 @@ def try_entries(settings: Settings) -> None:
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
-            small, views = tried(estimator, settings.view_settings(), CANVAS)
-            tried(estimator, settings.view_settings(), 3 * CANVAS)  # the number of views may depend on the length
+            small, views = tried(estimator, settings.view_settings(), TRIAL_CANVAS)
+            tried(estimator, settings.view_settings(), 3 * TRIAL_CANVAS)  # the number of views may depend on the length
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
@@ -166,8 +166,8 @@ def try_entries(settings: Settings) -> None:
 
 
 def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[ViewSettings, Views]:
-    """The settings for completions of `canvas` tokens, and the views of three of them. Raises ValueError if these are
-    more than the estimator's entry says."""
+    """The settings for completions of `canvas` tokens, and the views of three of them. Raises ValueError if there are
+    more views than the estimator's entry says."""
     small = replace(settings, gen_length=canvas, steps=canvas, block_length=canvas // 2)
     random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
     views, most = estimator(left_to_right_rows(canvas), random, small), estimator.views(small)
@@ -179,16 +179,16 @@ def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[Vi
     return small, views
 
 
-def left_to_right_rows(canvas: int = CANVAS) -> SampledRows:
+def left_to_right_rows(canvas: int = TRIAL_CANVAS) -> SampledRows:
     """Three completions of `canvas` tokens that a sampler filled from left to right; the first prompt is padded."""
     positions = torch.arange(canvas).repeat(len(LENGTHS), 1)
-    visible = torch.arange(PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
+    visible = torch.arange(TRIAL_PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
     return SampledRows(
         prompt_ids=torch.ones_like(visible, dtype=torch.long),
         attention_mask=visible.long(),
         maskable=visible,
         canvas_ids=positions,
-        scored=torch.arange(canvas) < (LENGTHS * canvas // CANVAS).unsqueeze(1),
+        scored=torch.arange(canvas) < (LENGTHS * canvas // TRIAL_CANVAS).unsqueeze(1),
         reveal_steps=positions,
         logps=-torch.ones(positions.shape),
         entropies=torch.ones(positions.shape),
@@ -210,7 +210,7 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
         advantages=torch.tensor([1.0, -1.0, 0.5]),
         mask=TRIED.long(),
         tokens=LENGTHS.sum(),
-        reveal_steps=torch.arange(CANVAS).repeat(len(LENGTHS), 1),
+        reveal_steps=torch.arange(TRIAL_CANVAS).repeat(len(LENGTHS), 1),
     )
 
 
@@ -232,7 +232,7 @@ AUTOREGRESSIVE_ONLY = {
     **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
 }
 
-# Settings with a list of choices: TRL 1.16 checks its own only at the first loss. Entries added later count, too.
+# Settings with a list of choices. TRL 1.16 checks its own only at the first loss. Entries that are added later count.
 CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
@@ -265,7 +265,7 @@ def adds_kl(s: Settings) -> bool:
     return bool(s.beta) and not s.has_trls_kl
 
 
-# Each of these functions yields the reasons why settings contradict each other, about one subject.
+# Each of these functions yields the contradictions between settings on one subject.
 
 
 def about_servers(s: Settings) -> Iterator[str]:
@@ -354,7 +354,7 @@ def about_updates(s: Settings) -> Iterator[str]:
                 f"--kl {names(PENALTIES, by_view=True)}"
             )
     reads = objective.settings is None or "state_reward" in objective.settings
-    # It costs forward passes and rewards, so the method's own value is refused, too; `unread` refuses a given one.
+    # It costs forward passes and rewards, so even the method's own value is refused; `unread` refuses a given one.
     if s.state_reward and not reads and not asked_for(s, "state_reward"):
         yield (
             f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "
@@ -367,7 +367,7 @@ def about_updates(s: Settings) -> Iterator[str]:
 def about_loss(s: Settings) -> Iterator[str]:
     """The tokens, the mean and the penalty of a loss."""
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
-    if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:
+    if SCORED[s.scored_tokens].after_the_end and s.eos_stop:
         yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
         yield "sampling_weight_cap weighs single tokens and vespo weighs completions: use another loss_type"
@@ -512,7 +512,7 @@ ON_RESUME = OnResume(
         (
             # The task, the order of its rows, and random numbers
             *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
-            # The rollout in the checkpoint and its place in the cycle of updates
+            # The rollout in the checkpoint and its position in the cycle of updates
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
             "rollout_staleness",
             *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
@@ -529,7 +529,7 @@ ON_RESUME = OnResume(
         ),
         whole,
     )
-    | {"beta": bool},  # 0: no reference was scored
+    | {"beta": bool},  # only whether it is 0 is fixed: then the rollout has no reference log-probs
     free=(
         *("output_dir", "resume_from_checkpoint", "run_name", "report*", "project", "trackio_*", "disable_tqdm"),
         *("log*", "num_completions_to_print", "skip_memory_metrics", "include_*", "debug", "do_*"),

@@ -62,7 +62,7 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     NUMBER: ("entropy_coef", "entropy_coef_min", "entropy_coef_max"),
     replace(NUMBER, many=True) | None: ("reward_weights",),
 }
-BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> of evaluations
+BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> whether for evaluation
 OUTPUT_DIR = "runs/rl"
 TRAINERS_BATCH = 8  # the Trainer's default
 INHERITED = {name: limits for limits, names in INHERITED_BY_RANGE.items() for name in names}
@@ -169,14 +169,14 @@ class DiffuGRPOConfig(GRPOConfig):
         None, "Truncated importance sampling: largest weight of a token (trained probability / sampling probability)."
     )
     p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
-    random_masking: bool = setting(True, "A fresh prompt mask for each inner update; false: one mask for all of them.")
+    random_masking: bool = setting(True, "A fresh prompt mask for each update; false: one mask for all of them.")
     protect_special_tokens: bool = setting(False, "Never mask the chat template's special tokens in the prompt.")
     mask_id: Annotated[int | None, NATURAL | None] = setting(None, "Id of the mask token; the tokenizer's if unset.")
 
-    # d1's objective and optimiser
+    # d1's objective and optimizer
     learning_rate: Amount = setting(3e-6, "Peak learning rate.")
     num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
-    num_iterations: Count = setting(12, "mu: optimiser passes over each rollout.")
+    num_iterations: Count = setting(12, "mu: updates on each rollout.")
     max_completion_length: Annotated[int | None, COUNT] = setting(
         None,
         f"Length of the canvas in tokens; unset: {CANVAS['max_completion_length']}, or less if a model has no room.",
@@ -280,9 +280,8 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether there is one optimizer step per rollout, of the policy that old log-probs are of. A rollout has
-        `num_iterations` updates; each may be split by rows into steps of `gradient_accumulation_steps` micro-batches.
-        """
+        """Whether all updates on a rollout are in one optimizer step, by the policy that sampled it: every ratio is 1.
+        An update has `steps_per_generation` micro-batches, an optimizer step `gradient_accumulation_steps`."""
         return (
             not self.old_as_sampled
             and self.gradient_accumulation_steps % (int(self.steps_per_generation or 1) * self.num_iterations) == 0
@@ -290,8 +289,8 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def old_as_sampled(self) -> bool:
-        """With `rollout_staleness`, whether old log-probs are those of the rollout's record, of the policy that sampled
-        some rollouts ago; else they are scored before the first update, and tokens have truncated weights."""
+        """Whether old log-probs are those that the sampler noted, because an older policy sampled
+        (`rollout_staleness`). Otherwise they are scored before the first update."""
         exact = ESTIMATORS[self.estimator].as_sampled(self.view_settings())
         return bool(self.rollout_staleness and exact and self.reads_old_logps and self.sampling_weight_cap is None)
 
@@ -320,8 +319,8 @@ class DiffuGRPOConfig(GRPOConfig):
         return settings
 
     def settle_canvas(self, model_config: Any) -> None:
-        """Where nobody gave the length of the canvas, and the model has no room for the default: as many blocks as it
-        has room for after prompts of `max_prompt_length` tokens, with d1's two tokens per step."""
+        """Shortens a canvas whose length nobody gave, if the model has no room for the default: to the blocks that fit
+        after prompts of `max_prompt_length` tokens, with d1's two tokens per step."""
         room, length = getattr(model_config, "max_position_embeddings", None), int(self.max_completion_length or 0)
         if not self.canvas_is_unset or room is None or room > length:
             return
@@ -363,6 +362,7 @@ def with_method(fill: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+# `dataclass` has written `__init__` by now.
 DiffuGRPOConfig.__init__ = with_method(DiffuGRPOConfig.__init__)  # type: ignore[method-assign]
 
 

@@ -1,4 +1,8 @@
-"""Programs that sample instead of the trainer: servers, also ahead of updates, and a user's `rollout_func`."""
+"""Programs that sample instead of the trainer: servers, and a user's `rollout_func`.
+
+From top to bottom: the folder through which servers get the weights; rollouts by servers; the check that log-probs of
+another program are the trainer's; the contract of `rollout_func`; and rollouts that servers sample ahead of updates.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +37,20 @@ from d1.scoring.replay import Written, replay_views
 from d1.serve.client import CONNECT, Expected, Prompts, RolloutServer, Unavailable, Weights, check_ids, check_row
 from d1.serve.engine import RAM_DISK, has_room
 
+logger = logging.getLogger(__name__)
+
 # --- The folder through which a run's weights reach its servers -------------------------------------------------------
 
 
 class WeightsFolder:
-    """Holds one version at a time, in a folder of its own: on a RAM disk where there is one with room.
+    """A folder that holds one version of the weights at a time, on a RAM disk if there is one with room.
 
     Attributes:
-        path: the folder; None until the first version is written.
+        path: the folder; `Path()` until the first version is written.
     """
 
     def __init__(self, output_dir: Path, part: str = "") -> None:
-        """`part` ends the name, of one of several folders of a run."""
+        """`part` ends the folder's name: a run may have several folders."""
         self.output_dir, self.path, self.part = output_dir.resolve(), Path(), part
 
     def write(
@@ -55,13 +61,12 @@ class WeightsFolder:
         released: bool = False,
         copy: Path | None = None,
     ) -> Path:
-        """Replaces what is there by the weights of `model`, or its adapter, or by those of its kind in the folder
-        `copy`; returns the folder of this version.
+        """Replaces the version by the weights of `model`, or its adapter if it has one, or by a copy of the folder
+        `copy`; returns the folder of the new version.
 
         Args:
             folders: those that each server reads, None for a server that reads all.
-            released: whole weights, with the adapter folded in, in the format that they were released in, for an
-                engine.
+            released: write whole weights, with the adapter merged, in the format of the released model, for an engine.
         """
         if self.path == Path():
             whole = released or not hasattr(model, "peft_config")
@@ -115,13 +120,11 @@ def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], 
 # and its rows go to the others; it comes back with the current weights. Completions do not depend on who sampled them,
 # because a row's random numbers depend on its key alone.
 
-logger = logging.getLogger(__name__)
-
 PAUSE = 1.0  # seconds until a server that failed is tried again
 WATCH = 10.0  # seconds between questions to a server that has rows
 REMIND = 60.0  # seconds between messages while the run waits
 
-Part = tuple[Prompts, "Future[tuple[Rollout, str]]"]  # with the address of the server that sampled it
+Part = tuple[Prompts, "Future[tuple[Rollout, str]]"]  # rows; their rollout, and the address of its server
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,8 @@ class PolicyServers:
             server.problem = None
 
     def publish(self, model: Any, step: int) -> None:
-        """Has the servers take the weights of `model`, or its adapter, after `step` optimizer steps, unless they have
-        them. No process may be sampling."""
+        """Gives servers the weights of `model`, or its adapter, after `step` optimizer steps, unless they have these.
+        No process may be sampling."""
         version = f"{self.run}-{step}"
         if self.weights and self.weights.version == version:
             return
@@ -195,7 +198,7 @@ class PolicyServers:
     def write(self, folder: WeightsFolder, model: Any, version: str, copy: Path | None = None) -> Path:
         """Writes weights, as `WeightsFolder.write` does, where all servers read them and in a format that they read."""
         known = [one for one in self.servers if one.folders != []]
-        # An engine reads any folder of its own machine, and the run's where machines share it.
+        # An engine reads any folder of its own machine; on another machine, the run's folder must be shared.
         shared = [str(folder.output_dir)]
         readable = [shared if one.folders is None and not one.is_local else one.folders for one in known]
         return folder.write(model, version, readable, any(one.folders is None for one in known), copy)
@@ -247,8 +250,8 @@ class PolicyServers:
     def work(
         self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
     ) -> None:
-        """A thread of `sample`: sends parts to a server, one at a time, and tries a server that failed again. `held`
-        are the parts that servers have."""
+        """A thread of `sample`: sends parts to a server, one at a time; if the server failed, tries it again after a
+        pause. `held` are the parts that servers have."""
         assert self.weights is not None
         while not over.is_set():
             try:
@@ -268,7 +271,7 @@ class PolicyServers:
                     future.set_result((server.sample(prompts, self.weights), server.url))
                 except Unavailable as error:
                     take_out(server, error)
-                    if server in held:
+                    if server in held:  # else `watch` has put it back
                         queue.put(part)
                 except Exception as error:
                     future.set_exception(error)
@@ -276,15 +279,15 @@ class PolicyServers:
 
 
 def take_out(server: RolloutServer, error: Exception) -> None:
-    """Notes why no rows go to a server."""
+    """Stops sending rows to a server, and keeps the reason."""
     if not server.problem:
         logger.warning("No more rows go to a server until it answers: %s", error)
     server.problem = str(error)
 
 
 def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event) -> None:
-    """A thread of `sample`: the part of a server that has fallen silent without closing its connection, such as one
-    whose machine is gone, goes to the others. Should it answer after all, the first answer counts."""
+    """A thread of `sample`: gives the part of a server that no longer answers, without having closed its connection, to
+    the others. If the server answers after all, the first answer counts."""
     while not over.wait(WATCH):
         for server in [*held]:
             try:
@@ -296,14 +299,14 @@ def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over
 
 
 class Waiting:
-    """How long no server has answered; `since`: from when on, None if one has answered or finished rows."""
+    """The time without an answer from any server; `since`: its beginning, None if one has answered or finished rows."""
 
     def __init__(self, policy: PolicyServers) -> None:
         self.policy, self.told = policy, 0.0
         self.since: float | None = None
 
     def someone_answers(self) -> bool:
-        """False while no server answers. Raises ConnectionError, with the last checkpoint, if this lasts too long."""
+        """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
         servers, patience = self.policy.servers, self.policy.patience
         if not all(server.problem for server in servers):
             return True
@@ -324,9 +327,9 @@ class Waiting:
 # --- Score a row again ------------------------------------------------------------------------------------------------
 # Whether a server's or an engine's log-probabilities are the trainer's own (`DiffuGRPOTrainer.check_scores`).
 
-STATES = 8  # that a row is scored in
-EXACT = 1e-2  # nats between log-probabilities in fp32, the largest difference: their rounding is 1e-5 to 1e-3
-CLOSE = 0.5  # nats, the median difference: what another data type changes is about 0.02
+STATES = 8  # in which a row is scored
+EXACT = 1e-2  # largest difference in nats allowed in fp32, where rounding gives 1e-5 to 1e-3
+CLOSE = 0.5  # largest median difference in nats allowed between data types, which usually gives about 0.02
 
 
 def unpadded(ids: Tensor, mask: Tensor) -> list[list[int]]:
@@ -376,26 +379,27 @@ def states_of(one: Batch, config: Any, number: int) -> Views:
 # lists, one element per row:
 #
 # - `prompt_ids`: ids of the prompt, at most `max_prompt_length`;
-# - `completion_ids`: ids of the canvas, `max_completion_length` at most. It may be cut anywhere after its first EOS,
+# - `completion_ids`: ids of the canvas, at most `max_completion_length`. It may be cut anywhere after its first EOS,
 #   unless the method replays the sampler's states or scores tokens after an EOS;
 # - `steps` (optional), one per id: the number, from 0, of the row's own forward pass that revealed the token; -1 for
 #   tokens after the first EOS that were filled in and not revealed;
 # - `logprobs` and `entropies` (optional), one per id, in nats: of the distribution that `Rollout` documents.
 #
-# As in TRL, other keys go to the rewards, as columns. A key is optional, or None, if no entry of the run reads it.
+# As in TRL, other keys become arguments of the rewards. An optional key may be missing, or None, if no entry of the run
+# reads it.
 
 UserRollout = Callable[[list, Any], dict[str, Any]]
 TOKENS = ("prompt_ids", "completion_ids")
 RECORD = {"steps": "reveal_steps", "logprobs": "rollout_logps", "entropies": "rollout_entropies"}
 READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # of `SampledRows`
-COLUMNS = {"completion_ids": "canvas_ids", **RECORD}
+KEYS = {"completion_ids": "canvas_ids", **RECORD}
 
 
-def readers(args: DiffuGRPOConfig) -> dict[str, list[str]]:
-    """Which of `RECORD` the run reads: key -> settings that name the entries which read it."""
+def keys_read(args: DiffuGRPOConfig) -> dict[str, list[str]]:
+    """The keys of `RECORD` that the run reads: key -> the settings whose entries read it."""
     estimator, read = ESTIMATORS[args.estimator], {name: list[str]() for name in RECORD}
-    for column in dict.fromkeys((*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings()))):
-        read[READ[column]].append(f"estimator {args.estimator}")
+    for field in dict.fromkeys((*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings()))):
+        read[READ[field]].append(f"estimator {args.estimator}")
     if args.sampling_weight_cap is not None:
         read["logprobs"].append("sampling_weight_cap")
     of_steps = {
@@ -420,7 +424,7 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
 def read_returned(
     returned: Any, rows: int, args: DiffuGRPOConfig, accelerator: Accelerator
 ) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    """What a `rollout_func` returned for this number of rows: the keys that rollouts have, and others.
+    """Splits what a `rollout_func` returned for `rows` rows: the keys of a rollout, and the others.
 
     Raises:
         ValueError: it is no dictionary of lists, or lacks a key that the run reads or that other processes have.
@@ -436,7 +440,7 @@ def read_returned(
             raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {found}")
     if missing := {*TOKENS}.difference(given):
         raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
-    for name, names in readers(args).items():
+    for name, names in keys_read(args).items():
         if name not in given:
             raise ValueError(
                 f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
@@ -452,20 +456,20 @@ def record_of(
     given: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
 ) -> RolloutRecord:
     """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that are given."""
-    beyond_end = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].behind_the_end
+    beyond_end = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].after_the_end
     whole = f"--method {args.method} reads what follows the EOS" if beyond_end else ""
     shape = len(given["completion_ids"]), int(args.max_completion_length or 0)
     # A canvas that is cut is filled with EOS, as under the EOS stop.
     record = {"canvas_ids": torch.full(shape, expected.ends[0]), "reveal_steps": torch.full(shape, -1)}
-    record |= {column: torch.zeros(shape) for name, column in RECORD.items() if name in given and name != "steps"}
+    record |= {key: torch.zeros(shape) for name, key in RECORD.items() if name in given and name != "steps"}
     for number, prompt in enumerate(given["prompt_ids"]):
         where = f"rollout_func, row {number}: "
         check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
         row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
-            column = record[COLUMNS[name]]
-            column[number, : len(values)] = values.to(column.dtype)
-    return cast("RolloutRecord", {name: column.to(device) for name, column in record.items()})
+            rows = record[KEYS[name]]
+            rows[number, : len(values)] = values.to(rows.dtype)
+    return cast("RolloutRecord", {name: rows.to(device) for name, rows in record.items()})
 
 
 # --- Rollouts ahead of updates ----------------------------------------------------------------------------------------
@@ -489,7 +493,7 @@ class Request(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A rollout of all processes, and its rows."""
+    """A rollout of all processes, its rows, and the optimizer step of its weights."""
 
     prompts: Prompts
     step: int
@@ -500,29 +504,29 @@ class Ahead:
     """The rollouts ahead of a trainer.
 
     Args:
-        prompts_of: the rows of all processes of a rollout, by its number; None if the run ends before it.
+        prompts_of: from the number of a rollout, its rows of all processes; None if the run ends before it.
 
     Attributes:
-        kept: rollout number -> optimizer steps before it, and the folder with the weights from then.
-        requests: rollout number -> its request. Both are used in the first process alone.
-        stale_steps: optimizer steps since the weights that sampled the last rollout taken were the trainer's.
+        kept: rollout number -> optimizer steps before its updates, and the folder with the weights of that time.
+        requests: rollout number -> its request. Only the first process uses `kept` and `requests`.
+        stale_steps: optimizer steps that the trainer is ahead of the weights that sampled the last rollout taken.
     """
 
     def __init__(self, servers: PolicyServers, staleness: int, prompts_of: Callable[[int], Prompts | None]) -> None:
         self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
-        self.folders = [WeightsFolder(servers.folder.output_dir, f"-{slot}") for slot in range(staleness + 1)]
+        self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
         self.kept: dict[int, tuple[int, Path]] = {}
         self.requests: dict[int, Request] = {}
         self.thread = ThreadPoolExecutor(1)
         self.at_work, self.stale_steps = False, 0
 
     def weights_of(self, number: int) -> int:
-        """The rollout before whose updates the weights of rollout `number` were those of the trainer."""
+        """The number of the rollout before whose updates the trainer had the weights that sample rollout `number`."""
         return max(0, number - self.staleness)
 
     def take(self, model: Any, number: int, step: int) -> Taken:
-        """Rollout `number`, which is due after `step` optimizer steps; requests the one that the present weights of
-        `model` are to sample. All processes call it together.
+        """Rollout `number`, which is due after `step` optimizer steps; requests those up to the one that the present
+        weights of `model` sample. All processes call it together.
 
         Raises:
             ConnectionError, ValueError: as `PolicyServers.sample`.
@@ -555,19 +559,19 @@ class Ahead:
         self.requests[number] = Request(prompts, step, self.thread.submit(self.sample, prompts, weights))
 
     def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
-        """In the thread: the servers take the weights before they get rows."""
+        """In the thread: the rollout of `prompts` by servers that take `weights` first."""
         self.servers.weights = weights
         return self.servers.sample(prompts)
 
     def finish(self) -> None:
-        """Waits for what was requested, before something else is sampled with other weights."""
+        """Waits for all requests, so that something else can be sampled with other weights."""
         if self.at_work:
             wait([one.result for one in self.requests.values()])
             self.servers.weights = None  # in all processes, so that all of them publish
             self.at_work = False
 
     def close(self) -> None:
-        """Drops what was requested and removes the weights that were kept."""
+        """Drops all requests and removes the weights that were kept."""
         self.thread.shutdown(cancel_futures=True)
         self.thread = ThreadPoolExecutor(1)
         self.requests.clear()

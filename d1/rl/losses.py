@@ -24,7 +24,7 @@ from d1.scoring.estimators import called, described
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch under the views of the current inner update.
+    """A micro-batch under the views of the current update.
 
     Attributes:
         view_logps: (rows, views, tokens), log-probabilities of the policy; 0 where a view does not score a token.
@@ -128,7 +128,7 @@ def known(view_logps: Tensor | None) -> Tensor:
 #
 # Divisors that count tokens, views or rows count them over the whole rollout, so results do not depend on its split
 # into micro-batches. Two exceptions count within a micro-batch, as published: `bnpo`, TRL's and d1's, and the objective
-# `rldf`.
+# `rldf` with its penalty `k3_likely`.
 
 
 def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
@@ -137,7 +137,7 @@ def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     return (sums_RV / weights_RV.where(weights_RV != 0, 1.0)).sum() / inputs.scoring_views
 
 
-# Each averages sums over tokens, (rows, views): TRL's means of that name, and our own.
+# Means of sums over tokens, (rows, views). `sum`, `active` and `views` are ours, the others TRL's.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean(),
     "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean(),
@@ -296,7 +296,7 @@ def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Ten
 
 
 def share(what: Tensor, of: Tensor) -> dict[str, float]:
-    """The metric of clipping: the share of the true elements of `of` where `what` is true, too."""
+    """The metric of clipping: the share of the elements of `of` that are also in `what`, both bool."""
     return {"clip_ratio/region_mean": ((what & of).sum() / of.sum().clamp(min=1)).item()}
 
 
@@ -341,7 +341,7 @@ def draws_log_ratios(inputs: LossInputs) -> Tensor:
     """(rows, draws) log-ratio of each draw's bound to the old policy's, divided by the completion's length."""
     difference_RVT = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
     per_draw_RD = inputs.by_draw(difference_RVT)
-    # Weights are divided by the number of draws, so a draw's own estimate is that many times its sum.
+    # The weights are divided by the number of draws: multiply, for each draw's own estimate.
     return per_draw_RD.shape[1] * per_draw_RD / inputs.lengths.unsqueeze(1)
 
 
@@ -434,7 +434,7 @@ def sequence_log_ratios(inputs: LossInputs) -> Tensor:
 
 def stable_drl(inputs: LossInputs, settings: Any) -> Loss:
     """-sum of w A x SPG's bound over a prompt's completions, where w is the softmax of their capped log-ratios;
-    averaged over prompts (StableDRL)."""
+    averaged over prompts (StableDRL, arXiv 2603.06743)."""
     most = math.log(settings.ratio_cap)
     own = sequence_log_ratios(inputs).clamp(max=most)
     group = torch.zeros_like(own).unsqueeze(1) if inputs.log_ratios is None else inputs.log_ratios.clamp(max=most)
@@ -522,7 +522,7 @@ def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
     """k2 of each draw's whole log-probability, divided by the completion's length; averaged over draws (GDSD)."""
     difference_RVT = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
     log_d_RD = inputs.by_draw(difference_RVT)
-    log_d_RD = log_d_RD.shape[1] * log_d_RD  # weights are divided by the number of draws
+    log_d_RD = log_d_RD.shape[1] * log_d_RD  # as in `draws_log_ratios`
     return (log_d_RD**2 / 2 / inputs.lengths.unsqueeze(1)).mean()
 
 

@@ -35,7 +35,7 @@ PANELS = {  # a metric in the logs -> the title of its panel, in the report and 
     "completions/mean_length": "tokens to the first EOS",
 }
 SMOOTH = 5  # points in the running mean
-FEW = 30  # points that are marked, because a line alone hides them
+FEW = 30  # up to this number, points get markers, because a line alone hides them
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # key -> what it shows of a metric, its style
     "thin": ("each logged value", {"linewidth": 0.8, "alpha": 0.6, "markersize": 3}),
     "bold": (f"mean of the last {SMOOTH}", {"linewidth": 1.8}),
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
 
 
 def series(history: list[dict[str, Any]], name: str, steps_per_rollout: float) -> tuple[list[float], list[float]]:
-    """Number of rollouts so far and value of every log entry that has a value for `name`."""
+    """The number of rollouts so far, and the value, of every log entry that has a value for `name`."""
     points = [
         (entry["step"] / steps_per_rollout, float(entry[name])) for entry in history if entry.get(name) is not None
     ]
@@ -91,7 +91,7 @@ def panels_of(runs: list[Path]) -> list[str]:
 
 
 def keys_of(runs: list[Path]) -> list[str]:
-    """The keys of `LINES` that the panels of some runs have."""
+    """The keys of `LINES` that some panel of these runs has."""
     return [key for key in LINES if any(drawn(runs, name)[key] for name in PANELS)]
 
 

@@ -1,7 +1,8 @@
-"""Reward functions: a reward is a number that is finite as float32, or None if the function does not apply (TRL's
-convention). Anything else ends the run with an error that names the function, the task and the row.
+"""The checks of reward functions, the accuracy as a reward, and the weighted sum.
 
-Before a run, `check_rewards` calls each function once; during the run, `guarded` watches its calls.
+A reward is a number that is finite as float32, or None if the function does not apply (TRL's convention). Anything else
+ends the run with an error that names the function, the task and the row. Before a run, `check_rewards` calls each
+function once; during the run, `guarded` watches its calls.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def described(function: Reward, error: Exception) -> str:
 def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> dict[str, Any]:
     """The columns and the number of the row to blame; all rows, and the number None, if no single row is to blame.
 
-    If the function raised, this is the first row that raises alone: rewards are pure, so calling again is safe.
+    If the function raised, this is the first row on which alone it raises again: rewards are assumed to be pure.
     """
     rows = len(kwargs["completions"])
     columns = {key: value for key, value in kwargs.items() if isinstance(value, list) and len(value) == rows}

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
+    """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
     check_start(str(args.model_path))
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
@@ -125,7 +126,7 @@ def tokenizer_of(args: DiffuGRPOConfig) -> PreTrainedTokenizerBase:
 
 
 def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
-    """The length of the longest prompt in tokens, once cut. Raises ValueError if one is too long."""
+    """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long."""
     texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
     return check_prompts([len(encode_prompt(tokenizer, text)) for text in texts], args)
 
@@ -178,15 +179,15 @@ def write_report(folder: Path) -> None:
 # --- Problems that a report shows -------------------------------------------------------------------------------------
 
 PROBLEMS = 8  # the first ones
-COLUMNS = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
-WRITES = ("steps", "ids", "logps")  # of a sampler that edits
+SHOWN = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
+WRITES = ("steps", "ids", "logps")  # in the record of a sampler that edits
 
 
 class ShowProblems(TrainerCallback):
     """With `--report true`, writes the films of a few problems before and after training into the run's folder.
 
-    Both times the random numbers are the same, so that only the weights differ. They are numbers of their own: a run
-    with the report takes the same steps as one without it. A resumed run keeps the films from before.
+    Both times the random numbers are the same, so that only the weights differ. They are those of evaluations, so a run
+    with the report takes the same steps as one without it. A resumed run keeps the films from before training.
 
     Args:
         task: judges the completions.
@@ -220,11 +221,11 @@ class ShowProblems(TrainerCallback):
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only
-        columns: dict[str, Any] = {**record_and_costs(sampled)[0]}
-        record = {name: part.tolist() for name, part in columns.items()}
+        tensors: dict[str, Any] = {**record_and_costs(sampled)[0]}
+        record = {name: tensor.tolist() for name, tensor in tensors.items()}
         films = []
         for index, (prompt, row) in enumerate(zip(prompts, self.rows, strict=True)):
-            ids, *numbers = (record[name][index] for name in COLUMNS)
+            ids, *numbers = (record[name][index] for name in SHOWN)
             tokens = [piece(tokenizer, token) for token in ids]
             film = Film(when, tokenizer.decode(prompt), "", tokens, *numbers)
             if "write_ids" in record:

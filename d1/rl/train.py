@@ -98,7 +98,7 @@ class Parser(TrlParser):
         return super().format_help()
 
     def no_such(self, words: Sequence[str]) -> str:
-        """The message about words that are no flags."""
+        """The message about words that are not flags."""
         hints = [nearest(word.partition("=")[0], flags_of(self)) for word in words if word.startswith("--")]
         return f"there is no such setting: {' '.join(words)}{''.join(hints)} (--help_all lists them)"
 
@@ -122,9 +122,9 @@ class Parser(TrlParser):
             raise ValueError("; ".join(hints)) from error
 
     def read_method(self, args: list[str]) -> None:
-        """Makes the values of the method that the command line names the defaults. Raises ValueError for words that
-        are no flags, before any value is checked."""
-        # None for flags that are not given.
+        """Makes the method named on the command line set the defaults. Raises ValueError for words that are not flags,
+        before any value is checked."""
+        # Flags that are not given are None.
         known, rest = self.parse_known_args(args, argparse.Namespace(method=None, **dict.fromkeys(CANVAS)))
         if "--config" in rest:
             at = rest.index("--config")
@@ -138,16 +138,16 @@ class Parser(TrlParser):
             self.set_defaults(**self.named.under(self.canvas))
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
-        """Makes the lines of the yaml file the defaults, under the name of their flag's field."""
+        """Makes the lines of the yaml file defaults; an alias of a flag becomes the name of its field."""
         for action in self._actions:
             for other in (option.lstrip("-") for option in action.option_strings if action.nargs != 0):
                 if other in config and other != action.dest:
                     if action.dest in config:
                         raise ValueError(f"{other} and {action.dest} in the --config file are one setting: keep one")
                     config[action.dest] = config.pop(other)
-        if self.named:  # it overrides the file
+        if self.named:  # the method of the command line overrides the file
             config = self.named.under(self.canvas | config)
-        elif "method" in config:  # the file's other lines override its values
+        elif "method" in config:  # the file's other lines override its method
             config = find_method(config["method"]).under(self.canvas | config) | config
         return super().set_defaults_with_config(**config)
 
@@ -175,7 +175,7 @@ def main(
     """Trains; returns the trainer, or None if the run was finished already.
 
     Raises:
-        ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
+        ValueError, OSError: a setting, a file or a row is wrong. Where possible, raised before the model is loaded.
     """
     check_ranges(vars(model_args), INHERITED)
     check_output_dir(str(args.output_dir))

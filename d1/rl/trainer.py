@@ -1,10 +1,10 @@
 """diffu-GRPO (d1, arXiv 2504.12216): GRPO whose completions are sampled and scored by masked diffusion.
 
 The class reads in the order of the work on a batch. *Sample*: one canvas per prompt. *Reward*: TRL computes rewards and
-advantages, which some methods change. *Views*: those of every inner update are drawn (`d1/scoring/estimators.py`).
-*Score*: old and reference log-probabilities in these views. *Loss*: the policy is scored in the views of the current
-update, for TRL's loss or one of `OBJECTIVES`. Then come the checkpoint state and the budget. Overrides of TRL's own
-methods are in `bridge.py`; the columns of a batch are listed in `batch.py`.
+advantages, which some methods change. *Views*: those of every update are drawn (`d1/scoring/estimators.py`). *Score*:
+old and reference log-probabilities in these views. *Loss*: the policy is scored in the views of the current update, for
+TRL's loss or one of `OBJECTIVES`. Then come the loop, the checkpoint state and the budget. Overrides of TRL's own
+methods are in `bridge.py`; the keys of a batch are listed in `batch.py`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         block_causal = block_size(self.model.config) is not None
         split = self.weights_are_split, self.samples_in_step
         check_trainer(args, self.sampling, self.reward_funcs, block_causal, *split)
-        can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
+        can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].after_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.warned_of_scores = False
@@ -163,7 +163,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     @property
     def update(self) -> int:
-        """The current inner update, 0 to mu - 1. An evaluation uses only the first."""
+        """The current update, 0 to mu - 1. An evaluation uses only the first."""
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
     @property
@@ -179,7 +179,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return args.seed, stream, self.evaluation_rollouts
         now = self.micro_step if micro_step is None else micro_step
         step, micro_batch = divmod(now, args.gradient_accumulation_steps)
-        # With short cycles one step has several rollouts: each further rollout has its own streams.
+        # If one optimizer step has several rollouts, each has its own streams.
         number = micro_batch // self.micro_steps_per_rollout
         return args.seed, stream + number * len(STREAMS), step
 
@@ -220,7 +220,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`sample` with the policy's present weights, `rollout_batch_size` rows at a time."""
         if self.ahead is not None:
             self.ahead.finish()
-        key, generators = self.key("rollout"), self.generators("rollout", len(ids))  # before the model leaves this mode
+        key, generators = (
+            self.key("rollout"),
+            self.generators("rollout", len(ids)),
+        )  # before `evaluating` changes the mode, which they read
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             if self.servers is not None:
                 prompts = self.prompts(ids, mask, key, self.first_row(len(ids)))
@@ -236,11 +239,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     @property
     def ends(self) -> Sequence[int]:
-        """The tokens of the EOS stop; none: no stop."""
+        """The tokens that stop sampling; empty without the EOS stop."""
         return self.eos_token_ids if self.eos_stop else ()
 
     def prompts(self, ids: Tensor, mask: Tensor, key: Sequence[int], first: int) -> Prompts:
-        """Rows for servers, the first of which has the number `first` over all processes."""
+        """Rows for servers; `first` is the number of the first one over all processes."""
         config, keys = self.model.config, [(*key, first + row) for row in range(len(ids))]
         of_model = block_size(config) is not None, config.vocab_size, self.mask_token_id
         return Prompts(ids, mask, keys, self.sampling, self.ends, *of_model)
@@ -295,14 +298,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return {"prompt_ids": given["prompt_ids"], "completion_ids": completions, "logprobs": None} | others
 
     def log_rollout(self, started: float, record: RolloutRecord, costs: dict[str, float]) -> None:
-        """Logs the seconds since `started`, the speed, and what else the rollout cost."""
+        """Logs the seconds since `started`, the speed, and the other `costs` of the rollout."""
         seconds = time.perf_counter() - started
         speed = record["canvas_ids"].numel() * self.accelerator.num_processes / seconds
         for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
             self.log_metric(name, value)
 
     def check_served(self, batch: Batch, sources: Sequence[str]) -> None:
-        """`check_scores` of a rollout whose rows these servers sampled."""
+        """`check_scores` of a rollout; `sources` are the addresses of the servers that sampled its rows."""
         assert self.servers is not None
         dtypes = {server.url: server.dtype for server in self.servers.servers}
         stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
@@ -318,16 +321,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def check_scores(
         self, batch: Batch, rows: Sequence[int], where: Callable[[int], str], exact: bool, certain: bool
     ) -> None:
-        """Scores one of the `rows` of a rollout that another program sampled again, in some of the states that it was
-        sampled in, in one forward pass. Row and states change from rollout to rollout. Nothing is drawn, model and
-        batch do not change, and the cost is not part of `compute_tokens`.
+        """Scores again one of the `rows` of a rollout that another program sampled: in one forward pass, in some of the
+        states in which the row was sampled. Row and states change from rollout to rollout. Model, batch and generators
+        do not change, and the cost is not part of `compute_tokens`.
 
         Args:
             batch: `prompt_ids` and `prompt_mask` (rows, prompt), and the record of the rollout.
             where: from the number of a row, who sampled it.
             exact: both programs compute in fp32.
-            certain: the weights are those that sampled. Then, unless the sampler approximates (a cache, or 4-bit
-                weights in the trainer), a difference is an error; else a warning.
+            certain: the weights are those that sampled. A difference is then an error, unless the sampler approximates
+                (a cache, or 4-bit weights in the trainer); otherwise it is a warning.
 
         Raises:
             ValueError: log-probabilities or entropies are not those of the model in the states that the steps say.
@@ -366,7 +369,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.evaluation_rollouts += self.mode == "eval"
 
     def change_advantages(self, batch: Batch, everyone: Everyone) -> None:
-        """Sets which tokens and prompts count in the loss, and the method's advantages, from TRL's."""
+        """Sets which tokens and prompts count in the loss, and turns TRL's advantages into the method's."""
         args = self.args
         if args.scored_tokens != "ended":
             score_more(batch, args.scored_tokens, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
@@ -375,7 +378,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batch["advantages"] = reshaped(batch["advantages"], args.advantage, self.group, everyone)
 
     def draw_views(self, batch: Batch, everyone: Everyone) -> None:
-        """Adds the views of every inner update, and their numbers."""
+        """Adds the views of every update, and how many of them score something."""
         rows = len(batch["canvas_ids"])
         total = self.accelerator.num_processes * rows
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
@@ -406,8 +409,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         rewards = []
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             for view in range(scoring.shape[1]):
-                ids, fed = finished_in_one_pass(model, batch, view, self.mask_token_id)
-                self.compute = self.compute + fed
+                ids, tokens = finished_in_one_pass(model, batch, view, self.mask_token_id)
+                self.compute = self.compute + tokens
                 rewards.append(self.rewards_of(completion_ids_of(ids, self.eos_token_ids)))
         at_states, reward = torch.stack(rewards, dim=1).to(scoring.device), batch[REWARD].unsqueeze(1)
         mixed = (reward + lam * (reward - at_states)) / (1 + lam)
@@ -423,7 +426,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)  # then they score alike
+        only_first = self.mode == "eval" or updates_are_alike(
+            batch, self.accelerator.gather
+        )  # equal views have equal scores
         with self.without_checkpointing():
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
@@ -446,7 +451,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Loss ---------------------------------------------------------------------------------------------------------
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """The loss under the views, old and reference log-probs of the current inner update."""
+        """The loss under the views, old and reference log-probs of the current update."""
         training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
         if training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
             self.compare_rows(model)
@@ -454,7 +459,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
         inputs = loss_inputs(batch, scores, self.update, micro_batches, *given)
-        # Trainer sums the micro-batches of a step; TRL's loss divides by their number itself.
+        # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
@@ -498,7 +503,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for batch in batches:
             batch["log_ratios"] = groups[batch["group"]]
 
-    # --- The loop around it -------------------------------------------------------------------------------------------
+    # --- The training loop --------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; at its end, or after an error, the weights that were written for servers are removed."""
@@ -543,7 +548,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Writes this rank's buffered micro-batches and counters into the checkpoint `folder`."""
         tensors_file, counters_file = state_files(folder, self.accelerator.process_index)
         batches = rollout_buffer(self)
-        # Micro-batches are views of one rollout and safetensors refuses shared storage, hence the clones.
+        # Micro-batches share the storage of one rollout, which safetensors refuses: clone them.
         tensors = {
             f"{index}.{key}": value.detach().cpu().clone().contiguous()
             for index, batch in enumerate(batches)
@@ -553,7 +558,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         save_file(tensors, tensors_file)
         counters = {"format": FORMAT, "batches": len(batches), "losses": self.loss_sums(), **self.trl_counters()}
         counters |= {"processes": self.accelerator.num_processes, "compute": int(self.compute)}
-        counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
+        counters_file.write_text(json.dumps(counters, default=list))  # TRL's logs of completions are deques
         if self.args.sync_ref_model and self.args.should_save:
             reference = {name: value.detach().cpu().contiguous() for name, value in self.reference_weights()}
             save_file(reference, folder / REFERENCE)
@@ -569,8 +574,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batches: list[Batch] = [{} for _ in range(counters["batches"])]
         with reading(tensors_file):
             for name, value in load_file(tensors_file).items():
-                index, column = name.split(".", 1)
-                batches[int(index)][column] = value.to(self.accelerator.device)
+                index, key = name.split(".", 1)
+                batches[int(index)][key] = value.to(self.accelerator.device)
         with reading(counters_file):
             self.set_loss_sums(counters["losses"])
             self.compute = counters["compute"]
@@ -592,6 +597,7 @@ def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int
     """The canvas (rows, canvas) with the most likely token wherever a view hides one, and the number of tokens
     processed."""
     canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
+    # (rows, updates, views, tokens): with `state_reward`, all updates have the same noise (`about_updates`).
     hidden = batch["view_noise"][:, 0, view] & visible.bool()
     clean, length = torch.cat([batch["prompt_ids"], canvas], dim=1), canvas.shape[1]
     if "view_shown" in batch:
@@ -649,8 +655,8 @@ def check_rollout(folder: Path, args: DiffuGRPOConfig) -> None:
         file, batches = state_files(folder, rank)[0], read_counters(folder, rank)["batches"]
         with reading(file), safe_open(file, "pt") as tensors:
             names = {*tensors.keys()}
-            columns = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
-            if wrong := names ^ {f"{index}.{column}" for index in range(batches) for column in columns}:
+            keys = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
+            if wrong := names ^ {f"{index}.{key}" for index in range(batches) for key in keys}:
                 raise ValueError(f"{batches} micro-batches of a rollout have other tensors: {min(wrong)}")
     if args.rollout_staleness:
         saved_ahead(folder)
@@ -680,7 +686,7 @@ class StopAtCompute(TrainerCallback):
 
     Saves the model at the first step that reaches each of the `shares` of the budget (`saved_at`), and ends the run
     with a checkpoint at the first step that reaches all of it. A linear learning rate falls with the budget: a step's
-    rate depends on what was spent before it. Runs after `LoadExtra`, which restores what was spent."""
+    rate depends on what was spent before it. It must be added after `LoadExtra`, which restores what was spent."""
 
     def __init__(self, trainer: DiffuGRPOTrainer, budget: int, shares: Sequence[float] = ()) -> None:
         self.trainer, self.budget, self.shares = trainer, budget, shares
@@ -699,7 +705,7 @@ class StopAtCompute(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.spent = self.spent, self.trainer.total_compute()
         for share in self.shares:
-            if before < share * self.budget <= self.spent:  # equal on all processes; what is on a disk may not be
+            if before < share * self.budget <= self.spent:  # equal on all processes, unlike what they see on disk
                 self.save_aside(saved_at(args.output_dir, share))
         if self.spent >= self.budget:
             control.should_log = control.should_save = control.should_training_stop = True

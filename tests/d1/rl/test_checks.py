@@ -49,7 +49,7 @@ def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
     }
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- The methods ------------------------------------------------------------------------------------------------------
 
 
 # From the authors' main run: updates per rollout, temperature, largest norm of a gradient, rate, completions per
@@ -80,7 +80,7 @@ MAIN_RUNS = {
 
 
 @pytest.mark.parametrize("name", MAIN_RUNS)
-def test_a_row_has_the_values_of_its_authors_main_run(name):
+def test_an_entry_has_the_values_of_its_authors_main_run(name):
     args = config(method=name)
     names = ("num_iterations", "temperature", "max_grad_norm", "learning_rate", "num_generations")
     for setting, value in zip(names, MAIN_RUNS[name], strict=True):
@@ -88,7 +88,7 @@ def test_a_row_has_the_values_of_its_authors_main_run(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
+def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_entry_has(name):
     method = METHODS[name]
     known = {field.name for field in fields(DiffuGRPOConfig)}
     assert {"temperature", "top_k", "top_p", "remasking", "max_grad_norm", "scored_tokens"} <= D1.keys()
@@ -97,7 +97,7 @@ def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
     assert not method.values.keys() & method.scale.keys()
     for args in (config(method=name), parsed("--method", name)):
         given = {**method.values, **method.scale}
-        if given.get("diffusion_steps", 0) is None:  # one a token
+        if given.get("diffusion_steps", 0) is None:  # one per token
             given["diffusion_steps"] = args.max_completion_length
         assert {setting: getattr(args, setting) for setting in given} == given
         assert args.method == name
@@ -112,32 +112,32 @@ def test_d1_is_the_defaults_field_by_field():
     assert {**d1.values, **d1.scale} == {name: defaults[name] for name in {**d1.values, **d1.scale}}
 
 
-# --- What stands above what -------------------------------------------------------------------------------------------
+# --- What overrides what ----------------------------------------------------------------------------------------------
 
 
-def test_the_later_wins_of_defaults_scale_yaml_method_and_flags(tmp_path):
+def test_of_defaults_scale_yaml_method_and_flags_the_later_overrides_the_earlier(tmp_path):
     espo = METHODS["espo"].values
     yaml = "learning_rate: 0.5\nepsilon: 0.1\nbeta: 0.7\nblock_length: 8\n"
     args = parsed("--method", "espo", "--beta", "0.9", yaml=yaml, tmp_path=tmp_path)
-    assert (args.learning_rate, args.block_length) == (0.5, 8)  # the yaml's, above the paper's scale and the default
-    assert (args.epsilon, args.beta) == (espo["epsilon"], 0.9)  # the method's above the yaml's; a flag above both
+    assert (args.learning_rate, args.block_length) == (0.5, 8)  # the yaml's, not the paper's scale or the default
+    assert (args.epsilon, args.beta) == (espo["epsilon"], 0.9)  # the method's, not the yaml's; a flag overrides both
     assert args.estimator == "espo"
     assert args.num_generations == METHODS["espo"].scale["num_generations"]
     args = parsed("--method", "agrpo", yaml="block_length: 8", tmp_path=tmp_path)
-    assert (args.learning_rate, args.num_generations) == (5e-6, 8)  # the paper's scale, above the default
+    assert (args.learning_rate, args.num_generations) == (5e-6, 8)  # the paper's scale, not the default
 
 
-def test_a_method_in_a_yaml_comes_before_its_other_lines_wherever_it_stands(tmp_path):
+def test_a_yamls_other_lines_override_its_method_in_any_order(tmp_path):
     args = parsed(yaml="epsilon: 0.1\nlearning_rate: 0.5\nmethod: espo\n", tmp_path=tmp_path)
     assert (args.method, args.estimator, args.epsilon, args.learning_rate) == ("espo", "espo", 0.1, 0.5)
     args = parsed("--beta", "0.9", yaml="method: espo\nbeta: 0.7", tmp_path=tmp_path)
     assert args.beta == 0.9
-    # A method on the command line replaces the yaml's: no value of the yaml's row is left.
+    # A method on the command line replaces the yaml's: no value of the yaml's method is left.
     args = parsed("--method", "agrpo", yaml="method: espo\nlearning_rate: 0.5", tmp_path=tmp_path)
     assert differing(args, parsed("--method", "agrpo", "--learning_rate", "0.5")) == {}
 
 
-def test_in_python_what_is_given_stands_above_the_method():
+def test_in_python_given_settings_override_the_method():
     args = config(method="espo", epsilon=0.3, learning_rate=0.5)
     assert (args.epsilon, args.learning_rate, args.estimator) == (0.3, 0.5, "espo")
     assert differing(args, parsed("--method", "espo", "--epsilon", "0.3", "--learning_rate", "0.5")) == {}
@@ -198,9 +198,9 @@ def test_a_method_file_that_is_no_method_is_refused_with_the_reason(tmp_path, fi
         parsed(yaml=f"method: {path}", tmp_path=tmp_path)
 
 
-def test_a_method_file_that_failed_is_read_again_when_it_is_mended(tmp_path, monkeypatch):
+def test_a_method_file_that_failed_is_read_again_when_it_is_fixed(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.dont_write_bytecode", False)
-    path = tmp_path / "mended.py"
+    path = tmp_path / "fixed.py"
     failing = "METHOD = {'epsilon': 0.3}\nraise ValueError('no')"
     path.write_text(failing)
     os.utime(path, (1, 1))
@@ -312,7 +312,7 @@ def own_penalty(monkeypatch):
 
 @pytest.mark.usefixtures("own_penalty")
 @pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_what_means_nothing_is_refused_with_the_reason(given, message):
+def test_settings_that_contradict_each_other_are_refused_with_the_reason(given, message):
     with pytest.raises(ValueError, match=message):
         config(**given)
 
@@ -367,17 +367,17 @@ def test_a_check_of_ones_own_is_a_function_of_the_list(monkeypatch):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(monkeypatch, name):
-    """A flag given together with a method is refused only if it causes a contradiction; the row itself does not prevent
-    it."""
-    monkeypatch.setattr("d1.rl.config.try_entries", lambda args: None)  # with rows that other tests cover
+def test_unread_values_of_a_method_with_another_choice_are_not_refused(monkeypatch, name):
+    """Another estimator or objective than the method's is refused only for a contradiction, never because the method
+    also sets what the other one does not read."""
+    monkeypatch.setattr("d1.rl.config.try_entries", lambda args: None)  # other tests cover it
     changes = [{"estimator": other} for other in ESTIMATORS] + [{"objective": other} for other in OBJECTIVES]
     said = [refusal(method=name, **change) for change in [*changes, {"objective": "trl"}, {"beta": 0.0}]]
     assert not [text for text in said if "would do nothing" in text]
     assert said.count("") >= 4
 
 
-def test_flags_beside_a_method_are_said_to_do_nothing_only_if_they_are_not_its_own():
+def test_a_flag_without_effect_is_refused_only_if_its_value_is_not_the_methods():
     args = config(method="espo", estimator="one_step")
     assert (args.num_views, args.antithetic, args.importance_sampling_level) == (2, True, "sequence")
     assert config(method="espo", estimator="one_step", num_views=2).num_views == 2
@@ -385,7 +385,7 @@ def test_flags_beside_a_method_are_said_to_do_nothing_only_if_they_are_not_its_o
         config(method="espo", estimator="one_step", num_views=4)
 
 
-def test_a_users_own_rows_may_read_any_setting(monkeypatch):
+def test_a_users_own_entries_may_read_any_setting(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw))
     monkeypatch.setitem(OBJECTIVES, "mine", Objective(OBJECTIVES["reinforce"].loss))
     reads = {"num_views": 3, "segments": 4, "antithetic": True, "stratified": True, "draw_steps": "entropy"}

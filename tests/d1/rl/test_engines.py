@@ -1,8 +1,8 @@
 """Rollouts of a user's engine, TRL's `rollout_func`, and the check of what engines and servers return.
 
 An engine that calls our own sampler gives the built-in run to the bit; what a method lacks is refused by name, and so
-is what is malformed. A row of each rollout is scored again: what its sampler gave passes, anything else is an error
-or a warning.
+is what is malformed. A row of each rollout is scored again: the sampler's own numbers pass, others are an error or a
+warning.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_an_engine_that_lies_about_a_row_is_found_by_its_log_probabilities(tiny_
         told = honest(prompts, trainer)
         if lie == "tokens":
             told["completion_ids"] = [
-                [8 + (id * 7 + place) % 30 for place, id in enumerate(row)] for row in told["completion_ids"]
+                [8 + (id * 7 + position) % 30 for position, id in enumerate(row)] for row in told["completion_ids"]
             ]
         else:
             told["logprobs"] = [[-0.01] * len(row) for row in told["logprobs"]]

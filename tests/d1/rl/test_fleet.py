@@ -66,7 +66,7 @@ def assert_same(one, other):
 
 
 def in_background(*steps):
-    """Does the steps one after another, while the caller goes on."""
+    """Does the steps one after another in a thread."""
 
     def work():
         for step, *arguments in steps:

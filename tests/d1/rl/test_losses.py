@@ -132,8 +132,8 @@ def k2(terms):
 def sums_over_tokens(inputs, run):
     """A term for each token: their sum in a view, whatever the weights, and the mean over views."""
     for row, tokens, share in losses.steps(inputs, run):
-        for place in tokens:
-            yield losses.Term(row, {place: 1.0}, share * len(tokens))
+        for position in tokens:
+            yield losses.Term(row, {position: 1.0}, share * len(tokens))
 
 
 WRITTEN_OUT = {
@@ -168,7 +168,7 @@ def pairs(inputs):
     return replace(inputs, views_per_draw=2)
 
 
-# --- Ours are the formulas --------------------------------------------------------------------------------------------
+# --- Objectives of our own --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("epsilon_high", "delta"), [(None, None), (0.35, None), (0.35, 1.5)])
@@ -194,7 +194,7 @@ def test_ratios_of_steps_completions_and_draws_are_clipped_as_a_whole(name, delt
 
 
 @pytest.mark.parametrize("rows", [6, 2])
-def test_a_states_own_advantage_takes_the_place_of_its_rows(rows):
+def test_a_states_own_advantage_replaces_that_of_its_row(rows):
     """As if each view were a separate rollout; egspo-sa has one advantage for each state."""
     inputs, own = random_inputs(), torch.randn(6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     loss = in_parts(OBJECTIVES["clipped_steps"], replace(inputs, view_advantages=own), settings(), rows)
@@ -248,7 +248,7 @@ def test_reinforces_gradient_over_all_completions_is_that_of_the_expected_reward
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_bgpo_goes_on_where_a_bound_has_fallen_by_more_than_one_a_token():
+def test_bgpo_keeps_its_gradient_where_a_bound_has_fallen_by_more_than_one_per_token():
     inputs = random_inputs(views=1, weights="one")
     fallen = replace(inputs, view_logps=(inputs.view_old - 3).detach().requires_grad_())
     loss, _ = OBJECTIVES["bgpo"](fallen, settings())
@@ -547,8 +547,8 @@ def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ["trl", *OF_A_GROUP])
 def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
-    """A softmax over the rows of a process, in place of those of the group, gives other weights: a fault of released
-    code."""
+    """Released code has the fault of a softmax over the rows of a process instead of the group, which gives other
+    weights."""
     everything = CENTRED.flatten()
     expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
     for first in range(0, 16, rows):
@@ -557,7 +557,7 @@ def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name,
         torch.testing.assert_close(found, expected[first : first + rows], rtol=0, atol=0)
 
 
-def test_an_evaluation_of_one_completion_a_prompt_has_no_group():
+def test_an_evaluation_of_one_completion_per_prompt_has_no_group():
     alone = torch.zeros(3)
     assert reshaped(alone, "leave_one_out", 1, Everyone(lambda here: here, 0)) is alone
 

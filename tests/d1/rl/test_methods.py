@@ -255,7 +255,7 @@ def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
 
 
 @pytest.mark.parametrize("method", [name for name in ON_BLOCKS if name in REPLAYS])
-def test_replay_over_all_blocks_at_once_gives_what_the_sampler_recorded(tiny_block_dir, tmp_path, method):
+def test_replay_over_all_blocks_at_once_gives_what_the_sampler_noted(tiny_block_dir, tmp_path, method):
     alone = {"segment_steps": None, "num_views": None}
     trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, **alone)
     found, scored = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
@@ -283,14 +283,14 @@ def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
     hook = trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
     scored, steps = batch["completion_mask"].bool(), batch["reveal_steps"]
     last = torch.where(scored, steps, 0).amax(1, keepdim=True)
-    behind = (steps > last) | (steps < 0) if ESTIMATOR[method].replays else ~scored
-    assert behind.any() == (SCORED[method] != "canvas")
-    assert not (behind & scored).any()
+    unscored = (steps > last) | (steps < 0) if ESTIMATOR[method].replays else ~scored
+    assert unscored.any() == (SCORED[method] != "canvas")
+    assert not (unscored & scored).any()
     with torch.no_grad():
         for update in range(2):
             views = views_of(batch, update)
             score = trainer.scores(trainer.model, batch, views).view_logps
-            other = batch | {"canvas_ids": torch.where(behind, 9, batch["canvas_ids"])}
+            other = batch | {"canvas_ids": torch.where(unscored, 9, batch["canvas_ids"])}
             assert torch.equal(trainer.scores(trainer.model, other, views).view_logps, score)
     hook.remove()
     prompt = batch["prompt_ids"].shape[1]
@@ -333,7 +333,7 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
 
 
 @each_part
-def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, method):
+def test_a_run_killed_in_mid_cycle_resumes_bit_for_bit(tiny_model_dir, tmp_path, method):
     killed = tmp_path / "killed"
     started = forks.start(train_and_die, tiny_model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
     forks.finish(started, tmp_path / "log", status=-signal.SIGKILL)
@@ -396,7 +396,7 @@ UNMERGED["quick-replay"] = {"segment_steps": 1, "num_views": None}
 )
 @pytest.mark.parametrize("method", REPLAYS)
 def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
-    """With 3 steps for each block of 4 tokens. A row may name its sampler; a random order has no parallel one."""
+    """With 3 steps for each block of 4 tokens. A method may name its sampler; a random order has no parallel one."""
     values = METHODS[method].values
     sampler = "exact" if values["remasking"] == "random" else values.get("sampler", sampler)
     if SCORED[method] in ("steps", "canvas"):

@@ -222,7 +222,7 @@ def statuses(launchers):
 
 
 @pytest.mark.slow
-def test_two_nodes_are_as_two_processes_of_one_and_go_on_after_one_of_them_died(tiny_model_dir, tmp_path):
+def test_two_nodes_are_as_two_processes_of_one_and_resume_after_one_of_them_died(tiny_model_dir, tmp_path):
     assert statuses(nodes(tiny_model_dir, tmp_path / "one", 1)) == [0]
     both = nodes(tiny_model_dir, tmp_path / "two", 2)
     deadline = time.monotonic() + 300

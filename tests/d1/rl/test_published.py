@@ -59,7 +59,7 @@ def rows_of(part, number, trainer):
     """The rows of a micro-batch, as the formulas get them."""
     batch, update = part.batch, part.update
     for row, ids in enumerate(batch["canvas_ids"].tolist()):
-        ends = [place for place, token in enumerate(ids) if token in ENDS]
+        ends = [position for position, token in enumerate(ids) if token in ENDS]
         used = range(batch["view_weights"].shape[2])
 
         def stored(name, row=row):
@@ -95,7 +95,7 @@ def finished(trainer, batch, row):
         logits = trainer.model(input_ids=torch.cat([prompt, state]).unsqueeze(0)).logits[0, -G:]
         logits[:, trainer.mask_token_id] = -torch.inf
         ids = torch.where(noise, logits.argmax(-1), canvas).tolist()
-        ends = [place for place, token in enumerate(ids) if token in ENDS]
+        ends = [position for position, token in enumerate(ids) if token in ENDS]
         text = trainer.text_tokenizer.decode(ids[: ends[0] + 1 if ends else G], skip_special_tokens=True)
         rewards.append(torch.tensor(by_letter([[{"content": text}]])[0], dtype=torch.float64))
     return rewards
@@ -209,7 +209,7 @@ def bound(row, values, among, weight):
     """The weighted sum over views; `weight` is a function of the number of tokens that a view hides."""
     hidden = [scored_in(row, view, among) for view in row.used]
     return total(
-        weight(len(places)) * values[view][places].sum() for view, places in zip(row.used, hidden, strict=True)
+        weight(len(positions)) * values[view][positions].sum() for view, positions in zip(row.used, hidden, strict=True)
     )
 
 
@@ -229,12 +229,14 @@ def espo(rows):
 
 def bounds(row, values):
     """SPG's lower and upper form, per token."""
-    places = [scored_in(row, view, range(row.length)) for view in range(2)]
-    lower = mean(values[view][places[view]].mean() for view in range(2))
+    positions = [scored_in(row, view, range(row.length)) for view in range(2)]
+    lower = mean(values[view][positions[view]].mean() for view in range(2))
     upper = []
-    for k in sorted({*places[0], *places[1]}):
+    for k in sorted({*positions[0], *positions[1]}):
         terms = [
-            torch.exp(1.5 * values[view][k]) * row.length / len(places[view]) for view in (0, 1) if k in places[view]
+            torch.exp(1.5 * values[view][k]) * row.length / len(positions[view])
+            for view in (0, 1)
+            if k in positions[view]
         ]
         upper.append(torch.log(total(terms) / 2) / 1.5)
     return lower, mean(upper)
@@ -261,9 +263,9 @@ def stable_drl(rows):
     return mean(groups)
 
 
-def token_ratios(row, view, places, **clips):
+def token_ratios(row, view, positions, **clips):
     """The sum over tokens of PPO's gain."""
-    return ppo(torch.exp(row.l[view][places] - row.old[view][places]), row.A, **clips).sum()
+    return ppo(torch.exp(row.l[view][positions] - row.old[view][positions]), row.A, **clips).sum()
 
 
 def agrpo(rows, by_entropy=False):
@@ -274,7 +276,7 @@ def agrpo(rows, by_entropy=False):
         last = max(step for step, token in zip(row.steps, row.ids, strict=True) if token not in ENDS)
         among = [k for k in range(G) if row.steps[k] <= last]
         steps = {step: [k for k in among if row.steps[k] == step] for step in range(last + 1)}
-        entropy = torch.stack([row.entropies[places].clamp(min=0).sum() + 1e-6 for places in steps.values()])
+        entropy = torch.stack([row.entropies[positions].clamp(min=0).sum() + 1e-6 for positions in steps.values()])
         chance = entropy / entropy.sum() if by_entropy else torch.full_like(entropy, 1 / len(steps))
         gains, draws = [], 0
         for view in row.used:
@@ -295,8 +297,8 @@ def cj_grpo(rows):
     views = [(row, view) for row in rows for view in row.used]
     losses = []
     for row, view in views:
-        places = revealed(row, view, range(G))
-        losses.append(-token_ratios(row, view, places, dual=3.0) / len(places))
+        positions = revealed(row, view, range(G))
+        losses.append(-token_ratios(row, view, positions, dual=3.0) / len(positions))
     return mean(losses)
 
 
@@ -306,23 +308,23 @@ def d2(rows):
     def loss(row):
         gains = []
         for view in row.used:  # four steps in four segments
-            places = [k for k in range(row.length) if row.steps[k] == view]
-            kl = k3(row.l[view][places], row.ref[view][places]).sum()
-            gains.append(-token_ratios(row, view, places, low=0.5, high=0.5) + 0.04 * kl)
+            positions = [k for k in range(row.length) if row.steps[k] == view]
+            kl = k3(row.l[view][positions], row.ref[view][positions]).sum()
+            gains.append(-token_ratios(row, view, positions, low=0.5, high=0.5) + 0.04 * kl)
         return total(gains)
 
     return by_batch(rows, loss, lambda row: row.length)
 
 
-def over_views(rows, places_of):
+def over_views(rows, positions_of):
     """TraceRL's: the mean over a view's tokens, then views, and the sum of k3 to the old policy over its tokens."""
     set_advantages(rows, "z of n")
     losses = []
     for row in rows:
         for view in row.used:
-            places = places_of(row, view)
-            kl = k3(row.l[view][places], row.old[view][places]).sum()
-            losses.append(-token_ratios(row, view, places) / len(places) + 0.01 * kl)
+            positions = positions_of(row, view)
+            kl = k3(row.l[view][positions], row.old[view][positions]).sum()
+            losses.append(-token_ratios(row, view, positions) / len(positions) + 0.01 * kl)
     return mean(losses)
 
 
@@ -342,8 +344,8 @@ def just_grpo(rows):
 
 def draws_of(row, values, weight, among=range(G)):
     """The bound of each draw alone."""
-    places = [scored_in(row, view, among) for view in row.used]
-    return [weight(len(of)) * values[view][of].sum() for view, of in zip(row.used, places, strict=True)]
+    positions = [scored_in(row, view, among) for view in row.used]
+    return [weight(len(of)) * values[view][of].sum() for view, of in zip(row.used, positions, strict=True)]
 
 
 def bgpo(rows):
@@ -367,10 +369,10 @@ def egspo(rows, lam=0.0):
                 row.__dict__.setdefault("states", {})[view] = one - mean(mixed)
     for row in rows:
         for view in row.used:
-            places = revealed(row, view, range(G))
-            new, old, ref = (values[view][places].sum() for values in (row.l, row.old, row.ref))
+            positions = revealed(row, view, range(G))
+            new, old, ref = (values[view][positions].sum() for values in (row.l, row.old, row.ref))
             gain = ppo(torch.exp(new - old), row.states[view], 0.2, 0.5) - 0.04 * k3(new, ref)
-            losses.append(-gain / len(places))
+            losses.append(-gain / len(positions))
     return mean(losses)
 
 
@@ -433,9 +435,9 @@ def dipo(rows):
     def loss(row):
         gains = []
         for view in row.used:
-            places = revealed(row, view, range(row.length))
-            kl = k3(row.l[view][places], row.ref[view][places]).sum()
-            gains.append(-token_ratios(row, view, places, low=0.2, high=0.28) + 0.1 * kl)
+            positions = revealed(row, view, range(row.length))
+            kl = k3(row.l[view][positions], row.ref[view][positions]).sum()
+            gains.append(-token_ratios(row, view, positions, low=0.2, high=0.28) + 0.1 * kl)
         return total(gains)
 
     return by_batch(rows, loss, lambda row: row.length)
@@ -484,7 +486,7 @@ def stated():
     return {name: float(largest) for name, largest in lines}
 
 
-def test_every_published_row_has_its_formula_and_its_line_in_the_document():
+def test_every_published_method_has_its_formula_and_its_row_in_the_document():
     assert set(PUBLISHED) == set(METHODS) - OURS == set(stated())
 
 

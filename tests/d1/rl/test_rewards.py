@@ -140,11 +140,11 @@ def value(text):
     with pytest.raises(RewardError, match=rf"returned 0 rewards for 3 rows \({where}, line 9\), on no single row"):
         call(guarded(short, "t", tmp_path), **COLUMNS)
     rows = letters_task.load_rows("train")
-    for reward, place in (
+    for reward, where in (
         (parsed, r"it raised TypeError: .*, line 4"),
         (short, r"it returned 0 rewards .*, line 9"),
     ):
-        with pytest.raises(ValueError, match=rf"cannot score its rows \({place}\)\); they have the columns"):
+        with pytest.raises(ValueError, match=rf"cannot score its rows \({where}\)\); they have the columns"):
             check_rewards(letters_with([reward]), rows, "letters")
     with pytest.raises(
         RewardError, match=r"returned \[\], which is not a number .*test_rewards\.py, line \d+\), on row 0"

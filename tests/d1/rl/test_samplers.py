@@ -32,7 +32,7 @@ def vowels(completions, **columns):
 
 
 def talkative(folder):
-    """The tiny model with more certain predictions, which says end of text in place of a common token."""
+    """The tiny model with more certain predictions, which says end of text instead of a common token."""
     model = load_model(str(folder))
     with torch.no_grad():
         head = model.lm_head.weight.mul_(2)

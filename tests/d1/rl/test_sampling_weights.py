@@ -16,7 +16,7 @@ CAP = 1.3
 
 
 def sampled_logps(inputs):
-    """What a sampler may have recorded: some tokens are more likely than by the estimator, some less likely."""
+    """What a sampler may have noted: some tokens are more likely than by the estimator, some less likely."""
     noise = torch.randn(inputs.mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return inputs.view_old.mean(1) + 0.5 * noise
 

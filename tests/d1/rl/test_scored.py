@@ -20,7 +20,7 @@ SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
 
 
 def sampled_batch(model_dir, folder, method, **changes):
-    """A trainer after one step, and the rollout of it."""
+    """A trainer after one step, and its rollout."""
     options = {"per_device_train_batch_size": 12, "max_steps": 1, "learning_rate": 0.0, "right_share": None}
     trainer = make_method(model_dir, folder, method, ends=ENDS, **(options | changes))
     trainer.train()
@@ -29,22 +29,22 @@ def sampled_batch(model_dir, folder, method, **changes):
 
 def scored_in_a_loop(name, ids, steps):
     """The value of `SCORED[name]` for one row, token by token."""
-    end = next((place for place, token in enumerate(ids) if token in ENDS), len(ids))
+    end = next((position for position, token in enumerate(ids) if token in ENDS), len(ids))
     last = max((step for token, step in zip(ids, steps, strict=True) if token not in ENDS), default=-1)
-    for place, (token, step) in enumerate(zip(ids, steps, strict=True)):
+    for position, (token, step) in enumerate(zip(ids, steps, strict=True)):
         if name == "steps":
             yield 0 <= step <= last
         elif name == "text":
-            yield place <= end and token != PAD
+            yield position <= end and token != PAD
         else:
-            yield name == "canvas" or place <= end
+            yield name == "canvas" or position <= end
 
 
 @pytest.mark.parametrize("name", SCORED)
 def test_scored_tokens_are_those_of_a_loop_over_a_real_rollout(tiny_model_dir, tmp_path, name):
     trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name)
-    behind = name in ("steps", "canvas")
-    assert trainer.eos_stop == (not behind)
+    after_the_end = name in ("steps", "canvas")
+    assert trainer.eos_stop == (not after_the_end)
     assert (batch["reveal_steps"] < 0).any() == trainer.eos_stop
     columns = zip(batch["canvas_ids"].tolist(), batch["reveal_steps"].tolist(), strict=True)
     expected = torch.tensor([[*scored_in_a_loop(name, *row)] for row in columns])
@@ -55,7 +55,7 @@ def test_scored_tokens_are_those_of_a_loop_over_a_real_rollout(tiny_model_dir, t
     assert batch["num_items_in_batch"] == expected.sum()
     ended = torch.tensor([[*scored_in_a_loop("ended", ids, ids)] for ids in batch["canvas_ids"].tolist()])
     assert torch.equal(expected, ended) == (name == "ended")
-    if behind:
+    if after_the_end:
         with pytest.raises(ValueError, match=f"scored_tokens {name} counts tokens after an EOS"):
             make_method(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name, eos_stop=True)
 
@@ -164,19 +164,19 @@ def test_the_record_of_a_rollout_that_is_scored_as_sampled_is_the_truncated_dist
     assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
     for row in range(0, 12, 3):
         steps, ids = batch["reveal_steps"][row], batch["canvas_ids"][row]
-        for place in range(CANVAS):
-            shown = torch.where(steps < steps[place], ids, MASK)
+        for position in range(CANVAS):
+            shown = torch.where(steps < steps[position], ids, MASK)
             real = batch["prompt_mask"][row].bool()
             with torch.no_grad():
                 text = torch.cat([batch["prompt_ids"][row][real], shown]).unsqueeze(0)
-                logits = trainer.model(input_ids=text).logits[0, -CANVAS + place].double() / 0.6
+                logits = trainer.model(input_ids=text).logits[0, -CANVAS + position].double() / 0.6
             best = logits.topk(5)
             before = best.values.softmax(-1).cumsum(-1) - best.values.softmax(-1)
             kept = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
             kept = {token: value for (token, value), chance in zip(kept.items(), before, strict=True) if chance < 0.8}
             total = torch.tensor([*kept.values()], dtype=torch.float64).logsumexp(0)
-            expected = kept[int(ids[place])] - float(total)
-            assert batch["rollout_logps"][row, place].item() == pytest.approx(expected, abs=1e-5)
+            expected = kept[int(ids[position])] - float(total)
+            assert batch["rollout_logps"][row, position].item() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["agrpo", "agrpo-entropy"])

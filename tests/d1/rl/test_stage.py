@@ -41,8 +41,8 @@ def kept_in(folder):
 def sampled(model, tokenizer, settings, seed):
     """The tokens of the first eight problems, sampled one by one with the random numbers of an evaluation."""
     found = []
-    for place, row in enumerate(rows().select(range(8))):
-        random = {"generator": [keyed_generator(seed, STREAMS["rollout", "eval"], 0, place)]}
+    for number, row in enumerate(rows().select(range(8))):
+        random = {"generator": [keyed_generator(seed, STREAMS["rollout", "eval"], 0, number)]}
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")["input_ids"]
         whole = generate(
             model.eval(), ids, torch.ones_like(ids), settings, mask_token_id=tokenizer.mask_token_id, **random
@@ -65,7 +65,7 @@ def test_both_times_they_are_what_the_weights_sample_and_judged_by_the_task(unbr
     for when, model in (("before", load_model(str(tiny_model_dir))), ("after", trainer.model)):
         expected = sampled(model, tokenizer, trainer.sampling, trainer.args.seed)
         for film, ids in zip(kept[when], expected, strict=True):
-            end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+            end = next((position for position, token in enumerate(ids) if token in ends), len(ids))
             assert [token.strip() for token in film["tokens"][:end]] == [
                 tokenizer.decode([token]).strip() for token in ids[:end]
             ]

@@ -87,7 +87,7 @@ def test_a_run_is_that_of_a_loop_that_keeps_all_models(tiny_model_dir, tmp_path,
 
 
 class Kept(DiffuGRPOTrainer):
-    """Keeps each training batch after its scoring, and the weights from then."""
+    """Keeps each training batch after its scoring, and the weights of that time."""
 
     def score_rollout(self, batch):
         super().score_rollout(batch)
@@ -125,7 +125,7 @@ def test_old_log_probs_and_weights_are_those_of_the_policy_that_sampled(tiny_mod
 
 
 def test_a_resume_and_a_lost_server_change_nothing(tiny_model_dir, tmp_path):
-    """In the midst of the updates on a rollout, between two rollouts, and where all servers were lost."""
+    """Between two updates on a rollout, between two rollouts, and where all servers were lost."""
     steps = REPLAY | {"num_iterations": 2, "max_steps": 10, "save_strategy": "steps", "save_steps": 1}
     with serving(tiny_model_dir, batch_size=64, weights_dir=tmp_path) as served:
         whole = make_method(tiny_model_dir, tmp_path / "whole", "agrpo-entropy", **steps, **stale(served, 2))

@@ -663,15 +663,15 @@ def test_a_method_from_the_environment_is_the_whole_method(name, tmp_path):
     own = {setting: value for setting, value in method.scale.items() if setting not in CANVAS}
     given = own | {setting: config[setting] for setting in config.keys() & method.scale} | method.values
     if name == "d1":
-        given |= {"num_iterations": 8, "temperature": 0.3}  # d1's own of this task
+        given |= {"num_iterations": 8, "temperature": 0.3}  # d1's values for this task
     if name == "just-grpo":
-        given["diffusion_steps"] = 256  # one a token
+        given["diffusion_steps"] = 256  # one per token
     assert {setting: getattr(args, setting) for setting in given} == given
     assert args.output_dir == f"../runs/sudoku_LLaDA-8B-Instruct_{'mu8' if name == 'd1' else name}"
     assert args.gradient_accumulation_steps * args.per_device_train_batch_size % args.num_generations == 0
 
 
-def test_what_the_environment_says_beside_a_method_stands_above_it(tmp_path):
+def test_what_the_environment_says_overrides_its_method(tmp_path):
     args = settings_of("run.sh", tmp_path, METHOD="espo", NUM_ITER="3", MODEL_PATH="a/model")
     assert (args.num_iterations, args.run_name) == (3, "gsm8k_model_espo_mu3")
     own = str(ROOT / "tests" / "my_method.py")

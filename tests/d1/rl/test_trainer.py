@@ -192,7 +192,7 @@ def test_syncing_the_reference_works_in_full_fine_tuning_and_is_refused_with_lor
     ],
     ids=["a synced reference", "completions", "evaluations"],
 )
-def test_a_run_goes_on_from_mid_cycle_as_if_it_had_not_stopped(tiny_model_dir, tmp_path, options):
+def test_a_run_resumed_in_mid_cycle_equals_an_unbroken_one(tiny_model_dir, tmp_path, options):
     options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 3, **options}
     whole = make_trainer(tiny_model_dir, tmp_path / "whole", **options)
     whole.train()

@@ -77,7 +77,7 @@ def tensors() -> tuple[Scores, dict[str, Any]]:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path, loss_type, level):
-    """TRL's own loss, called through TRL's own hook, on the tensors of the second inner update."""
+    """TRL's own loss, called through TRL's own hook, on the tensors of the second update."""
     options = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon": 0.2, "beta": 0.04}
     trainer = make_trainer(tiny_model_dir, tmp_path, **options)
     found: list[Tensor] = []
@@ -158,12 +158,12 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():
     assert first == again
 
 
-def test_rows_added_late_are_names_of_the_config_too(tmp_path, monkeypatch):
+def test_entries_added_later_are_choices_of_the_config_too(tmp_path, monkeypatch):
     options = {"output_dir": str(tmp_path), "max_completion_length": 8, "block_length": 4, "diffusion_steps": 4}
     options |= {"num_generations": 4, "per_device_train_batch_size": 4}
-    rows = {"objective": (OBJECTIVES, OBJECTIVES["reinforce"]), "estimator": (ESTIMATORS, Estimator(draw))}
-    for name, (table, row) in rows.items():
+    entries = {"objective": (OBJECTIVES, OBJECTIVES["reinforce"]), "estimator": (ESTIMATORS, Estimator(draw))}
+    for name, (table, entry) in entries.items():
         with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'late'"):
             DiffuGRPOConfig(**options, **{name: "late"})
-        monkeypatch.setitem(table, "late", row)
+        monkeypatch.setitem(table, "late", entry)
         assert getattr(DiffuGRPOConfig(**options, **{name: "late"}), name) == "late"
