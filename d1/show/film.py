@@ -126,10 +126,9 @@ def filmed(
 def judge_of(task: Any, row: Mapping[str, Any], tokenizer: Any, ends: Sequence[int]) -> Judge:
     """Sets `solved` and `board` of a film of the task's `row`, from the text up to the first of the ids `ends`."""
 
-    from d1.models.tokenizer import first_end  # imports Transformers
-
     def judge(film: Film, canvas_ids: Sequence[int]) -> None:
-        text = tokenizer.decode(canvas_ids[: first_end(canvas_ids, ends)], skip_special_tokens=True)
+        end = next((position for position, token in enumerate(canvas_ids) if token in ends), len(canvas_ids))
+        text = tokenizer.decode(canvas_ids[:end], skip_special_tokens=True)
         film.solved = next(iter(task.score(text, row).values())) == 1
         film.board = task.board(text, row) if hasattr(task, "board") else {}
 
