@@ -83,8 +83,8 @@ def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
 
 
 def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) -> list[float]:
-    """What the settings of a candidate with edits above `threshold` solve more than the unedited frontier, in points;
-    empty without its line or that of masks alone after as many epochs."""
+    """Points above the unedited frontier, per setting of a candidate that edits above `threshold`; empty without its
+    line or that of masks alone after as many epochs."""
     masks = MASKS[CANDIDATES[name].epochs]
     found = {line["noise"]: line["samplers"] for line in lines if line["task"] == task}
     if name == masks or not {name, masks} <= found.keys():
