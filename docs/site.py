@@ -51,7 +51,7 @@ def settings(config: type) -> str:
 
 
 def address(path: PurePosixPath) -> str:
-    """The place of a file of the repository on the site."""
+    """The path on the site of a file of the repository."""
     shown = path.relative_to("docs") if path.parts[0] == "docs" else path
     if path.suffix != ".md":
         return f"{shown}.txt" if path.suffix in AS_TEXT else str(shown)

@@ -4,9 +4,9 @@
 
 "..." are the flags that `search.py` prints. For each task and seed, SFT with masks alone and with each kind of visible
 noise, on the same rows for as many steps; then greedy completions of problems that no training saw, under each sampler
-of `samplers`. Sudoku is done by a block-causal model, over its exact cache; arithmetic by one with full attention. A
-line per trained model goes to data/runs.jsonl, and one that is there is not made again. `python -m
-studies.editing.report` makes the tables of README.md.
+of `samplers`. Sudoku is done by a block-causal model, over its exact cache; arithmetic by one with full attention. Each
+trained model adds a line to data/runs.jsonl; models that have a line are skipped. `python -m studies.editing.report`
+makes the tables of README.md.
 """
 
 from __future__ import annotations

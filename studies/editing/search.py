@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m studies.editing.search
 
-A line per candidate and task goes to data/search.jsonl, and one that is there is not made again. Prints the choice as
-flags of `run.py`. The protocol is in README.md; `make studies` writes the table.
+Each candidate and task adds a line to data/search.jsonl; those that have a line are skipped. Prints the choice as flags
+of `run.py`. The protocol is in README.md; `make studies` writes the table.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def passes(runs: Runs) -> float:
 
 
 def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
-    """(seeds, problems), what runs solve more than the best unedited setting of any model that takes no more passes;
-    empty if none is as fast. Only seeds that both have count."""
+    """(seeds, problems) outcomes of `runs` minus those of the best unedited setting of any model that takes no more
+    passes; empty if there is none. Only seeds that both have count."""
     cheaper = [other for other in unedited if passes(other) <= passes(runs) and runs.keys() & other.keys()]
     if not cheaper:
         return np.zeros((0, 0))
@@ -83,8 +83,8 @@ def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
 
 
 def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) -> list[float]:
-    """What the settings of a candidate with edits above `threshold` solve more than the unedited frontier, in points;
-    empty without its line or that of masks alone after as many epochs."""
+    """Points above the unedited frontier, per setting of a candidate that edits above `threshold`; empty without its
+    line or that of masks alone after as many epochs."""
     masks = MASKS[CANDIDATES[name].epochs]
     found = {line["noise"]: line["samplers"] for line in lines if line["task"] == task}
     if name == masks or not {name, masks} <= found.keys():

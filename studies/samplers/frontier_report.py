@@ -53,7 +53,7 @@ def row(lines: Sequence[Line], name: str, mark: str = "") -> list[str]:
 
 
 def sentence(task: str, lines: Sequence[Line], name: str | None, reference: str) -> str:
-    """What became of a choice on fresh problems."""
+    """The result, on fresh problems, of a setting chosen on validation problems."""
     if name is None:
         return f"{task.capitalize()}: no setting is within {MARGIN:g} point of {reference} on validation problems.\n"
     found, fewer = (

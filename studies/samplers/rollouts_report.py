@@ -84,7 +84,7 @@ def verdicts(arms: Mapping[str, Runs]) -> str:
 
 
 def of_stage(stage: str) -> str:
-    """What is written of a stage, also of arms that were removed since; only a complete stage has a verdict."""
+    """The report of a stage, with arms that were removed since; only a complete stage has a verdict."""
     lines = [line for line in read_lines(DATA) if line["stage"] == stage]
     arms: dict[str, dict[int, Any]] = {name: {} for name in STAGES[stage].arms}
     for line in lines:
