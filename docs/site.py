@@ -19,8 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 HOME = "README.md"
 LINK = re.compile(r"\]\(([^)\s#]+)")
 AS_TEXT = (".py", ".yaml", ".sh", ".csv", ".jsonl")  # a browser would download these, or run them
-ROWS = ("LossInputs", "Objective", "Penalty", "Advantage")
-ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "rl.rows", "preference", "distill", "eval")
+ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "preference", "distill", "eval")
 CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig", "preference": "PreferenceConfig", "distill": "DistillConfig"}
 
 
@@ -31,7 +30,7 @@ def reference(room: str) -> str:
     table at the end.
     """
     module = import_module(f"d1.{room}")
-    names = sorted(ROWS if room == "rl.rows" else getattr(module, "HOMES", ()), key=lambda name: "Trainer" not in name)
+    names = sorted(getattr(module, "HOMES", ()), key=lambda name: "Trainer" not in name)
     text = f"# d1.{room}\n\n::: d1.{room}\n" + ("    options: {members: false}\n" if names else "")
     for name in names:
         members = ", members: false" if name.endswith(("Config", "Settings")) else ""
