@@ -44,11 +44,23 @@ ALL_IS_WINDOW = {  # with Dream's shift, the window begins at the prompt's only 
     "ends": None,
     "seed": 0,
 }
+ENLARGED = {  # guidance and a low temperature enlarge the rounding of logits
+    "widths": [1, 1, 5],
+    "settings": SamplingSettings(
+        *(11, 11, 3, 0.8, 0.5),
+        **{"sampler": "cached+parallel", "kv_cache": "delayed", "reveal": "threshold", "reveal_level": 0.6},
+        **{"top_k": 5, "top_p": 0.9, "record_as_sampled": True},
+    ),
+    "ends": None,
+    "seed": 843,
+    "chunk": 2,
+}
 
 
 @pytest.mark.parametrize("kind", FULL)
 @given(case=cases(st.sampled_from(SAMPLERS)))
 @example(case=ALL_IS_WINDOW)
+@example(case=ENLARGED)
 @settings(max_examples=25, **GIVEN)
 def test_rows_of_a_padded_batch_equal_the_reference_on_each_row_alone(load, kind, case):
     check_against_the_reference(load(kind), case)
