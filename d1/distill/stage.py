@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,8 @@ ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("s
 
 def stage(args: DistillConfig) -> Stage:
     training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
-    return stage_of(
-        args,
-        training,
-        lambda tokenizer, config: prepare(args, training, tokenizer, config),
-        ON_RESUME,
-        next_command=lambda: next_command(args, str(training.output_dir)),
-    )
+    following = partial(next_command, args, str(training.output_dir))
+    return stage_of(args, training, prepare, ON_RESUME, next_command=following)
 
 
 def next_command(args: DistillConfig, folder: str) -> str:

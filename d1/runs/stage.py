@@ -188,7 +188,7 @@ def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
 def stage_of(
     args: TrainingSettings,
     training: TrainingArguments,
-    prepare: Callable[[Any, Any], tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
+    prepare: Callable[..., tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
     on_resume: OnResume,
     lora_dropout: float = 0.0,
     **more: Any,
@@ -197,8 +197,8 @@ def stage_of(
 
     Args:
         training: from `trainer_arguments`.
-        prepare: gets the tokenizer and the model's config; returns what `Stage.prepare` returns, where the function
-            gets the model.
+        prepare: gets `args`, `training`, the tokenizer and the model's config; returns what `Stage.prepare` returns,
+            where the function gets the model.
         **more: further fields of `Stage`.
     """
     folder = Path(str(training.output_dir))
@@ -206,7 +206,8 @@ def stage_of(
     def prepared() -> Prepared:
         tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
         check_chat_template(tokenizer, args.model_name)
-        facts, make_trainer = prepare(tokenizer, native_config(adapter_chain(args.model_name, None)[0])[0])
+        config = native_config(adapter_chain(args.model_name, None)[0])[0]
+        facts, make_trainer = prepare(args, training, tokenizer, config)
 
         def start() -> Trainer:
             set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself

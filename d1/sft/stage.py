@@ -42,7 +42,7 @@ def stage(args: SFTConfig) -> Stage:
     return stage_of(
         args,
         training,
-        lambda tokenizer, config: prepare(args, training, tokenizer, config),
+        prepare,
         ON_RESUME,
         args.lora_dropout,
         outcome=lambda: kept_step(Path(str(training.output_dir)), args.keep_last),
