@@ -424,12 +424,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def together(first: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise in all processes what one of them raises inside. Every process must enter.
-
-    Args:
-        first: if several processes raise, errors of these classes are raised before others.
-    """
+def together() -> Iterator[None]:
+    """Raise in all processes what one of them raises inside; a process with an error of its own raises that. Every
+    process must enter."""
     own: Exception | None = None
     try:
         yield
@@ -437,8 +434,7 @@ def together(first: type[Exception] | tuple[type[Exception], ...] = ()) -> Itera
         own = error
     errors = [error for error in from_all(sendable(own)) if error is not None]
     if errors:
-        chosen = min(errors, key=lambda error: not isinstance(error, first))
-        raise own if own is not None and isinstance(own, first) == isinstance(chosen, first) else chosen
+        raise own if own is not None else errors[0]
 
 
 def from_rank_0(compute: Callable[[], T]) -> T:
