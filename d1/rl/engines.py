@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import shutil
 import time
 import uuid
@@ -35,7 +36,6 @@ from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
 from d1.serve.client import CONNECT, Expected, Prompts, RolloutServer, Unavailable, Weights, check_ids, check_row
-from d1.serve.engine import RAM_DISK, has_room
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ class WeightsFolder:
             self.path = Path()
 
 
+RAM_DISK = Path("/dev/shm")
+SPARE = 1.1  # free room needed, as a multiple of the weights' size
+
+
 def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
     """The folder for weights of `size` bytes: the RAM disk, else the run's own, else one that the servers name.
 
@@ -103,7 +107,8 @@ def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], 
 
     def suits(folder: Path) -> bool:
         read = all(own is None or any(folder.is_relative_to(one) for one in own) for own in folders)
-        return read and has_room(folder, size)
+        writable = folder.is_dir() and os.access(folder, os.W_OK)
+        return read and writable and shutil.disk_usage(folder).free >= SPARE * size
 
     for folder in (RAM_DISK, output_dir, *named):
         if suits(folder):

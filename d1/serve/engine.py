@@ -12,9 +12,7 @@ import gc
 import hashlib
 import logging
 import math
-import os
 import re
-import shutil
 import threading
 import traceback
 from collections import deque
@@ -142,14 +140,6 @@ class Row:
 
 
 # --- Weights from a folder --------------------------------------------------------------------------------------------
-
-RAM_DISK = Path("/dev/shm")
-SPARE = 1.1  # free room needed, as a multiple of the weights' size
-
-
-def has_room(folder: Path, size: int) -> bool:
-    """Whether weights of `size` bytes can be written to the folder."""
-    return folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= SPARE * size
 
 
 def weights_below(roots: Sequence[Path], path: str) -> Path:
