@@ -144,7 +144,16 @@ EGSPO: dict[str, Any] = dict(
 EGSPO_SCALE = dict(learning_rate=3e-05, num_generations=8)  # train.yaml, train.sh
 
 # DARE, yjyddq/DARE@83ae8a3: recipe/llada/run_*.sh
-DARE = dict(learning_rate=5e-07, num_generations=8, weight_decay=0.01, lr_scheduler_type="constant")
+DARE: dict[str, Any] = dict(
+    p_mask_prompt=0.0,
+    epsilon=0.2,
+    beta=0.0,
+    scale_rewards="group",  # z
+    num_iterations=1,
+    temperature=0.6,  # [1.0 in the Math-Hard recipes]
+    max_grad_norm=1.0,
+)
+DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, weight_decay=0.01, lr_scheduler_type="constant")
 
 # --- The table --------------------------------------------------------------------------------------------------------
 #
@@ -241,19 +250,13 @@ METHODS: dict[str, Method] = {
     # The authors' first code (yjyddq/EOSER-ASS-RL) has clip .5, beta .04 for k3, A = r - m, T 1 and mu 12 [8].
     "cj-grpo": method(
         "CJ-GRPO, arXiv 2509.23924, as in DARE",
+        **DARE,
         estimator="replay",  # every step
-        p_mask_prompt=0.0,
         scored_tokens="canvas",
         objective="clipped_views",
         loss_type="views",  # the mean over a step's tokens, then over steps
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="group",  # z
-        num_iterations=1,
-        temperature=0.6,
-        max_grad_norm=1.0,
         delta=3.0,  # a second clip for A < 0
-        scale=dict(**DARE, **canvas(tokens=256, steps=128, block=32)),
+        scale=dict(**DARE_SCALE, **canvas(tokens=256, steps=128, block=32)),
     ),
     # kuleshov-group/d2@381b9f1 diffu-grpo: bash_scripts/sudoku_d2stepmerge_N16.sh, train.yaml, diffu_grpo_trainer.py
     # One micro-batch scores all segments of its rows.
@@ -315,21 +318,15 @@ METHODS: dict[str, Method] = {
     # DARE: verl/trainer/ppo/dllm_core_algos.py, run_bgpo_*.sh. z as in cj-grpo; the mean is over rows.
     "bgpo": method(
         "BGPO, arXiv 2510.11683, as in DARE",
+        **DARE,
         estimator="counts",  # exactly x hidden tokens, weight G / x
-        p_mask_prompt=0.0,
         scored_tokens="canvas",
         objective="bgpo",  # section 3: 1 + d for A > 0, else exp(d); the release's log(1 + d) is NaN for d < -1
         loss_type="sum",
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="group",  # z
-        num_iterations=1,
-        temperature=0.6,
-        max_grad_norm=1.0,
         num_views=16,
         stratified=True,  # x spread evenly over 1..G
         delta=3.0,  # a second clip for A < 0
-        scale=dict(**DARE, **canvas(tokens=512, steps=256, block=32)),
+        scale=dict(**DARE_SCALE, **canvas(tokens=512, steps=256, block=32)),
     ),
     # JianyuanZhong/StableDRL@26ad014: configs/*_spg_snis.yaml, networks/llada_svpo.py. For full fine-tuning.
     # Old and new bounds share their masks; in the release they do not, so its weights are mask noise.
@@ -437,19 +434,13 @@ METHODS: dict[str, Method] = {
     # DARE: verl/trainer/ppo/dllm_core_algos.py, for LLaDA2.1 (arXiv 2602.08676). z as in cj-grpo.
     "ebpo": method(
         "EBPO, of LLaDA2.1, for block-causal models, as in DARE",
+        **DARE,
         estimator="counts",  # exactly x hidden tokens per block of length len, weight len / x
-        p_mask_prompt=0.0,
         objective="clipped_sequences",  # exp(ELBO - old), not divided by the length
         loss_type="sum",
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="group",  # z
-        num_iterations=1,
-        temperature=0.6,  # [1.0 in the Math-Hard recipes]
-        max_grad_norm=1.0,
         num_views=16,
         stratified=True,  # the share x / len is the same in all blocks
-        scale=DARE,
+        scale=DARE_SCALE,
     ),
     # This library's own: the weights S / n and 1 / (n p_s) are unbiased for the sum over S steps; the released ones
     # give 1 / S of it (tests/d1/scoring/test_replay.py enumerates both).
