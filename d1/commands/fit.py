@@ -185,7 +185,7 @@ def hardware_of(file: Path) -> dict[str, Any]:
 
 
 def rows_of(name: str, data_file: str | None, rows: int | None) -> int:
-    """How many rows a run trains on: `rows`, or those of the data set, if they are known."""
+    """The number of rows that a run trains on: `rows`, else that of the data set if it is known."""
     known = rows or (None if data_file else ROWS.get(name))
     if known is None:
         raise ValueError(f"the number of rows of {data_file or name} is not known: add --rows N")

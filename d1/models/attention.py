@@ -85,7 +85,7 @@ class Attention:
                 seen = seen & sees(config, own, other)
             if size is None:
                 return seen
-            # `sees` hides later blocks. Of its own block, a copy sees the copies instead of the clean tokens.
+            # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
             same = own // size == other // size
             seen = seen & torch.where(copied[key], copied[query] & same, ~(copied[query] & same))
             return seen | copied[query] & (query == key)  # if padding saw nothing, attention would divide by zero

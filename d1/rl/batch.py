@@ -4,8 +4,8 @@ A batch is a dictionary of tensors, made by TRL. Shapes: R rows, U updates, V vi
 the canvas, W writes. To TRL's keys are added
 - `canvas_ids` R T and the other tensors of a `RolloutRecord`;
 - `completion_reward` and, if the last reward is an accuracy, `completion_is_right`, R each (`bridge.py`);
-- `view_noise` R U V P+T and `view_weights` R U V T, of which [:, k] are the views of update k; so are
-  `view_shown` and `view_targets` R U V T where views have these;
+- `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown` and `view_targets` R U V T. The
+  views of update k are [:, k];
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;

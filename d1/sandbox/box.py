@@ -128,7 +128,7 @@ MAP_SHARED = 1  # also a bit of MAP_SHARED_VALIDATE
 # linux/bpf_common.h and linux/seccomp.h
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-# Offsets in struct seccomp_data; of an argument, of its lower half: both machines are little-endian.
+# Offsets in struct seccomp_data. Both machines are little-endian, so an argument begins with its lower half.
 NUMBER, MACHINE, ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 MODULE = "__solution__"  # the name of the program as a module, for the tests
 READY = b"ready\n"  # what each side says before it runs anything that it was given
-# letter -> type, how a value is written, how its text is read; bool comes before int, of which it is a subclass
+# letter -> type, how a value is written, how its text is read; bool stands before int, its base class
 PLAIN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "n": (type(None), lambda _: "", lambda _: None),
     "b": (bool, lambda value: f"{value:d}", lambda text: text == "1"),

@@ -17,7 +17,8 @@ without replacement, prefers steps whose revealed tokens were unlikely, and scor
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
 Of a rollout with edits, a segment also scores the tokens that it wrote over others, and a view shows the drafts that
-stood there: the sum is over all written tokens. Of several writes of a merged segment at a position, the last counts.
+stood there: the sum is over all written tokens. If a merged segment wrote a position several times, the last write
+counts.
 
 For a block-causal model, steps are counted from the first step of each block: a view contains one step of every block.
 """
