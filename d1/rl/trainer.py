@@ -220,10 +220,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`sample` with the policy's present weights, `rollout_batch_size` rows at a time."""
         if self.ahead is not None:
             self.ahead.finish()
-        key, generators = (
-            self.key("rollout"),
-            self.generators("rollout", len(ids)),
-        )  # before `evaluating` changes the mode, which they read
+        # Before `evaluating` changes the mode, which both read.
+        key, generators = self.key("rollout"), self.generators("rollout", len(ids))
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             if self.servers is not None:
                 prompts = self.prompts(ids, mask, key, self.first_row(len(ids)))
