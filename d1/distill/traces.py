@@ -17,6 +17,7 @@ from tqdm import tqdm
 from d1.distill.states import Traces, blocks_of_canvas
 from d1.files import give_usual_mode, writing
 from d1.masking import keyed_generator
+from d1.models.attention import left_padded
 from d1.models.kinds import block_size
 from d1.models.tokenizer import as_messages, encode_prompt, render_prompt
 from d1.runs.checkpoints import reading
@@ -93,14 +94,6 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
     return ids, ""
 
 
-def padded(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, (rows, prompt) each, padded on the left."""
-    longest = max(map(len, prompts))
-    ids = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids), torch.tensor(mask)
-
-
 @dataclass(frozen=True)
 class TraceSampler:
     """Samples traces with the library's exact sampler.
@@ -135,7 +128,7 @@ class TraceSampler:
             left = (~right).nonzero().squeeze(1)
             if not len(left):
                 break
-            ids, mask = padded([prompts[row] for row in left], self.tokenizer.pad_token_id)
+            ids, mask = left_padded([prompts[row] for row in left], self.tokenizer.pad_token_id)
             sampled = rollout(
                 model,
                 ids.to(model.device),

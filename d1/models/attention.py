@@ -160,6 +160,14 @@ def count_positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def left_padded(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, (rows, prompt) each, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
 def padding_mask(visible: Tensor) -> Tensor | None:
     """`visible`, or None if it hides nothing: then attention can use its fastest kernel. Waits for the device."""
     return None if visible.all() else visible
