@@ -32,7 +32,7 @@ from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.cli import TrainingSettings, from_rank_0, together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
-from d1.runs.record import ROWS, OnResume, has_card, history, of_settings, save_record, whole, write_card
+from d1.runs.record import OPENING, ROWS, OnResume, history, of_settings, save_record, whole, write_card
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ class Stage:
                 finish(checkpoint, folder, training.load_best_model_at_end)
                 give_usual_mode(folder.glob("*.safetensors"))
                 self.conclude()
-                if not has_card(folder):  # a user may have added to it
+                card = folder / "README.md"  # which may be PEFT's, or this library's with additions of a user
+                if not card.is_file() or OPENING not in card.read_text():
                     write_card(folder)
 
     def contents(self) -> dict[str, Any]:
