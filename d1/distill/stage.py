@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from d1.distill.trainer import DistillTrainer, TraceDataset, collate
 from d1.models.kinds import block_size, check_room
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
-from d1.runs.stage import Stage, cap_batch, evaluation, on_resume, stage_of, trainer_arguments
+from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling import SamplingSettings
-from d1.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +36,7 @@ ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("s
 
 def stage(args: DistillConfig) -> Stage:
     training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
-    following = partial(next_command, args, str(training.output_dir))
-    return stage_of(args, training, prepare, ON_RESUME, next_command=following)
-
-
-def next_command(args: DistillConfig, folder: str) -> str:
-    """The command that evaluates the model on the task of the run, with its sampling; without a task, a chat."""
-    if args.train_data not in TASKS and not args.train_data.endswith(".py"):
-        return f"python -m d1 chat {shlex.quote(folder)}"
-    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
-    return evaluation(folder, args.train_data, flags | {"diffusion_steps": args.diffusion_steps})
+    return stage_of(args, training, prepare, ON_RESUME)
 
 
 def prepare(

@@ -29,7 +29,7 @@ from d1.distill.traces import TRACES, TraceSampler
 from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.head import run_inside
-from d1.runs.checkpoints import reading
+from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.data import IGNORED, BatchRow, GlobalBatchSampler
 from d1.runs.trainer import SummingTrainer, own_part
 
@@ -87,7 +87,7 @@ class Reference:
     def load(self, folder: Path, process: int) -> None:
         """Read the copy. ValueError if the file is missing, damaged, or from another number of processes."""
         path = self.file(folder, process)
-        with reading(path):
+        with reading_checkpoint(path):
             found = load_file(path)
             for name, part in self.weights.items():
                 part.copy_(found[name])

@@ -30,7 +30,7 @@ from d1.models.convert import write_weights
 from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
-from d1.runs.checkpoints import reading
+from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import from_rank_0, together
 from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
@@ -598,6 +598,6 @@ class Ahead:
 
 def saved_ahead(checkpoint: Path) -> list[tuple[int, int, Path]]:
     """The weights in a checkpoint: rollout number, optimizer steps, folder. Raises ValueError if there are none."""
-    with reading(checkpoint / FOLDER):
+    with reading_checkpoint(checkpoint / FOLDER):
         folders = sorted((checkpoint / FOLDER).iterdir())
         return [(*map(int, folder.name.split("-")), folder) for folder in folders]  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +26,9 @@ from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, check_rollout, is_spent
+from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
-from d1.runs.stage import Prepared, Stage, check_start, evaluation
+from d1.runs.stage import Prepared, Stage
 from d1.show.film import Film, judge_of, piece
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
     """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
-    check_start(str(args.model_path))
+    log_to_console()
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
     args.settle_canvas(config)
     return Stage(
@@ -165,9 +167,10 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
 
 def next_command(args: DiffuGRPOConfig) -> str:
     """The command that evaluates the model on the task of the run, with its sampling."""
-    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
-    flags |= {"diffusion_steps": args.diffusion_steps}
-    return evaluation(str(args.output_dir), args.dataset, flags)
+    flags = {"model_path": args.output_dir, "dataset": args.dataset, "gen_length": args.max_completion_length}
+    flags |= {"block_length": args.block_length, "diffusion_steps": args.diffusion_steps}
+    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "d1", "eval", *words])
 
 
 def write_report(folder: Path) -> None:

@@ -77,7 +77,7 @@ from d1.rl.engines import (
 )
 from d1.rl.losses import OBJECTIVES, PENALTIES, sequence_log_ratios
 from d1.rl.rewards import guarded
-from d1.runs.checkpoints import reading
+from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
 from d1.sampling import Rollout, SamplingSettings, rollout
 from d1.sampling.predict import predict
@@ -570,16 +570,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         tensors_file, counters_file = state_files(folder, rank)
         counters = read_counters(folder, rank)
         batches: list[Batch] = [{} for _ in range(counters["batches"])]
-        with reading(tensors_file):
+        with reading_checkpoint(tensors_file):
             for name, value in load_file(tensors_file).items():
                 index, key = name.split(".", 1)
                 batches[int(index)][key] = value.to(self.accelerator.device)
-        with reading(counters_file):
+        with reading_checkpoint(counters_file):
             self.set_loss_sums(counters["losses"])
             self.compute = counters["compute"]
             self.restore_trl(batches, counters)
         if self.args.sync_ref_model:
-            with reading(folder / REFERENCE):
+            with reading_checkpoint(folder / REFERENCE):
                 reference = load_file(folder / REFERENCE)
                 for name, value in self.reference_weights():
                     value.data.copy_(reference[name])
@@ -626,7 +626,7 @@ def state_files(folder: Path, rank: int) -> tuple[Path, Path]:
 def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
     """The counters of one process in a checkpoint. Raises ValueError if the file is missing or damaged."""
     file = state_files(folder, rank)[1]
-    with reading(file):
+    with reading_checkpoint(file):
         counters = json.loads(file.read_text())
         if not isinstance(counters, dict) or "step" not in counters:
             raise ValueError("not the counters of a run")
@@ -651,7 +651,7 @@ def check_rollout(folder: Path, args: DiffuGRPOConfig) -> None:
         )
     for rank in range(processes):
         file, batches = state_files(folder, rank)[0], read_counters(folder, rank)["batches"]
-        with reading(file), safe_open(file, "pt") as tensors:
+        with reading_checkpoint(file), safe_open(file, "pt") as tensors:
             names = {*tensors.keys()}
             keys = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
             if wrong := names ^ {f"{index}.{key}" for index in range(batches) for key in keys}:
@@ -659,7 +659,7 @@ def check_rollout(folder: Path, args: DiffuGRPOConfig) -> None:
     if args.rollout_staleness:
         saved_ahead(folder)
     if args.sync_ref_model:
-        with reading(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
+        with reading_checkpoint(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
             pass
 
 
