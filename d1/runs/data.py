@@ -26,14 +26,12 @@ logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
-LISTED = 5  # bad rows that a message names
 
 
 def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
-    Args:
-        known: other names that the caller accepts; the message suggests the closest.
+    A message suggests the closest file, or of the other names that the caller accepts (`known`).
 
     Raises:
         FileNotFoundError: there is no such file or folder, and the hub gives no such data set.
@@ -94,7 +92,7 @@ def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -
     """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
     counts = Counter(status)
     bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
-    listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))
+    listed = "\n".join(bad[:5] + ["  ..."] * (len(bad) > 5))
     if bad and bad_rows == "error":
         raise ValueError(
             f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0):\n{listed}\n"

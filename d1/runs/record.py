@@ -45,7 +45,6 @@ OF_A_TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 DIGITS = 16
-BATCH = 1000  # rows that are read at once
 
 
 def of_setting(name: str) -> str:
@@ -61,7 +60,7 @@ def of_values(values: Any) -> str:
 def of_rows(rows: Dataset) -> str:
     """The fingerprint of the names and values of all columns, in the order of the rows."""
     digest = hashlib.sha256()
-    for batch in rows.with_format(None).iter(BATCH):
+    for batch in rows.with_format(None).iter(1000):
         digest.update(json.dumps(batch, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:DIGITS]
 
@@ -107,11 +106,8 @@ def commit_of(name: str) -> str:
 
 def of_model(path: str, adapter: str | None = None) -> dict[str, str]:
     """The fingerprints of a model as `load_model(path, adapter=adapter)` loads it: `model`, of the base; `adapter`, of
-    all adapters on it, in order, if there are any; and `tokenizer`, the adapter's own if it has one.
-
-    Raises:
-        ValueError, FileNotFoundError: one of them is missing.
-    """
+    all adapters on it, in order, if there are any; and `tokenizer`, the adapter's own if it has one. ValueError or
+    FileNotFoundError if one of them is missing."""
     from d1.models.adapters import adapter_chain
     from d1.models.tokenizer import tokenizer_folder
 
@@ -160,10 +156,7 @@ class Past:
 @dataclass(frozen=True)
 class OnResume:
     """What a resume may change in the settings of a stage. A setting in neither table may change; the record
-    then notes the change.
-
-    A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if the setting may. Records of older
-    versions have no fingerprints, and then none are compared.
+    then notes the change. A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if it may.
 
     Args:
         fixed: for a setting, the part of its value that must stay: `whole` of it, or whether a weight is 0.
@@ -184,14 +177,10 @@ class OnResume:
             if name in both and part(both[name][0]) != part(both[name][1])
         ]
         if other:
-            raise ValueError(
-                f"{folder} holds a run with {', '.join(other)}: continue it with its own settings and files, or choose "
-                "another output_dir"
-            )
-        return {name: values for name, values in both.items() if name in self.fixed or not self.is_free(name)}
-
-    def is_free(self, name: str) -> bool:
-        return any(fnmatch(of_setting(name), pattern) for pattern in self.free)
+            todo = "continue it with its own settings and files, or choose another output_dir"
+            raise ValueError(f"{folder} holds a run with {', '.join(other)}: {todo}")
+        free = {name for name in both for pattern in self.free if fnmatch(of_setting(name), pattern)}
+        return {name: values for name, values in both.items() if name in self.fixed or name not in free}
 
 
 def whole(value: Any) -> Any:
@@ -245,7 +234,7 @@ def history(checkpoint: Path | None) -> Past:
         record = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error!r}): delete it to continue without a record") from error
-    settings, changes = flat(record["settings"]), record.get("changes", [])
+    settings, changes = flat(record["settings"]), record["changes"]
     for change in reversed(changes):
         if change["step"] >= step:
             settings |= {name: values[0] for name, values in change.items() if name != "step"}
