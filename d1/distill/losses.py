@@ -105,8 +105,6 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
 
 # --- Targets: (settings, logits, own ids) -> tensors ------------------------------------------------------------------
 
-Logged = dict[str, Tensor]  # values, whose mean is logged
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -181,11 +179,6 @@ def read_discriminator(
     return token_logps(logits, ids), token_logps(logits, rivals)
 
 
-def count_nothing(seen: Compared) -> Tensor:
-    """For divergences that divide only by the rows of the step."""
-    return torch.zeros((), device=seen.ids.device)
-
-
 def by_row(values: Tensor, seen: Compared) -> Tensor:
     """(rows,) means over each row's positions; 0 for rows without one."""
     zeros = values.new_zeros(seen.rows)
@@ -239,18 +232,18 @@ class Divergence:
 
     Attributes:
         read: (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients.
-        totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
         loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the step's
             loss, and what is logged.
+        totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
     """
 
     read: Callable[..., tuple[Tensor, ...]]
-    totals: Callable[[Compared], Tensor]
-    loss: Callable[..., tuple[Tensor, Logged]]
+    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    totals: Callable[[Compared], Tensor] = lambda seen: torch.zeros((), device=seen.ids.device)
 
 
 DIVERGENCES = {
-    "certainty": Divergence(read_certainty, count_certainty, certainty),
-    "discriminator": Divergence(read_discriminator, count_nothing, discriminator),
-    "reverse_kl": Divergence(read_reverse_kl, count_nothing, reverse_kl),
+    "certainty": Divergence(read_certainty, certainty, count_certainty),
+    "discriminator": Divergence(read_discriminator, discriminator),
+    "reverse_kl": Divergence(read_reverse_kl, reverse_kl),
 }

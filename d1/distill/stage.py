@@ -13,7 +13,7 @@ from d1.distill.config import READ_BY_SOME, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
-from d1.distill.trainer import DistillTrainer, TraceDataset, collate
+from d1.distill.trainer import DistillTrainer
 from d1.models.kinds import block_size, check_room
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
@@ -22,13 +22,20 @@ from d1.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
 
-SAMPLING = (  # settings of the traces; with those of the model and the data they name the traces' folder
+# Settings of the traces; with those of the model, its dtype and the data they name their folder.
+SAMPLING = (
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
     *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
 )
 ALSO = (
-    *("model_name", "train_data", "seed", "plain_chat_template", "bad_rows"),
-    *("dtype", "load_in_4bit", "full_finetuning"),  # the dtype of the weights that sample
+    "model_name",
+    "train_data",
+    "seed",
+    "plain_chat_template",
+    "bad_rows",
+    "dtype",
+    "load_in_4bit",
+    "full_finetuning",
 )
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
 ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("save_steps", "views_at_once"))
@@ -46,10 +53,8 @@ def prepare(
     makes its trainer."""
     method = METHODS[args.method]
     if method.looks_ahead and block_size(config) is not None:
-        raise ValueError(
-            f"--method {args.method} shows the teacher tokens of later blocks, which a block-causal model cannot see: "
-            "use another method"
-        )
+        problem = "shows the teacher tokens of later blocks, which a block-causal model cannot see"
+        raise ValueError(f"--method {args.method} {problem}: use another method")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
     options: dict[str, Any] = {"max_prompt_length": args.max_prompt_length, "count": args.num_prompts}
     options |= {"seed": args.seed, "bad_rows": args.bad_rows}
@@ -76,8 +81,6 @@ def prepare(
             compute=compute,
             model=model,
             args=training,
-            data_collator=collate,
-            train_dataset=TraceDataset(len(rows)),
             processing_class=tokenizer,
         )
 
@@ -87,11 +90,8 @@ def prepare(
 def sampled_before(
     args: DistillConfig, training: TrainingArguments, sampler: TraceSampler, model: Any
 ) -> tuple[list[int], Traces, int]:
-    """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed.
-
-    Traces of the same settings, model, task and prompts that are in the run's folder are read, not sampled again.
-    Raises ValueError if no trace is left.
-    """
+    """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed. Traces of
+    the same settings, model, task and prompts in the run's folder are read, not sampled again."""
     known = {name: getattr(args, name) for name in (*SAMPLING, *ALSO)} | {ROWS + "train_data": sampler.prompts.rows}
     name = from_rank_0(lambda: of_values(known | of_settings(known)))
     folder = Path(str(training.output_dir)) / "traces" / name

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from d1.masking import draw_mask, noise_level
 from d1.sampling import SamplingSettings, eos_cut
 
+COLUMNS = ("ids", "steps", "blocks", "right")  # of `Traces`
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of a block that T3D hides
 
 
@@ -39,8 +40,7 @@ class Traces:
 
     def at(self, rows: Tensor) -> Traces:
         """The traces with these indices (n,)."""
-        columns = {name: getattr(self, name)[rows] for name in ("ids", "steps", "blocks", "right")}
-        return replace(self, **columns)
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     @property
     def lengths(self) -> Tensor:
