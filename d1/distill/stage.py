@@ -22,20 +22,14 @@ from d1.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
 
-# Settings of the traces; with those of the model, its dtype and the data they name their folder.
+# Settings of the traces; with those of the model, its dtype and the data they name the traces' folder.
 SAMPLING = (
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
     *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
 )
 ALSO = (
-    "model_name",
-    "train_data",
-    "seed",
-    "plain_chat_template",
-    "bad_rows",
-    "dtype",
-    "load_in_4bit",
-    "full_finetuning",
+    *("model_name", "dtype", "load_in_4bit", "full_finetuning"),
+    *("train_data", "seed", "plain_chat_template", "bad_rows"),
 )
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
 ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("save_steps", "views_at_once"))
