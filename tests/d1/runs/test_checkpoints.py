@@ -99,5 +99,5 @@ def test_a_launch_needs_the_files_that_it_saves(tmp_path: Path, plugin: Any, fil
 
 
 def test_a_checkpoint_without_checksums_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"checksums.json is missing \(versions up to 0.3 wrote none\); no earlier"):
+    with pytest.raises(ValueError, match=r"checksums.json is missing; no earlier"):
         check_sums(tmp_path)
