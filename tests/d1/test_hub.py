@@ -43,11 +43,10 @@ def test_a_model_out_of_reach_is_refused_by_its_name(
 def test_without_a_network_a_cached_model_is_read_from_the_cache(
     no_hub: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = no_hub / "models--me--model"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "snapshots" / "abc").mkdir(parents=True)
-    (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+    for name, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}")):
+        path = no_hub / "models--me--model" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
     check_there("me/model")
     assert constants.HF_HUB_OFFLINE  # nothing is asked again
     assert "so me/model is read from the cache" in caplog.text
