@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -93,7 +92,7 @@ Servers = dict[int, "subprocess.Popen[bytes]"]  # by port
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    server.send_signal(signal.SIGTERM)
+    server.terminate()
     server.wait(60)
 
 
