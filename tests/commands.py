@@ -156,8 +156,7 @@ def check_shell_script(settings: dict[str, str], arguments: list[str], folder: P
 def check_make(arguments: list[str]) -> None:
     """The targets exist, the variables are the Makefile's, and its own commands would run."""
     for name in (argument.partition("=")[0] for argument in arguments if "=" in argument):
-        known = re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert known, f"the Makefile has no variable {name}"
+        assert re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no variable {name}"
     environment = {"PATH": os.environ["PATH"]}  # without the variables of a make that runs this test
     said = subprocess.check_output(["make", "-n", *arguments], env=environment, cwd=ROOT, timeout=60, text=True)
     check_script("\n".join(line for line in said.splitlines() if line.startswith("python ")))

@@ -157,16 +157,6 @@ def test_every_module_imports_in_silence_without_optional_packages(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tests_reach_no_private_name():
-    for path in (path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_trl_bridge.py"):
-        attributes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
-        offered = ("torch.ops.", "torch.Tensor._make_wrapper_subclass")  # for whoever writes a kind of tensor
-        names = {node.attr for node in attributes if not ast.unparse(node).startswith(offered)}
-        for name in imports_of(path):
-            names |= {*re.sub(r"utils\._(python_dispatch|pytree)", "", name).split(".")}
-        assert not [name for name in names if re.match(r"_(?!_)", name)], path
-
-
 @pytest.mark.parametrize("path", [*SHELL, *YAML], ids=lambda path: path.name)
 def test_shell_scripts_and_configs_launch_what_exists_with_flags_it_knows(path):
     if path.suffix != ".yaml":

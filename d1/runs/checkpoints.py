@@ -75,11 +75,9 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
 
 
 def rotate(saved: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all).
-
-    Older means an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed
-    from an earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit.
-    """
+    """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all). Older means
+    an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed from an
+    earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit."""
     newest = step_of(saved)
     found = [path for path in saved.parent.glob("checkpoint-*") if step_of(path) >= 0 and path.is_dir()]
     found.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
@@ -160,12 +158,9 @@ def check_weights_file(checkpoint: Path) -> None:
 
 
 def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
-    """Refuse (ValueError) a checkpoint without the optimizer or the scheduler as this launch saves them.
-
-    Without them, the Trainer (5.23) would silently start with fresh ones. FSDP keeps the optimizer in `optimizer.bin`
-    or, in parts, in `optimizer_0`. DeepSpeed keeps it in the folder that `latest` names, with the scheduler if its
-    config has one.
-    """
+    """Refuse (ValueError) a checkpoint without the optimizer or the scheduler as this launch saves them: the Trainer
+    (5.23) would silently start with fresh ones. FSDP keeps the optimizer in `optimizer.bin` or, in parts, in
+    `optimizer_0`. DeepSpeed keeps it in the folder that `latest` names, with the scheduler if its config has one."""
     deepspeed = args.deepspeed_plugin
     files = [("latest",) if deepspeed else ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")]
     if not (deepspeed and "scheduler" in deepspeed.deepspeed_config):

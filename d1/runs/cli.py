@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import yaml
 
-from d1.ranges import AMOUNT, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
 
 # --- How a script starts and ends: a mistake of the user is one line on stderr and status 1, a bug has its traceback --
 
@@ -281,6 +281,9 @@ class ConfigParser(OneLineParser):
 # --- What SFT, preference training and distillation share -------------------------------------------------------------
 
 
+RESUME = {"aliases": ["--resume_from_checkpoint"], "nargs": "?", "const": "true", "metavar": "true|false|FOLDER"}
+
+
 @dataclass
 class TrainingSettings:
     """Flags of SFT, preference training and distillation; each adds its own. Defaults are d1's (arXiv 2504.12216,
@@ -304,9 +307,7 @@ class TrainingSettings:
     lora_r: Annotated[int, COUNT] = setting(128)
     lora_alpha: Annotated[int, COUNT] = setting(256)
     lora_target_modules: list[str] = setting(
-        ["q_proj", "k_proj", "v_proj"],
-        "names of modules, or 'attention' or 'all-linear' for those of this kind of model",
-        nargs="+",
+        ["q_proj", "k_proj", "v_proj"], "names of modules, or 'attention' or 'all-linear', for this model's", nargs="+"
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
     dtype: str | None = setting(None, "of frozen weights (default on GPUs: bfloat16)", choices=("float32", "bfloat16"))
@@ -318,12 +319,7 @@ class TrainingSettings:
     max_grad_norm: Annotated[float, AMOUNT] = setting(1.0)
     logging_steps: Annotated[int, COUNT] = setting(10)
     resume: str | None = setting(
-        None,
-        "continue from the last complete checkpoint, if there is one, or from the one named",
-        aliases=["--resume_from_checkpoint"],
-        nargs="?",
-        const="true",
-        metavar="true|false|FOLDER",
+        None, "continue from the last complete checkpoint, if there is one, or from the one named", **RESUME
     )
 
     def __post_init__(self) -> None:
@@ -344,7 +340,7 @@ class MethodSettings(TrainingSettings):
     max_completion_length: Annotated[int, COUNT] = setting(256, "tokens of the canvas")
     learning_rate: OptionalAmount = setting(None, "peak learning rate")
     weight_decay: OptionalAmount = setting(None)
-    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
+    adam_beta2: Annotated[float | None, BELOW_ONE | None] = setting(None)
     lr_scheduler_type: str | None = setting(None)
     warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
 
@@ -394,35 +390,31 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         own = error
-    errors = [error for error in from_all(sendable(own)) if error is not None]
+    errors = [error for error in (own, *from_all(sendable(own))) if error is not None]
     if errors:
-        raise own if own is not None else errors[0]
+        raise errors[0]
 
 
 def from_rank_0(compute: Callable[[], T]) -> T:
     """The result of `compute` on rank 0, which all processes get; an exception there is raised in all of them."""
-    found: list[T | None] = [None]
+    import torch.distributed as dist
+
+    found: Any = None
     with together():
-        if rank() == 0:
-            found = [compute()]
-    return from_all(found[0])[0]  # type: ignore[return-value]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = compute()
+    return from_all(found)[0]  # type: ignore[no-any-return]
 
 
 def from_all(value: T) -> list[T]:
     """The values of all processes, by rank."""
     import torch.distributed as dist  # only now: `eval.py --help` imports this module
 
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def sendable(error: Exception | None) -> Exception | None:

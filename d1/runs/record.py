@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
 
-from d1.files import write_atomically
+from d1.files import read_object, write_atomically
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -71,14 +71,13 @@ def of_file(path: str | Path) -> str:
     if file.name == "adapter_config.json":
         return of_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
     known = file.stat()
-    stamps = known.st_size, known.st_mtime_ns, known.st_ctime_ns
-    return _of_bytes(str(file.resolve()), known.st_dev, known.st_ino, stamps)
+    return of_bytes(file.resolve(), (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns))
 
 
 @functools.cache
-def _of_bytes(path: str, device: int, inode: int, stamps: tuple[int, ...]) -> str:
+def of_bytes(path: Path, stamps: tuple[int, ...]) -> str:
     """Hash a file, once per process as long as the system reports no change: a run hashes some files twice."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
 
 
@@ -219,10 +218,8 @@ def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: 
 
 
 def history(checkpoint: Path | None) -> Past:
-    """The past of a checkpoint, from the run.json next to it (without settings if there is none).
-
-    Changes after the checkpoint do not count: a run may continue from an earlier checkpoint than its last.
-    """
+    """The past of a checkpoint, from the run.json next to it (without settings if there is none). Changes after the
+    checkpoint do not count: a run may continue from an earlier checkpoint than its last."""
     if checkpoint is None:
         return Past()
     from d1.runs.checkpoints import read_state  # imported late: `eval.py --help` needs no Transformers
@@ -230,10 +227,7 @@ def history(checkpoint: Path | None) -> Past:
     file, step = checkpoint.parent / RECORD, read_state(checkpoint).global_step
     if not file.is_file():
         return Past(step)
-    try:
-        record = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error!r}): delete it to continue without a record") from error
+    record = read_object(file, "delete it to continue without a record")
     settings, changes = flat(record["settings"]), record["changes"]
     for change in reversed(changes):
         if change["step"] >= step:

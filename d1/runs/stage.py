@@ -70,7 +70,6 @@ class Stage:
     def run(self) -> Any:
         """Run the stage; returns its trainer, or None if the run was already finished. Raises as `Program.main`."""
         training, folder = self.training, Path(str(self.training.output_dir))
-        log_to_console()
         check_processes(training.world_size)
         if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
             raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
@@ -110,7 +109,6 @@ class Stage:
                 save_record(folder, {**settings, **facts, **distributed}, past, changed)
                 if "wandb" in (training.report_to or ()):
                     log_without_account(folder)
-
             trainer = start()
             if changed:
                 trainer.add_callback(RestartSchedule("learning_rate" in changed))
@@ -131,14 +129,15 @@ class Stage:
         with contextlib.suppress(FileNotFoundError):  # the model that it started from may be gone
             self.on_resume.changes(history(checkpoint), self.contents(), checkpoint)
         logger.info("%s is finished: there is nothing left to train.", folder)
-        if training.should_save:
-            with writing(folder, "the model", lambda: way_on(folder)):
-                finish(checkpoint, folder, training.load_best_model_at_end)
-                give_usual_mode(folder.glob("*.safetensors"))
-                self.conclude()
-                card = folder / "README.md"  # which may be PEFT's, or this library's with additions of a user
-                if not card.is_file() or OPENING not in card.read_text():
-                    write_card(folder)
+        if not training.should_save:
+            return
+        with writing(folder, "the model", lambda: way_on(folder)):
+            finish(checkpoint, folder, training.load_best_model_at_end)
+            give_usual_mode(folder.glob("*.safetensors"))
+            self.conclude()
+            card = folder / "README.md"  # which may be PEFT's, or this library's with additions of a user
+            if not card.is_file() or OPENING not in card.read_text():
+                write_card(folder)
 
     def contents(self) -> dict[str, Any]:
         """The fingerprints of what the settings of a run name, which only the first process computes."""
@@ -178,14 +177,9 @@ def stage_of(
     lora_dropout: float = 0.0,
     **more: Any,
 ) -> Stage:
-    """The `Stage` of SFT, preference training or distillation.
-
-    Args:
-        training: from `trainer_arguments`.
-        prepare: gets `args`, `training`, the tokenizer and the model's config; returns what `Stage.prepare` returns,
-            where the function gets the model.
-        **more: further fields of `Stage`.
-    """
+    """The `Stage` of SFT, preference training or distillation; `training` is from `trainer_arguments`, `more` are
+    fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer and the model's config, and returns what
+    `Stage.prepare` returns, where the function gets the model."""
     folder = Path(str(training.output_dir))
 
     def prepared() -> Prepared:
@@ -263,10 +257,8 @@ def cap_batch(training: TrainingArguments, rows: int) -> None:
 
 
 def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
-    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
-
-    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
-    """
+    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter. If
+    the model path is itself an adapter, it is merged first."""
     frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
     options: dict[str, Any] = {"attn_implementation": args.attn_implementation}
     options |= {"quantization": "nf4" if args.load_in_4bit else None}
@@ -290,11 +282,8 @@ def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
 
 @contextlib.contextmanager
 def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
-    """Hold the lock of a run's folder: two runs would mix their metrics and delete each other's checkpoints.
-
-    The first process takes it and tells the others, which must all call this. ValueError, in each of them, if another
-    run holds it; the message names its process.
-    """
+    """Hold the lock of a run's folder: two runs would mix their metrics and delete each other's checkpoints. The first
+    process takes it; all must call this. ValueError, in each of them, if another run holds it."""
     lock, made = FileLock(folder / ".lock"), not folder.exists()
     todo = "wait until that run ends, stop it, or choose another folder"
 

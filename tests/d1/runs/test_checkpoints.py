@@ -59,9 +59,7 @@ def test_where_a_run_continues(tmp_path: Path) -> None:
         ([8, 10, 2, 4], 4, 3, None, [2, 4, 10]),
     ],
 )
-def test_which_checkpoints_a_limit_keeps(
-    tmp_path: Path, steps: list[int], saved: int, limit: int | None, best: int | None, left: list[int]
-) -> None:
+def test_which_checkpoints_a_limit_keeps(tmp_path: Path, steps, saved, limit, best, left) -> None:
     for step in steps:
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "checkpoint-mine").mkdir()
@@ -70,18 +68,14 @@ def test_which_checkpoints_a_limit_keeps(
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == expected
 
 
-def deepspeed(scheduler: bool) -> Any:
-    return SimpleNamespace(deepspeed_config={"scheduler": {}} if scheduler else {})
-
-
 @pytest.mark.parametrize(
     ("plugin", "files"),
     [
         (None, ["optimizer.pt", "scheduler.pt", "model.safetensors"]),
         (None, ["optimizer.bin", "scheduler.pt", "pytorch_model_fsdp.bin"]),  # FSDP, FULL_STATE_DICT
         (None, ["optimizer_0/.metadata", "scheduler.pt", "pytorch_model_fsdp_0"]),  # FSDP, SHARDED_STATE_DICT
-        (deepspeed(scheduler=False), ["latest", "scheduler.pt"]),
-        (deepspeed(scheduler=True), ["latest"]),
+        (SimpleNamespace(deepspeed_config={}), ["latest", "scheduler.pt"]),
+        (SimpleNamespace(deepspeed_config={"scheduler": {}}), ["latest"]),
     ],
 )
 def test_a_launch_needs_the_files_that_it_saves(tmp_path: Path, plugin: Any, files: list[str]) -> None:
