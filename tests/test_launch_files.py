@@ -28,8 +28,6 @@ tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="right", trus
 model = load_model(model_name)
 data = load_dataset("json", data_files=train_data, split="train")
 train_data, eval_data = preprocess_dataset(data, tokenizer, max_length)
-print("Train data length: ", len(train_data))
-print("Eval data length: ", len(eval_data))
 train_dataset = dLLMSFTDataset(train_data, tokenizer, max_length)
 eval_dataset = dLLMSFTDataset(eval_data, tokenizer, max_length, eval=True)
 training_args = TrainingArguments(
@@ -37,13 +35,9 @@ training_args = TrainingArguments(
     eval_strategy="steps", eval_steps=2, logging_steps=2, save_total_limit=20, learning_rate=1e-3, weight_decay=0.1,
     max_grad_norm=1.0, load_best_model_at_end=True, report_to="none", remove_unused_columns=False, use_cpu=True,
 )
-trainer = dLLMTrainer(
-    model=model,
-    args=training_args,
-    data_collator=dLLMDataCollator(tokenizer=tokenizer, mask_token_id=3, max_length=max_length),
-    train_dataset=train_dataset,
-    eval_dataset=eval_dataset,
-)
+collator = dLLMDataCollator(tokenizer=tokenizer, mask_token_id=3, max_length=max_length)
+data = {"data_collator": collator, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+trainer = dLLMTrainer(model=model, args=training_args, **data)
 trainer.train()
 asked = tokenizer.decode(tokenizer(SYSTEM_PROMPT, add_special_tokens=False)["input_ids"])
 assert asked in tokenizer.decode(train_data[0]["input_ids"])

@@ -18,10 +18,8 @@ from packaging.utils import canonicalize_name
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-OPTIONAL = (
-    *("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval"),
-    *("fastapi", "starlette", "uvicorn", "prometheus_client", "sglang"),
-)
+OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
+OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("files", "lazy", "ranges", "show", "transformers_bridge"),
