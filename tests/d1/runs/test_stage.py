@@ -58,13 +58,18 @@ def two_steps(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def folder(two_steps: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(two_steps, tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "{weights}"])
 def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(
-    run: Run, two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Before a model is loaded; the checkpoint before it is named, and the run continues from that one."""
     weights = "adapter_model.safetensors" if run.stage == "sft" else "model.safetensors"
-    folder = shutil.copytree(two_steps, tmp_path / "run")
     file = folder / "checkpoint-2" / name.format(weights=weights)
     file.unlink()
     loads = {"sft": "d1.runs.stage", "rl": "d1.rl.stage"}[run.stage]
@@ -77,9 +82,8 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(
         run(folder, "--resume")
 
 
-def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, two_steps: Path, tmp_path: Path) -> None:
+def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, folder: Path) -> None:
     """Also by a run that would only copy the model of its last checkpoint."""
-    folder = shutil.copytree(two_steps, tmp_path / "run")
     checkpoint = folder / "checkpoint-2"
     sums = json.loads((checkpoint / SUMS).read_text())
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != SUMS)
@@ -105,10 +109,7 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, two_steps: Pat
         run(folder, "--resume")
 
 
-def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(
-    run: Run, two_steps: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(two_steps, tmp_path / "run")
+def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(run: Run, folder: Path) -> None:
     clock_steps_back(folder)
     limit = [] if run.stage == "sft" else ["--save_total_limit", "2"]  # SFT's own limit
     run(folder, "--resume", *limit)
@@ -116,11 +117,8 @@ def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(
 
 
 @pytest.mark.parametrize("name", ["*model.safetensors", "optimizer.pt"])
-def test_a_full_disk_is_one_line_and_the_run_continues_with_room(
-    run: Run, two_steps: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_full_disk_is_one_line_and_the_run_continues_with_room(run: Run, folder: Path, name: str) -> None:
     """safetensors and PyTorch each have their own errors."""
-    folder = shutil.copytree(two_steps, tmp_path / "run")
     flags = ["--resume", "--lr_scheduler_type", "linear", "--report_to", "none"]  # wandb writes files, too
     (file,) = (folder / "checkpoint-2").glob(name)
     message = rf"^no room for checkpoint-3 in {folder} \(.*\d\.\d GB are free there\): checkpoint-2 is .* --resume$"
@@ -169,10 +167,9 @@ def test_the_last_line_names_the_folder(run: Run, tmp_path: Path, caplog: pytest
 
 
 def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
-    run: Run, two_steps: Path, tmp_path: Path
+    run: Run, two_steps: Path, folder: Path
 ) -> None:
     """The new rate on the old schedule: linear from the peak to 0 in the steps of the run."""
-    folder = shutil.copytree(two_steps, tmp_path / "run")
 
     def logged() -> list[float]:
         log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -198,8 +195,7 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     assert logged()[2:] == pytest.approx([1e-3 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
-def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, two_steps: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(two_steps, tmp_path / "run")
+def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"a run with (?=.*seed 42 instead of 7).*weight_decay 0\.\d instead of 0\.5"):
         run(folder, "--resume", "--seed", "7", "--weight_decay", "0.5")
     (folder / "run.json").write_text("{")
