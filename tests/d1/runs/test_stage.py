@@ -64,7 +64,7 @@ def folder(two_steps: Path, tmp_path: Path) -> Path:
     return shutil.copytree(two_steps, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "{weights}"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "trainer_state.json", SUMS, "{weights}"])
 def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
