@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
@@ -56,7 +57,11 @@ def silence() -> None:
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for logger, text in MESSAGES.items():
-        logging.getLogger(logger).addFilter(lambda record, text=text: not record.getMessage().startswith(text))
+        logging.getLogger(logger).addFilter(partial(begins_otherwise, text))
+
+
+def begins_otherwise(text: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -9,7 +9,6 @@ import functools
 import io
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,16 +106,16 @@ def test_the_message_names_every_setting_with_value_and_range() -> None:
 
 @dataclass
 class Command:
-    """A command of the library: its parser, its main, the words it requires, and its ranges."""
+    """A command of the library: its parser, the words it requires, and its ranges."""
 
     parser: Any
-    main: Callable[[Any], object]
     required: list[str]
     ranges: dict[str, Range]
 
     def start(self, flags: list[str]) -> None:
-        parse = getattr(self.parser, "parse_args_and_config", self.parser.parse_args)
-        self.main(parse([*self.required, *flags]))
+        parsed = getattr(self.parser, "parse_args_and_config", self.parser.parse_args)([*self.required, *flags])
+        if isinstance(self.parser, TrlParser):
+            rl_train.main(*parsed)
 
     def parsed(self, name: str, text: str) -> Any:
         """The value of `--name=text`; None if it is refused as not a number, or if the flag is another flag's alias."""
@@ -140,9 +139,11 @@ class Command:
 
 
 MODEL = ["--model_path", "none"]
-BARE = ["--output_dir", "/dev/null/no"]  # no folder can be made there
-RL = [*BARE, "--report_to", "none", "--per_device_train_batch_size", "6", "--bf16", "false"]
+RL = ["--output_dir", "/dev/null/no", "--report_to", "none", "--per_device_train_batch_size", "6", "--bf16", "false"]
 REQUIRED = {  # of the tools
+    "eval": [*MODEL, "--dataset", "sudoku"],
+    "harness": MODEL,
+    "curves": ["none"],
     "a2d": ["SRC", "OUT"],
     "merge": ["BASE", "ADAPTER", "OUT"],
     "export": ["SRC", "OUT", "--format", "llada"],
@@ -157,20 +158,17 @@ REQUIRED = {  # of the tools
 WITHOUT_NUMBERS = {"merge", "export", "methods", "sandbox", "curves"}
 
 
+CONFIGS = {"sft": SFTConfig, "prefer": PreferenceConfig, "distill": DistillConfig}
+
+
 def commands() -> dict[str, Command]:
-    found, of_eval = {}, ["--model_path", "none", "--dataset", "sudoku", *BARE]
+    found = {"rl": Command(rl_train.make_parser(), RL, INHERITED | ranges_of(DiffuGRPOConfig))}
+    for name, stage in (("sft", sft_train), ("prefer", preference_train), ("distill", distill_train)):
+        found[name] = Command(stage.make_parser(), [], ranges_of(CONFIGS[name]))
+    parsers = {"eval": evaluation.make_parser(), "harness": harness.make_parser(), "curves": report.make_parser()}
     for name, module in tools.COMMANDS.items():
-        module.add_arguments(parser := OneLineParser())
-        found[name] = Command(parser, module.run, REQUIRED[name], parser.ranges())
-    stages = {"sft": (sft_train, SFTConfig), "prefer": (preference_train, PreferenceConfig)}
-    for name, (stage, config) in (stages | {"distill": (distill_train, DistillConfig)}).items():
-        found[name] = Command(stage.make_parser(), stage.main, BARE, ranges_of(config))
-    others = {"eval": (evaluation, of_eval), "harness": (harness, MODEL), "curves": (report, ["none"])}
-    for name, (module, words) in others.items():
-        found[name] = Command(parser := module.make_parser(), module.main, words, parser.ranges())
-    rl_ranges = INHERITED | ranges_of(DiffuGRPOConfig)
-    found["rl"] = Command(rl_train.make_parser(), lambda both: rl_train.main(*both), RL, rl_ranges)
-    return found
+        module.add_arguments(parsers.setdefault(name, OneLineParser()))
+    return found | {name: Command(parser, REQUIRED[name], parser.ranges()) for name, parser in parsers.items()}
 
 
 COMMANDS = commands()
