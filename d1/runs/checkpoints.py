@@ -191,6 +191,8 @@ def sum_of(file: Path) -> list[int | str]:
 def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
     """Refuse (ValueError) a checkpoint with a file that is missing or differs from the saved one. Unpickles nothing.
     Process number `process` compares every `processes`-th file."""
+    if not (checkpoint / SUMS).is_file():
+        raise broken(checkpoint, SUMS, "is missing (versions up to 0.3 wrote none)")
     with reading_checkpoint(checkpoint / SUMS):
         sums = {name: [size, digest] for name, (size, digest) in json.loads((checkpoint / SUMS).read_text()).items()}
     for name in sorted(sums)[process::processes]:

@@ -164,7 +164,6 @@ def test_blocks_and_merging(
     assert load_model(str(tmp_path / "job/merged")).config.block_size == 4
     card = (tmp_path / "job/README.md").read_text()
     assert "preferences, method vrpo: LLaDA 1.5, [arXiv 2505.19223]" in card
-    assert "beta 0.2, 2 draws of counts" in card
     assert "- preference" in card
 
 
