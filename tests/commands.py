@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,15 @@ esac
 def folder_of(room: str) -> Path:
     """Where a reader types the commands of a folder's files: in a stage's folder, as d1's users do, or the root."""
     return ROOT / room if room in LAUNCHED else ROOT
+
+
+def copy_checkout(folder: Path) -> Path:
+    """A copy of the files of the checkout that git does not ignore."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
 def check_script(text: str, folder: Path = ROOT) -> None:

@@ -48,11 +48,7 @@ SHELL = sorted(  # those of tests prepare, and launch nothing
 YAML = sorted(path for room in (*LAUNCHED, "launch", "recipes") for path in (ROOT / room).rglob("*.yaml"))
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-NAMES = {module_of(path): path for path in MODULES}
+NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
 
 
 def imports_of(path: Path) -> set[str]:
