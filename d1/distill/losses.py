@@ -28,19 +28,12 @@ Read = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Seen:
-    """Texts in several states, and the positions of their canvas to read there.
+    """Texts in several states, and the positions of their canvas to read there, in the order of `nonzero`."""
 
-    Attributes:
-        ids: (rows, prompt + canvas) clean.
-        visible: (rows, prompt + canvas), 0 at padding.
-        noise: (rows, states, canvas) bool, what each state hides of the canvas; the prompt is always shown.
-        positions: (rows, states, canvas) bool, on the host. What is read has the order of `positions.nonzero()`.
-    """
-
-    ids: Tensor
-    visible: Tensor
-    noise: Tensor
-    positions: Tensor
+    ids: Tensor  # (rows, prompt + canvas) clean
+    visible: Tensor  # (rows, prompt + canvas), 0 at padding
+    noise: Tensor  # (rows, states, canvas) bool, what each state hides of the canvas; the prompt is always shown
+    positions: Tensor  # (rows, states, canvas) bool, on the host
 
 
 def read_positions(
@@ -108,24 +101,15 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
 
 @dataclass(frozen=True)
 class Compared:
-    """The positions of a micro-batch.
+    """The positions of a micro-batch; `weights` and `picks` (those of a position's state) as in `States`."""
 
-    Attributes:
-        row, state: (n,) the numbers of each position's row and state.
-        ids: (n,) own tokens.
-        weights: (n,) as in `States`.
-        picks: (n,) those of each position's state, as in `States`.
-        rows: number of rows of the micro-batch.
-        target: what the target read, (n, ...) each.
-    """
-
-    row: Tensor
-    state: Tensor
-    ids: Tensor
-    weights: Tensor
-    picks: Tensor
-    rows: int
-    target: tuple[Tensor, ...] = ()
+    row: Tensor  # (n,) the number of each position's row
+    state: Tensor  # (n,) and of its state
+    ids: Tensor  # (n,) own tokens
+    weights: Tensor  # (n,)
+    picks: Tensor  # (n,)
+    rows: int  # number of rows of the micro-batch
+    target: tuple[Tensor, ...] = ()  # what the target read, (n, ...) each
 
 
 def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -228,17 +212,13 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
 
 @dataclass(frozen=True)
 class Divergence:
-    """An entry of `DIVERGENCES`.
+    """An entry of `DIVERGENCES`."""
 
-    Attributes:
-        read: (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients.
-        loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the step's
-            loss, and what is logged.
-        totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
-    """
-
+    # (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients
     read: Callable[..., tuple[Tensor, ...]]
+    # (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the loss, and its logs
     loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    # (positions) -> counts, which are summed over the optimizer step before the loss sees them
     totals: Callable[[Compared], Tensor] = lambda seen: torch.zeros((), device=seen.ids.device)
 
 

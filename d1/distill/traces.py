@@ -89,11 +89,8 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
 
 @dataclass(frozen=True)
 class TraceSampler:
-    """Samples traces with the library's exact sampler.
-
-    Attributes:
-        tries: completions of a prompt, at most, until `judge` calls one right; without a judge, the first is kept.
-    """
+    """Samples traces with the library's exact sampler: at most `tries` completions of a prompt, until `judge` calls one
+    right; without a judge, the first is kept."""
 
     prompts: Prompts
     settings: SamplingSettings

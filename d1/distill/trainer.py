@@ -42,10 +42,8 @@ def trained_parts(model: Any) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step.
-
-    Passes of the reference exchange them with the model's, so no second model is needed.
-    """
+    """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step. Passes of the
+    reference exchange them with the model's, so no second model is needed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -126,17 +124,13 @@ def collate(rows: list[BatchRow]) -> dict[str, Any]:
 
 
 class DistillTrainer(SummingTrainer, Trainer):
-    """Trainer with an entry of `METHODS`.
+    """Trainer with an entry of `METHODS`; `train` raises FloatingPointError for a loss that is not finite.
 
     Args:
         sampler: of traces, and the prompts.
-        rows: the numbers of the prompts that are trained on, in the order of `train_dataset`.
+        rows: the numbers of the prompts that are trained on.
         traces: of these rows; None for an on-policy method.
         **kwargs: `compute`, tokens that sampling these traces processed; and Trainer's.
-
-    Raises:
-        ValueError: the model was not prepared.
-        FloatingPointError: from `train`, a loss that is not finite; names the file with its rows.
     """
 
     sums_file = "distill_sums.json"
@@ -146,22 +140,17 @@ class DistillTrainer(SummingTrainer, Trainer):
     ) -> None:
         super().__init__(data_collator=collate, train_dataset=TraceDataset(len(rows)), **kwargs)
         self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
-        self.method = METHODS[settings.method]
+        self.method, self.cycle = METHODS[settings.method], settings.num_iterations or 1  # optimizer steps per rollout
         self.divergence = DIVERGENCES[self.method.divergence]
         self.reference: Reference | None = None
         self.rollouts: list[Traces] = []  # of the micro-batches of this cycle of `num_iterations` steps
         self.totals: Tensor = torch.zeros(())
 
-    @property
-    def cycle(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.settings.num_iterations or 1
-
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
         own = super().train_sampler(dataset)
-        if self.cycle == 1:
-            return own
-        return RepeatedBatches(**{**vars(own), "multiple": own.batch_size}, times=self.cycle)
+        return (
+            own if self.cycle == 1 else RepeatedBatches(**{**vars(own), "multiple": own.batch_size}, times=self.cycle)
+        )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""

@@ -155,15 +155,10 @@ class Past:
 @dataclass(frozen=True)
 class OnResume:
     """What a resume may change in the settings of a stage. A setting in neither table may change; the record
-    then notes the change. A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if it may.
+    then notes the change. A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if it may."""
 
-    Args:
-        fixed: for a setting, the part of its value that must stay: `whole` of it, or whether a weight is 0.
-        free: patterns of names that do not affect the model (output, logging, speed); changes are not noted.
-    """
-
-    fixed: Mapping[str, Callable[[Any], Any]]
-    free: Sequence[str]
+    fixed: Mapping[str, Callable[[Any], Any]]  # of a setting, what must stay: `whole` of it, or whether a weight is 0
+    free: Sequence[str]  # patterns of names that do not affect the model (output, logging, speed), and are not noted
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, without free ones: {name: [before, now]}. ValueError for fixed ones."""

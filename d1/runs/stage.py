@@ -42,30 +42,19 @@ Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A run from its settings to a saved model: what differs between the stages, and `run`.
+    """A run from its settings to a saved model: what differs between the stages, and `run`. `prepare` reads and checks
+    rows and settings; ValueError or OSError before a model is loaded. What it adds to the record holds the fingerprint
+    of the rows, `rows of SETTING`. Only the first process calls `conclude`, `next_command` and `outcome`."""
 
-    Args:
-        training: its `resume_from_checkpoint` says where to continue.
-        settings: all settings of the run; `prepare` may resolve some, so it is called before and after.
-        on_resume: which of them a resume may change.
-        prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded. What it adds to the
-            record holds the fingerprint of the rows, `rows of SETTING`.
-        conclude: writes the stage's own files next to the model; called in the first process.
-        next_command: what to do with the model, in the last line.
-        ended: whether the stage ended the run at this checkpoint, before `max_steps`.
-        check: refuses a checkpoint whose files of this stage are wrong.
-        outcome: lines about the saved model, which end the run's log; called in the first process.
-    """
-
-    training: TrainingArguments
-    settings: Callable[[], Mapping[str, Any]]
-    on_resume: OnResume
+    training: TrainingArguments  # its `resume_from_checkpoint` says where to continue
+    settings: Callable[[], Mapping[str, Any]]  # all of the run; `prepare` may resolve some: called before and after
+    on_resume: OnResume  # which of them a resume may change
     prepare: Callable[[], Prepared]
-    conclude: Callable[[], object]
-    next_command: Callable[[], str]
-    ended: Callable[[Path], bool] = lambda checkpoint: False
-    check: Callable[[Path], object] = lambda checkpoint: None
-    outcome: Callable[[], Sequence[str]] = lambda: ()
+    conclude: Callable[[], object]  # writes the stage's own files next to the model
+    next_command: Callable[[], str]  # what to do with the model, in the last line
+    ended: Callable[[Path], bool] = lambda checkpoint: False  # the stage ended the run here, before `max_steps`
+    check: Callable[[Path], object] = lambda checkpoint: None  # refuses a checkpoint with wrong files of this stage
+    outcome: Callable[[], Sequence[str]] = lambda: ()  # lines about the saved model, which end the run's log
 
     def run(self) -> Any:
         """Run the stage; returns its trainer, or None if the run was already finished. Raises as `Program.main`."""

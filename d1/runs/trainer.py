@@ -94,14 +94,7 @@ class SummingTrainer(RunTrainer):
     """The trainer of preference training and distillation: its model has no dropout, and it logs means over rows.
 
     Values are summed over rows and processes until the next log, and compute is counted; a checkpoint holds both.
-
-    Args:
-        compute: tokens that all processes processed before the training.
-        **kwargs: Trainer's.
-
-    Attributes:
-        sums: name -> (), float64, the sum in this process since the last log.
-        compute: (), float64, tokens that this process has computed so far.
+    `compute` starts at the tokens that all processes processed before the training.
     """
 
     sums_file: str  # its name in a checkpoint
@@ -113,8 +106,9 @@ class SummingTrainer(RunTrainer):
         self.require_one_gpu()
         disable_dropout_in_model(self.model)
         self.count_labels_of_step(shifted=False)
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # name -> (), float64, the sum in this process since the last log
         share = float(self.args.process_index == 0)
+        # (), float64, tokens that this process has computed so far
         self.compute = torch.tensor(compute * share, dtype=torch.float64, device=self.args.device)
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
