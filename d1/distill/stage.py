@@ -50,9 +50,7 @@ def prepare(
         problem = "shows the teacher tokens of later blocks, which a block-causal model cannot see"
         raise ValueError(f"--method {args.method} {problem}: use another method")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
-    options: dict[str, Any] = {"max_prompt_length": args.max_prompt_length, "count": args.num_prompts}
-    options |= {"seed": args.seed, "bad_rows": args.bad_rows}
-    prompts = load_prompts(args.train_data, args.data_file, tokenizer, **options)
+    prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:
         raise ValueError(f"--keep right needs a task that judges completions: {args.train_data} is none; --keep all")
     longest = max(map(len, prompts.ids))
@@ -67,16 +65,8 @@ def prepare(
         if not method.on_policy:
             rows, traces, compute = sampled_before(args, training, sampler, model)
         cap_batch(training, len(rows))
-        return DistillTrainer(
-            settings=args,
-            sampler=sampler,
-            rows=rows,
-            traces=traces,
-            compute=compute,
-            model=model,
-            args=training,
-            processing_class=tokenizer,
-        )
+        trainers: dict[str, Any] = {"model": model, "args": training, "processing_class": tokenizer}
+        return DistillTrainer(args, sampler, rows, traces, compute=compute, **trainers)
 
     return {"paper": method.paper, ROWS + "train_data": prompts.rows}, make_trainer
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from d1.distill.config import DistillConfig
 from d1.distill.states import COLUMNS, Traces, blocks_of_canvas
 from d1.files import give_usual_mode, reading, writing
 from d1.masking import keyed_generator
@@ -38,32 +39,21 @@ class Prompts:
     rows: str  # the fingerprint of the ids and of the rows that they come from
 
 
-def load_prompts(
-    train_data: str,
-    data_file: str | None,
-    tokenizer: Any,
-    *,
-    max_prompt_length: int,
-    count: int | None,
-    seed: int,
-    bad_rows: str = "error",
-) -> Prompts:
-    """The training prompts of a task, or those of a file's column `prompt`: text or chat messages; at most `count` of
-    the usable ones, drawn by the seed. ValueError for bad rows, unless they are skipped, or if none is left."""
-    task = load_task(train_data) if train_data in TASKS or train_data.endswith(".py") else None
-    if data_file is not None and task is None:
-        raise ValueError(f"--data_file is for a task, and --train_data {train_data} is none")
-    rows: Dataset = load_rows(train_data, TASKS) if task is None else task.load_rows("train", data_file)
+def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
+    """The training prompts of a task, or those of a file's column `prompt`: text or chat messages; at most
+    `--num_prompts` of the usable ones, drawn by the seed. ValueError for bad rows, unless they are skipped."""
+    name = args.train_data
+    task = load_task(name) if name in TASKS or name.endswith(".py") else None
+    if args.data_file is not None and task is None:
+        raise ValueError(f"--data_file is for a task, and --train_data {name} is none")
+    rows: Dataset = load_rows(name, TASKS) if task is None else task.load_rows("train", args.data_file)
     if "prompt" not in rows.column_names:
-        raise ValueError(f"the rows of {train_data} have no column prompt, only {', '.join(rows.column_names)}")
-    ids, problems = [], []
-    for row in rows.select_columns(["prompt"]):
-        found, problem = prompt_ids(row, tokenizer, max_prompt_length)
-        ids.append(found)
-        problems.append(problem)
-    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, bad_rows)
-    if count is not None and count < len(usable):
-        usable = sorted(random.Random(seed).sample(usable, count))
+        raise ValueError(f"the rows of {name} have no column prompt, only {', '.join(rows.column_names)}")
+    prompts = [prompt_ids(row, tokenizer, args.max_prompt_length) for row in rows.select_columns(["prompt"])]
+    ids, problems = [found for found, _ in prompts], [problem for _, problem in prompts]
+    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, args.bad_rows)
+    if args.num_prompts is not None and args.num_prompts < len(usable):
+        usable = sorted(random.Random(args.seed).sample(usable, args.num_prompts))
     kept = rows.select(usable)
 
     def judge(text: str, number: int) -> bool:

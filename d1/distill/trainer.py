@@ -148,9 +148,8 @@ class DistillTrainer(SummingTrainer, Trainer):
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
         own = super().train_sampler(dataset)
-        return (
-            own if self.cycle == 1 else RepeatedBatches(**{**vars(own), "multiple": own.batch_size}, times=self.cycle)
-        )
+        whole = vars(own) | {"multiple": own.batch_size}
+        return own if self.cycle == 1 else RepeatedBatches(**whole, times=self.cycle)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
@@ -205,11 +204,9 @@ class DistillTrainer(SummingTrainer, Trainer):
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, at = positions.nonzero().unbind(1)  # (n,) each
-        columns = {"row": row, "state": state, "ids": states.ids[row, at], "picks": states.picks[row, state]}
-        columns |= {"weights": states.weights[row, state, at]}
-        there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
+        columns = (row, state, states.ids[row, at], states.weights[row, state, at], states.picks[row, state])
         seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
-        return seen, Compared(**there, rows=len(rows))
+        return seen, Compared(*(column.to(device, non_blocking=True) for column in columns), rows=len(rows))
 
     def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
