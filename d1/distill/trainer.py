@@ -205,8 +205,9 @@ class DistillTrainer(SummingTrainer, Trainer):
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, at = positions.nonzero().unbind(1)  # (n,) each
         columns = (row, state, states.ids[row, at], states.weights[row, state, at], states.picks[row, state])
+        there: list[Any] = [column.to(device, non_blocking=True) for column in columns]
         seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
-        return seen, Compared(*(column.to(device, non_blocking=True) for column in columns), rows=len(rows))
+        return seen, Compared(*there, len(rows))
 
     def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
