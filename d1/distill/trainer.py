@@ -204,10 +204,11 @@ class DistillTrainer(SummingTrainer, Trainer):
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, at = positions.nonzero().unbind(1)  # (n,) each
-        columns = (row, state, states.ids[row, at], states.weights[row, state, at], states.picks[row, state])
-        there: list[Any] = [column.to(device, non_blocking=True) for column in columns]
+        columns = {"row": row, "state": state, "ids": states.ids[row, at], "picks": states.picks[row, state]}
+        columns |= {"weights": states.weights[row, state, at]}
+        there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
         seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
-        return seen, Compared(*there, len(rows))
+        return seen, Compared(**there, rows=len(rows))
 
     def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
