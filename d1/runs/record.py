@@ -286,9 +286,8 @@ def write_card(folder: Path) -> None:
     name, adapter = local_name(folder), (folder / "adapter_config.json").is_file()
     tag, how = next(stage for setting, stage in STAGES.items() if settings.get(setting))
     base = str(settings.get("model_path") or settings["model_name"])
-    data = settings.get("dataset") or settings["train_data"]
+    data, base_name, origin = settings.get("dataset") or settings["train_data"], local_name(base), hub_origin(base)
     shown = {"paper": ""} | settings | {"method": local_name(settings.get("method") or "")}
-    base_name, origin = local_name(base), hub_origin(base)
     metadata = ModelCardData(
         base_model=origin,
         datasets=[data] if on_hub(data) else None,
@@ -296,7 +295,7 @@ def write_card(folder: Path) -> None:
         pipeline_tag="text-generation",
         tags=["d1", "masked-diffusion", tag],
     )
-    text = CARD.format(
+    card = CARD.format(
         metadata=metadata.to_yaml(),
         opening=OPENING,
         base=base_name if origin in (None, base) else f"{base_name}, made from {origin}",
@@ -305,7 +304,7 @@ def write_card(folder: Path) -> None:
         loaded=f'load_model("{base_name}", adapter="{name}")' if adapter else f'load_model("{name}")',
         name=name,
     )
-    (folder / "README.md").write_text(text)
+    (folder / "README.md").write_text(card)
 
 
 def hub_origin(model: str, most: int = 20) -> str | None:
@@ -317,8 +316,8 @@ def hub_origin(model: str, most: int = 20) -> str | None:
     records = [json.loads(file.read_text()) for file in files if file.is_file()]
     names = ("base_model_name_or_path", "model_name", "model_path", "_name_or_path")
     made_from = [record.get("settings", record).get(name) for record in records for name in names]
-    before = next((str(name) for name in made_from if name), None)
-    if before is None or not most:  # records may form a circle
+    before = next((str(name) for name in made_from if name), "")
+    if not (before and most):  # records may form a circle
         return None
     # A path, maybe of a folder that is gone, if the run was started in a folder above; else a name on the hub.
     tops = [top for top in (Path.cwd(), *folder.resolve().parents) if (top / Path(before).parts[0]).exists()]
@@ -331,9 +330,8 @@ def local_name(path: str | Path) -> str:
     folder = Path(path).expanduser()
     if not (folder.exists() or str(path).startswith(("/", ".", "~"))):
         return str(path)
-    folder = folder.resolve()
-    inside = folder.name.startswith("checkpoint-") or folder.name == "merged"
-    return f"{folder.parent.name}/{folder.name}" if inside else folder.name
+    *_, above, own = folder.resolve().parts
+    return f"{above}/{own}" if own == "merged" or own.startswith("checkpoint-") else own
 
 
 def on_hub(name: str) -> bool:
