@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import extract_prompt
 
 from d1.masking import keyed_generator
-from d1.models.tokenizer import as_messages, prompt_and_answer, tokenize, whole_turns
+from d1.models.tokenizer import as_messages, trained_ids, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
@@ -27,13 +27,8 @@ from d1.scoring.rollouts import blocks_of
 
 VIEWS = 5  # the second part of the key of the views' random numbers
 FEATURES = Features(
-    {
-        "prompt_ids": List(Value("int32")),
-        "completions": List(List(Value("int32"))),
-        "label": Value("int32"),
-        "status": Value("string"),
-        "problem": Value("string"),
-    }
+    {"prompt_ids": List(Value("int32")), "completions": List(List(Value("int32"))), "label": Value("int32")}
+    | dict.fromkeys(("status", "problem"), Value("string"))
 )
 
 
@@ -134,14 +129,8 @@ def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -
     turn = as_messages(row, name, "assistant")
     if not turn or turn[-1].get("role") != "assistant":
         raise ValueError(f"{name} does not end with a message of the assistant")
-    ids, start = tokenize(
-        *prompt_and_answer(whole_turns(as_messages(row, "prompt", "user") + turn), tokenizer), tokenizer
-    )
-    if tokenizer.mask_token_id in ids:
-        raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
-    if start == len(ids):
-        raise ValueError(f"{name} has no tokens")
-    return ids[:start], ids[start:] + [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+    ids, start = trained_ids(whole_turns(as_messages(row, "prompt", "user") + turn), tokenizer, name)
+    return ids[:start], ids[start:]
 
 
 class PreferenceDataset(torch.utils.data.Dataset):

@@ -54,8 +54,7 @@ def fill_steps(
     noise_dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`fill`, with the same arguments, as an iterator of one `Step` per forward pass. After the last step the canvas is
-    whole.
+    """`fill`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
 
     Args:
         block_length: how many hidden positions form a block; None is 32. In a block-causal model, those of each of its
@@ -77,8 +76,7 @@ def fill_steps(
     progress, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
     # Rows that hide equally many tokens have the same settings; those that hide none take no part.
     for sizes, rows in groups_of_rows(seen, holes, size).items():
-        lengths = {"block_length": block_length, "steps": steps}
-        settings = fill_settings(model.config, sum(sizes), **lengths, **fields)
+        settings = fill_settings(model.config, sum(sizes), block_length=block_length, steps=steps, **fields)
         check_generator(settings, generator, len(ids), None)
         work.append((rows, Sampler(model, settings, mask_token_id, noise_dtype)))
         for row in rows:
@@ -103,10 +101,8 @@ def fill_steps(
 def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
     """Raise ValueError if the hidden positions cannot be filled."""
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
-        raise ValueError(
-            f"ids, hidden and attention_mask must be (rows, length), and hidden must be bool; got {tuple(ids.shape)}, "
-            f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
-        )
+        shapes = ", ".join(str(tuple(of.shape)) for of in (ids, hidden, visible))
+        raise ValueError(f"ids, hidden (bool) and attention_mask must be (rows, length); got {shapes}, {hidden.dtype}")
     if not hidden.any():
         raise ValueError("no position is hidden: there is nothing to fill")
     if (hidden & (visible == 0)).any():
@@ -114,14 +110,8 @@ def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
 
 
 def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
-    """The settings with which a model of this `config` fills `count` hidden positions.
-
-    Args:
-        fields: `block_length`, `steps` and the other fields that `fill_steps` takes; None is that function's default.
-
-    Raises:
-        ValueError: a field is wrong, or does not suit filling or the kind of model.
-    """
+    """The settings with which a model of this `config` fills `count` hidden positions, from the `fields` that
+    `fill_steps` takes; ValueError if one is wrong, or does not suit filling or the kind of model."""
     own = block_size(config)
     given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
     given |= {name: value for name, value in fields.items() if value is not None}
@@ -145,10 +135,8 @@ def warn_of_later_text(config: Any, visible: Tensor, hidden: Tensor) -> None:
     first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)
     if (visible.bool() & ~hidden & (block > first)).any():
         logger.warning(
-            "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there does not "
-            "influence what is filled in",
-            config.model_type,
-            config.block_size,
+            "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there is not read",
+            *(config.model_type, config.block_size),
         )
 
 

@@ -9,8 +9,9 @@ are kept (`reveal.py`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from math import lcm
@@ -25,7 +26,7 @@ from d1.models.kinds import block_size
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Passes
 from d1.sampling.predict import Generators, predict, uniform
-from d1.sampling.reveal import REMASKING, RULES, best_first
+from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,6 @@ class Row:
     @property
     def size(self) -> int:
         return sum(self.schedule[self.block])
-
-    @property
-    def later(self) -> int:
-        """How many tokens of the block the schedule leaves to the steps after the next."""
-        return sum(self.schedule[self.block][self.step + 1 :])
 
     @property
     def is_whole(self) -> bool:
@@ -220,18 +216,15 @@ class Step:
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
     """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model
     and a block of `block_length` begin together; None for other models."""
-    size = block_size(config)
-    if size is None:
-        return [None] * len(attention_mask)
-    return (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
+    size, lengths = block_size(config), attention_mask.long().sum(1)
+    return [None] * len(lengths) if size is None else (lengths % lcm(size, block_length)).tolist()
 
 
 @cache  # once per model
 def warn_of_edits(name: str) -> None:
     logger.warning(
-        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that "
-        "(for an adapter, into learnt.json), and LLaDA2.1 learnt it, but its config does not say so. Edits by a "
-        "model that was trained on masks alone spoil more than they correct",
+        "%s: its config does not say that it learnt to correct visible tokens (SFT with --edit_noise writes that; "
+        "LLaDA2.1's does not). Edits by a model that was trained on masks alone spoil more than they correct",
         name,
     )
 
@@ -253,11 +246,12 @@ def keep(
 ) -> Tensor:
     """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule."""
     draw = partial(uniform, logps.shape, generator, logps, left)
-    # Positions best first, and their scores in this order: a rule counts how many of the first ones to reveal.
-    order, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
-    if settings.rule is not None:
+    scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
+    if settings.rule is not None:  # it counts how many of the best to reveal
         count = RULES[settings.rule].count
-        due = count(scores, entropies.gather(1, order), settings.level).maximum(due).minimum(hidden.sum(1))
+        more = count(scores.gather(1, order), entropies.gather(1, order), settings.level)
+        due = more.maximum(due).minimum(hidden.sum(1))
     return order.argsort(dim=-1) < due.unsqueeze(1)
 
 
@@ -282,7 +276,8 @@ class Sampler:
         the most positions that a row predicts."""
         # Which positions of its block each row predicts: the hidden ones or, with editing, all.
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
-        left, later = [row.left for row in progress], [row.later for row in progress]
+        left = [row.left for row in progress]
+        later = [sum(row.schedule[row.block][row.step + 1 :]) for row in progress]  # for the steps after this one
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
         own_settings = [row.settings or self.settings for row in progress]
@@ -484,12 +479,7 @@ def rollout(
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
         NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
     """
-    whole = rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
-    first = prompt_ids.shape[1]
-    parts: dict[str, Any] = {name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")}
-    if whole.writes is not None:
-        parts["writes"] = Writes(*(values[:, first:] for values in whole.writes))
-    return replace(whole, **parts)
+    return rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
 
 
 def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
@@ -510,13 +500,14 @@ def note(record: Tensor, step: Step, first: int = 0) -> None:
     record[at] = torch.where(step.revealed.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
 
 
-def rollout_of(steps: Iterable[Step]) -> Rollout:
-    """The rollout that all `steps` make, at every position of the text."""
+def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
+    """The rollout that all `steps` make, at every position of the text from `first` on."""
     record = None
     for step in steps:
         if record is None:
-            record = blank_record(len(step.canvas), step.canvas.shape[1], step.canvas.device, step.most_writes)
-        note(record, step)
+            rows, length = step.canvas.shape
+            record = blank_record(rows, length - first, step.canvas.device, step.most_writes)
+        note(record, step, first)
     assert record is not None
     return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)
 

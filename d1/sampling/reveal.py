@@ -6,11 +6,9 @@ A new order or rule is a function, in any module, and an entry in its table: `RE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,21 +27,12 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
     Raises:
         ValueError: there are fewer steps than blocks, or more steps than tokens.
     """
-    num_blocks = -(-gen_length // block_length)
-    if not num_blocks <= steps <= gen_length:
+    blocks = -(-gen_length // block_length)
+    if not blocks <= steps <= gen_length:
         raise ValueError(
-            f"{gen_length} tokens in {num_blocks} blocks need between {num_blocks} and {gen_length} steps, got {steps}"
+            f"{gen_length} tokens in {blocks} blocks need between {blocks} and {gen_length} steps, got {steps}"
         )
-    return [
-        spread(tokens, block_steps)
-        for tokens, block_steps in zip(spread(gen_length, num_blocks), spread(steps, num_blocks), strict=True)
-    ]
-
-
-def aligned_schedule(gen_length: int, block_length: int, steps: int, filled: int) -> list[list[int]]:
-    """`reveal_schedule` for a prompt that holds the first `filled` tokens of a block: the first block is shorter."""
-    ends = [0, *range(block_length - filled, gen_length, block_length), gen_length]
-    return schedule_of([end - start for start, end in pairwise(ends)], steps)
+    return [spread(*block) for block in zip(spread(gen_length, blocks), spread(steps, blocks), strict=True)]
 
 
 def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
@@ -99,21 +88,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """The most likely predictions first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
-    return logps
-
-
-def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """Positions in random order (LLaDA, arXiv 2502.09992, section 2.4)."""
-    return uniform()
-
-
-def low_entropy(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """The predictions with the lowest entropy first (Dream, DiffuCoder, arXiv 2506.20639)."""
-    return -entropies
-
-
 @dataclass(frozen=True)
 class Order:
     """An entry of the table.
@@ -129,14 +103,9 @@ class Order:
 
 
 REMASKING: dict[str, Order] = {
-    "low_confidence": Order(low_confidence, by_confidence=True),
-    "random": Order(at_random, draws=True),
-    "entropy": Order(low_entropy),
+    # The most likely predictions, or positions in random order (LLaDA, arXiv 2502.09992, section 2.4)
+    "low_confidence": Order(lambda logps, entropies, uniform: logps, by_confidence=True),
+    "random": Order(lambda logps, entropies, uniform: uniform(), draws=True),
+    # The predictions with the lowest entropy (Dream, DiffuCoder, arXiv 2506.20639)
+    "entropy": Order(lambda logps, entropies, uniform: -entropies),
 }
-
-
-def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions (rows, n) in descending order of `scores`, those not `hidden` last, and the scores so ordered."""
-    scores = scores.masked_fill(~hidden, -math.inf)
-    positions = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
-    return positions, scores.gather(1, positions)

@@ -49,16 +49,13 @@ def rollout_stream(
     """Sample a completion for each prompt, at most `batch_size` of them at a time.
 
     A row leaves when its last block is filled or, with the EOS stop, when the block with its first EOS is filled. Only
-    then is the next prompt taken from `prompts`, so that several processes can share one queue. Without a cache, a row
-    begins its next block as soon as its block is full; with a cache, all rows begin their blocks together.
-
-    Rows equal those of `rollout` with one generator per row: in fp32 they depend neither on the batch nor on the order
-    of the prompts.
+    then is the next prompt taken from `prompts`, so that several processes can share one queue. With a cache, all rows
+    begin their blocks together. Rows equal those of `rollout` with one generator per row: in fp32 they depend neither
+    on the batch nor on the order of the prompts.
 
     Args:
-        prompts: (ids, generator) each; the generator may be None if sampling draws nothing. The batch is as wide as its
-            longest prompt: sort prompts by length, the longest first, for the least padding.
-        batch_size: rows at a time.
+        prompts: (ids, generator) each; the generator may be None if sampling draws nothing. For the least padding, sort
+            prompts by length, the longest first.
         eos_token_ids: the EOS stop, as in `rollout`.
 
     Yields:
@@ -66,10 +63,8 @@ def rollout_stream(
         `Rollout`, whose ids are padded on the left with mask tokens.
 
     Raises:
-        ValueError: at the call, if the model is not prepared or an argument is wrong; later, if a prompt needs a
-            generator and has none.
-        NotFiniteError: some log-probs or entropies of a row that ended are not finite; its `number` is that of the
-            prompt.
+        ValueError: at the call, if the model is not prepared or an argument is wrong; later, if a generator is missing.
+        NotFiniteError: as `rollout`, for a row that ended; its `number` is that of the prompt.
     """
     require_prepared(model)
     check_sampler(settings, model.config)
@@ -147,8 +142,7 @@ class Stream:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows at work, in the order of `Step.rows`' numbers."""
-        return self.batch.rows
+        return self.batch.rows  # in the order of `Step.rows`' numbers
 
     @torch.no_grad()
     def leave(self, dropped: Collection[int] = ()) -> Finished | None:
@@ -162,9 +156,7 @@ class Stream:
         gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
         self.kept = [index for index in range(len(batch.rows)) if index not in gone]
         self.count = len(self.kept)
-        if not done:
-            return None
-        return self.taken(done)
+        return self.taken(done) if done else None
 
     def so_far(self) -> Finished:
         """All rows at work, as `leave` gives those that ended, with mask tokens where a token is still hidden."""
@@ -196,9 +188,7 @@ class Stream:
         for one in new:
             settings = one.settings
             if settings.draws and one.generator is None:
-                raise ValueError(
-                    f"prompt {one.number} of the stream has no generator, and these settings draw random numbers"
-                )
+                raise ValueError(f"prompt {one.number} of the stream has no generator, but its settings draw numbers")
             check_learnt(config, settings)
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)

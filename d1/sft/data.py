@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator, noise_level
-from d1.models.tokenizer import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
+from d1.models.tokenizer import Message, as_messages, require_text, trained_ids, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
@@ -31,14 +31,9 @@ Row = dict[str, Any]
 S1K = {"question", "thinking_trajectories", "attempt"}
 SYSTEM_PROMPT = ask("", "Solve the problem.", "the answer")[0]["content"].rstrip()  # before a question of s1K
 FEATURES = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "answer": List(Value("bool")),
-        "length": Value("int32"),
-        "start": Value("int32"),
-        "status": Value("string"),
-        "problem": Value("string"),
-    }
+    {"input_ids": List(Value("int32")), "answer": List(Value("bool"))}
+    | dict.fromkeys(("length", "start"), Value("int32"))
+    | dict.fromkeys(("status", "problem"), Value("string"))
 )
 
 
@@ -81,13 +76,7 @@ def tokenize_row(
     none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": ""}
     try:
         messages = to_messages(row, function, template)
-        ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
-        if tokenizer.mask_token_id in ids:
-            raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
-        if start == len(ids):
-            raise ValueError("the answer has no tokens")
-        if ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
+        ids, start = trained_ids(messages, tokenizer, "the answer")
         status = "ok"
         if len(ids) > max_length:
             if overlong == "refuse":
@@ -155,13 +144,8 @@ def preprocess_dataset(
             "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
             "convert each row with --data_function FILE.py:FUNCTION"
         )
-    options = {
-        "tokenizer": tokenizer,
-        "max_length": max_length,
-        "overlong": overlong,
-        "function": function,
-        "template": template,
-    }
+    options = {"tokenizer": tokenizer, "max_length": max_length, "overlong": overlong}
+    options |= {"function": function, "template": template}
     rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
@@ -304,18 +288,13 @@ class dLLMDataCollator(DefaultDataCollator):
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         training = features[0]["t"] is None  # evaluation fixes each row's t
-        mirrored = [False] * len(features)
-        if self.complementary and training:
-            features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
+        sides = (False, True) if self.complementary and training else (False,)
+        mirrored = [side for side in sides for _ in features]
+        features = [row for _ in sides for row in features]
         lengths = [len(row["input_ids"]) for row in features]
-        longest = max(lengths)
-
-        def filled(rows: Sequence[list], filling: int | bool) -> Tensor:
-            return torch.from_numpy(np.array([row + [filling] * (longest - len(row)) for row in rows]))
-
-        clean = filled([row["input_ids"] for row in features], self.pad_token_id)
-        answer = filled([row["answer"] for row in features], False)
-        visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
+        ids, of_answers = ([torch.tensor(row[name]) for row in features] for name in ("input_ids", "answer"))
+        clean, answer = pad_sequence(ids, True, self.pad_token_id), pad_sequence(of_answers, True, False)
+        visible = pad_sequence([torch.ones_like(row) for row in ids], True)
         edits = self.edits if training else None
         options: dict[str, Any] = {"block_size": self.block_size, "level": lambda t: self.schedule(t)[0]}
         draws, replaced = [], []

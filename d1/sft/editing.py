@@ -37,13 +37,6 @@ class EditNoise:
     keep_weight: float
     turns: int
 
-    @classmethod
-    def of(cls, config: Any) -> EditNoise | None:
-        """Those of an `SFTConfig`; None without this noise."""
-        if config.edit_noise is None:
-            return None
-        return cls(config.edit_noise, config.edit_share, config.edit_weight, config.edit_keep_weight, config.edit_turns)
-
     def draw(self, answer: Tensor, hidden: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """Which tokens of a row are replaced, (tokens,) bool, and uniform numbers (tokens,) that choose the new ids."""
         numbers = torch.zeros(2, len(answer))

@@ -70,8 +70,10 @@ def prepare(
     facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
 
     def make_trainer(model: Any) -> dLLMTrainer:
+        edits = None
         if args.edit_noise is not None:
             model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
+            edits = EditNoise(args.edit_noise, *(getattr(args, name) for name in EDIT_SETTINGS))
         return dLLMTrainer(
             model=model,
             args=training,
@@ -80,7 +82,7 @@ def prepare(
                 block_size=block_size(model.config),
                 complementary=args.complementary_masks,
                 packed=args.packing,
-                edits=EditNoise.of(args),
+                edits=edits,
             ),
             train_dataset=datasets[0],
             eval_dataset=datasets[1] if args.test_split else None,
@@ -98,9 +100,9 @@ def kept_step(folder: Path, keep_last: bool) -> list[str]:
     if not best or best not in losses:
         return []
     rows = json.loads((folder / RECORD).read_text())["settings"].get("held_out_rows", "the")
-    lowest = f"the lowest loss on {rows} held-out rows, {losses[best]:.4f}"
-    other = "" if last == best else f" (step {last}: {losses[last]:.4f})"
-    if keep_last:
-        return [f"Saved: the weights of the last step, {state.global_step}. Step {best} has {lowest}{other}."]
-    hint = "" if best == state.global_step else "; --keep_last saves those of the last step"
-    return [f"Saved: the weights of step {best} of {state.global_step}, with {lowest}{other}{hint}."]
+    saved = state.global_step if keep_last else best
+    losses_of = ", ".join(f"{losses[step]:.4f} at step {step}" for step in dict.fromkeys((best, last)))
+    hint = "" if saved == state.global_step else "; --keep_last saves those of the last step"
+    return [
+        f"Saved: the weights of step {saved} of {state.global_step}. Loss on {rows} held-out rows: {losses_of}{hint}."
+    ]
