@@ -16,9 +16,6 @@ def dpo(ratios: Tensor, signs: Tensor, beta: float) -> Tensor:
     Args:
         ratios: (2 pairs,), all chosen completions before all rejected ones.
         signs: not read; the order says it.
-
-    Returns:
-        (pairs,)
     """
     chosen, rejected = ratios.chunk(2)
     return -F.logsigmoid(beta * (chosen - rejected))
@@ -30,9 +27,6 @@ def kto(ratios: Tensor, signs: Tensor, beta: float) -> Tensor:
     Args:
         ratios: (completions,)
         signs: (completions,), 1 for desirable ones and -1 for others.
-
-    Returns:
-        (completions,)
     """
     return 1 - (beta * signs * ratios).sigmoid()
 

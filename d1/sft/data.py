@@ -121,10 +121,9 @@ def preprocess_dataset(
     Args:
         data: rows with s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
             `completion` (text or messages); with a `function` or a `template`, any columns.
-        max_length: maximum number of tokens per row.
         test_split: share of the rows held out, rounded up.
-        overlong: what to do with longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
-        bad_rows: what to do with rows that cannot be trained on: "error", or "skip" them and say how many and which.
+        overlong: "truncate" (the answer loses its end and gets no EOS), "drop" or "refuse" rows over `max_length`.
+        bad_rows: "error", or "skip" rows that cannot be trained on, and say how many and which.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
         num_proc: processes that tokenise; the result is cached by `datasets`.
@@ -215,8 +214,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
     def __getitems__(self, indices: Sequence[BatchRow | int]) -> list[dict[str, Any]]:
         """The rows of a batch, for DataLoader: reading all at once takes a third of the time."""
         chosen = [index if isinstance(index, BatchRow) else self.batch_row(index) for index in indices]
-        rows = self.rows.__getitems__([max(one.row, 0) for one in chosen])
-        return [self.filled_row(*both) for both in zip(chosen, rows, strict=True)]
+        return [*map(self.filled_row, chosen, self.rows.__getitems__([max(one.row, 0) for one in chosen]))]
 
     def batch_row(self, index: int) -> BatchRow:
         """The row in epoch 0; with `eval`, row and time of draw `index`, and `epoch` holds the draw's number."""
@@ -224,8 +222,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
             return BatchRow(range(len(self))[index])
         number, draw = divmod(index, self.eval_draws)
         row = self.order[number]
-        t = (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws
-        return BatchRow(row, draw, t)
+        return BatchRow(row, draw, (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws)
 
     def filled_row(self, chosen: BatchRow, row: dict[str, Any]) -> dict[str, Any]:
         """A row of the data set, filled with EOS; an empty one has one token that is not trained on."""
@@ -235,29 +232,25 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
             return {"input_ids": [self.eos_token_id], "answer": [False]} | noise
         filled = max(self.lengths[chosen.row], chosen.length) if row["status"] == "ok" else 0
         missing = max(0, filled - len(row["input_ids"]))
-        return {
-            "input_ids": row["input_ids"] + [self.eos_token_id] * missing,
-            "answer": row["answer"] + [True] * missing,
-        } | noise
+        ids, answer = row["input_ids"] + [self.eos_token_id] * missing, row["answer"] + [True] * missing
+        return {"input_ids": ids, "answer": answer} | noise
 
 
 class dLLMDataCollator(DefaultDataCollator):
     """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere),
-    `attention_mask` (0 on padding) and `masked` (bool: hidden tokens, which are trained on), and `t` (rows,); with
-    `block_size`, `t` is per token, (rows, length).
-    With `edits`, training rows also have `edited`, bool, and `draws`, fp32 (`d1/sft/editing.py`).
-    If packed, the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows'
-    lengths.
+    `attention_mask` (0 on padding) and `masked` (bool: hidden tokens, which are trained on), and `t` (rows,), which is
+    (rows, length) with `block_size`. With `edits`, training rows also have `edited`, bool, and `draws`, fp32
+    (`d1/sft/editing.py`). If packed, the tensors per token are (1, all tokens), and `lengths` lists the rows' lengths.
 
     Args:
         mask_token_id: the tokenizer's if None.
         block_size: tokens per block of a block-causal model (`d1.models.kinds.block_size`): in training each block has
             its own t, in evaluation the row has one.
-        complementary: each training row comes twice, the second time with the opposite mask, in the second half of the
-            batch, as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. There t is 1 - t. So each half
-            alone has the distribution of a plain batch, and the loss over both stays unbiased.
+        complementary: each training row comes again in the second half of the batch, with the opposite mask and 1 - t,
+            as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. Each half alone has the distribution of a
+            plain batch, so the loss over both stays unbiased.
         packed: concatenate the rows of the batch, without padding. Their noise stays the same.
         edits: replaces visible tokens of training rows; evaluation rows have only masks.
         max_length: not read; d1's scripts give it.

@@ -79,18 +79,15 @@ def drafted(
 
     Args:
         model: as it is wrapped for training: every process has to call it.
-        replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or another one if there are
-            none.
+        replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or any one if there are none.
         states_of: `d1.sft.trainer.states_of`.
     """
 
     def draw(inner: Any) -> Tensor:
         states = states_of(inner, inputs, replaced, at)
         at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
-        calls = calls_in_step(inner, -(-len(states) // at_once))
-        return drawn_ids(
-            body_and_head(inner)[1], states, (inputs["draws"][at] + turn * GOLDEN) % 1, calls, mask_token_id
-        )
+        calls, draws = calls_in_step(inner, -(-len(states) // at_once)), (inputs["draws"][at] + turn * GOLDEN) % 1
+        return drawn_ids(body_and_head(inner)[1], states, draws, calls, mask_token_id)
 
     training = model.training
     model.eval()

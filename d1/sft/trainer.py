@@ -36,13 +36,7 @@ LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so f
 class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
 
-    Differences from Trainer (Transformers 5.23), in addition to those of `RunTrainer`:
-
-    - `compute_loss`: the loss above; its denominator is Trainer's `num_items_in_batch`.
-    - `prediction_step`: each row's loss sum, answer tokens and t, for `band_losses`.
-    - `train_sampler`: `GlobalBatchSampler`, whose order is a function of (seed, epoch).
-    - `save_extra`: a checkpoint keeps the sums from which `train_loss` is computed.
-    - `log`: adds the share of padding and the speed in answer tokens per second.
+    It also logs the share of padding and the answer tokens per second.
 
     Args:
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
@@ -123,32 +117,25 @@ class dLLMTrainer(RunTrainer, Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
-        row_losses = self.row_losses(model, inputs)
-        answers = inputs["labels"] != IGNORED
-        if num_items_in_batch is None:
-            loss = row_losses.sum() / answers.sum()
-        else:
-            loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
-        self.require_finite_rows(loss, row_losses, inputs)
+        row_losses, answers = self.row_losses(model, inputs), inputs["labels"] != IGNORED
+        items = answers.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = row_losses.sum() / items * self.accelerator.num_processes
+        self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
         visible = inputs["attention_mask"]
         self.counts += torch.stack([answers.sum(), visible.sum(), torch.ones_like(visible).sum()])
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
-    def require_finite_rows(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
-        """End the run if the loss is not finite, and write text, time and loss of the rows to blame to a file."""
-
-        def rows_to_blame() -> list[dict[str, Any]]:
-            tokenizer: Any = self.processing_class
-            columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
-            rows = []
-            for row_loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
-                if not torch.isfinite(row_loss):
-                    clean = torch.where(labels == IGNORED, noised, labels)[shown.bool()].tolist()
-                    text = clean if tokenizer is None else tokenizer.decode(clean)
-                    rows.append({"text": text, "t": t.tolist(), "loss": row_loss.item()})
-            return rows
-
-        self.require_finite(loss, rows_to_blame)
+    def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Text, time and loss of the rows whose loss is not finite."""
+        tokenizer: Any = self.processing_class
+        columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
+        rows = []
+        for row_loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
+            if not torch.isfinite(row_loss):
+                clean = torch.where(labels == IGNORED, noised, labels)[shown.bool()].tolist()
+                text = clean if tokenizer is None else tokenizer.decode(clean)
+                rows.append({"text": text, "t": t.tolist(), "loss": row_loss.item()})
+        return rows
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -157,7 +144,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         inputs = self.on_device(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
-        self.require_finite_rows(losses.sum(), losses, inputs)
+        self.require_finite(losses.sum(), lambda: self.rows_to_blame(losses, inputs))
         answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
         times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
         return None, torch.stack([losses.double(), answers.double()], dim=1), times
