@@ -56,34 +56,26 @@ def token_rows(
     """
     columns, pairs = set(data.column_names), {"chosen", "rejected"} <= set(data.column_names)
     if not (pairs or (not paired and {"prompt", "completion", "label"} <= columns)):
-        other = "" if paired else "; or prompt, completion and label"
-        raise ValueError(
-            f"the data has the columns {', '.join(sorted(columns))}; needed are chosen and rejected, with prompt or a "
-            f"beginning that both share{other}"
-        )
+        needed = "chosen and rejected, perhaps with prompt" + ("" if paired else "; or prompt, completion and label")
+        raise ValueError(f"the data has the columns {', '.join(sorted(columns))}; needed are {needed}")
     options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
     options |= {"max_completion_length": max_completion_length, "paired": pairs}
     rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows))
     if pairs and not paired:
-        rows = unpaired(rows)
+        rows = rows.map(unpaired, batched=True, remove_columns=["status", "problem"])
     if not paired and len({*rows["label"]}) < 2:
         raise ValueError("all completions have the same label: nothing is preferred to anything")
     return rows
 
 
-def unpaired(rows: Dataset) -> Dataset:
-    """Each pair as two rows with a label."""
-
-    def taken_apart(batch: dict[str, list]) -> dict[str, list]:
-        pairs = list(zip(batch["prompt_ids"], batch["completions"], strict=True))
-        return {
-            "prompt_ids": [prompt for prompt, both in pairs for _ in both],
-            "completions": [[completion] for _, both in pairs for completion in both],
-            "label": [1, -1] * len(pairs),
-        }
-
-    return rows.map(taken_apart, batched=True, remove_columns=["status", "problem"])
+def unpaired(batch: dict[str, list]) -> dict[str, list]:
+    """Each pair of a batch as two rows with a label."""
+    return {
+        "prompt_ids": [prompt for prompt in batch["prompt_ids"] for _ in range(2)],
+        "completions": [[completion] for both in batch["completions"] for completion in both],
+        "label": [1, -1] * len(batch["label"]),
+    }
 
 
 def tokenize_row(
@@ -100,9 +92,7 @@ def tokenize_row(
         label = 1 if paired else sign_of(row["label"])
         if row.get("prompt") is None:
             row = extract_prompt({name: row[name] for name in names})
-        texts = [ids_of(row, name, tokenizer) for name in names]
-        prompts = [prompt for prompt, _ in texts]
-        completions = [completion for _, completion in texts]
+        prompts, completions = zip(*(ids_of(row, name, tokenizer) for name in names), strict=True)
         if prompts[0] != prompts[-1]:
             raise ValueError("chosen and rejected differ before the last turn: they answer different prompts")
         if paired and completions[0] == completions[1]:
@@ -113,15 +103,15 @@ def tokenize_row(
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
     except Exception as error:  # a chat template may raise anything
         return none | {"problem": problem_of(error)}
-    return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
+    return {"prompt_ids": prompts[0], "completions": [*completions], "label": label, "status": "ok", "problem": ""}
 
 
 def sign_of(label: Any) -> int:
     """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
-    known = {"true": 1, "1": 1, "false": -1, "0": -1}
-    if str(label).lower() not in known:
+    sign = {"true": 1, "1": 1, "false": -1, "0": -1}.get(str(label).lower())
+    if sign is None:
         raise ValueError(f"the label is {label!r}, neither true nor false")
-    return known[str(label).lower()]
+    return sign
 
 
 def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -166,8 +156,7 @@ class PreferenceCollator:
         settings: ViewSettings,
         block_size: int | None = None,
     ) -> None:
-        self.pad_token_id: Any = tokenizer.pad_token_id
-        self.eos_token_id: Any = tokenizer.eos_token_id
+        self.tokenizer: Any = tokenizer
         self.estimator, self.settings, self.block_size = estimator, settings, block_size
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -181,7 +170,7 @@ class PreferenceCollator:
         """One completion, its prompt padded to `longest` tokens."""
         canvas, ids = self.settings.gen_length, item["completions"][side]
         prompt, padding = torch.tensor([item["prompt_ids"]]), longest - len(item["prompt_ids"])
-        completion = torch.tensor([ids + [self.eos_token_id] * (canvas - len(ids))])
+        completion = torch.tensor([ids + [self.tokenizer.eos_token_id] * (canvas - len(ids))])
         visible, nothing = torch.ones_like(prompt), torch.zeros(1, canvas)
         sampled = SampledRows(
             prompt_ids=prompt,
@@ -198,7 +187,7 @@ class PreferenceCollator:
         random = Randomness([keyed_generator(*key, 0)], keyed_generator(*key, 1), first_row=0, total_rows=1)
         views = self.estimator(sampled, random, self.settings)
         return {
-            "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.pad_token_id),
+            "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.tokenizer.pad_token_id),
             "prompt_mask": F.pad(visible[0], (padding, 0)),
             "canvas_ids": completion[0],
             "noise": F.pad(views.noise[0], (padding, 0)),

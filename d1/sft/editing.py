@@ -51,18 +51,12 @@ class EditNoise:
         return torch.where(edited, ids + (ids >= mask_token_id), noised)  # skips the mask token
 
 
-def drawn_ids(
-    head: Callable[[Tensor], Tensor], states: Tensor, draws: Tensor, calls: int, mask_token_id: int
-) -> Tensor:
-    """(n,) ids, each the quantile `draws` (n,) of the distribution at its state (n, hidden), without the mask token."""
-    parts = []
-    for some, numbers in zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True):
-        logits = head(some).double()
-        logits[..., mask_token_id] = -torch.inf
-        summed = logits.softmax(-1).cumsum(-1)
-        found = torch.searchsorted(summed, numbers.double().unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
-        parts.append(found.clamp(max=logits.shape[-1] - 1))
-    return torch.cat(parts)
+def drawn_ids(logits: Tensor, draws: Tensor, mask_token_id: int) -> Tensor:
+    """(n,) ids, each the quantile `draws` (n,) of the distribution of `logits` (n, vocab), without the mask token."""
+    logits[..., mask_token_id] = -torch.inf
+    summed = logits.softmax(-1).cumsum(-1)
+    found = torch.searchsorted(summed, draws.unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
+    return found.clamp(max=logits.shape[-1] - 1)
 
 
 @torch.no_grad()
@@ -85,16 +79,16 @@ def drafted(
 
     def draw(inner: Any) -> Tensor:
         states = states_of(inner, inputs, replaced, at)
+        draws = ((inputs["draws"][at] + turn * GOLDEN) % 1).double()
         at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
-        calls, draws = calls_in_step(inner, -(-len(states) // at_once)), (inputs["draws"][at] + turn * GOLDEN) % 1
-        return drawn_ids(body_and_head(inner)[1], states, draws, calls, mask_token_id)
+        calls, head = calls_in_step(inner, -(-len(states) // at_once)), body_and_head(inner)[1]
+        parts = zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True)
+        return torch.cat([drawn_ids(head(some).double(), numbers, mask_token_id) for some, numbers in parts])
 
     training = model.training
     model.eval()
-    try:
-        ids = run_inside(model, draw)
-    finally:
-        model.train(training)
+    ids = run_inside(model, draw)
+    model.train(training)
     noised = inputs["input_ids"].clone()
     noised[at] = torch.where(inputs["edited"][at], ids, noised[at])
     return inputs | {"input_ids": noised}

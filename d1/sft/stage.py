@@ -62,8 +62,8 @@ def prepare(
     datasets = [dLLMSFTDataset(rows[0], tokenizer, args.max_length, **shared)]
     if args.test_split:
         datasets.append(dLLMSFTDataset(rows[1], tokenizer, args.max_length, eval=True, **shared))
-    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(one.rows["length"]) for one in datasets), 0, ": lower --max_length")
+    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(one.lengths) for one in datasets), 0, filling)
     cap_batch(training, len(datasets[0]))
     read = of_values([of_rows(one.rows) for one in datasets])

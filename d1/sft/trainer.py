@@ -29,14 +29,13 @@ from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users impor
 from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
 from d1.sft.editing import drafted
 
-EVAL_BANDS = 5  # the evaluation loss is also logged per fifth of t
 LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
 
 
 class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
 
-    It also logs the share of padding and the answer tokens per second.
+    It also logs answer tokens per second.
 
     Args:
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
@@ -52,14 +51,14 @@ class dLLMTrainer(RunTrainer, Trainer):
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(compute_metrics=band_losses, **kwargs)
+        super().__init__(compute_metrics=mean_loss, **kwargs)
         require_prepared(self.model)
         model: Any = self.model
         noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
         if noised != size:
             raise ValueError(
                 f"the collator has noise for blocks of {noised} tokens, but this {model.config.model_type} has blocks "
-                f"of {size} (None: no blocks): use dLLMDataCollator(tokenizer, block_size={size})"
+                f"of {size}: use dLLMDataCollator(tokenizer, block_size={size})"
             )
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
@@ -121,8 +120,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         items = answers.sum() if num_items_in_batch is None else num_items_in_batch
         loss = row_losses.sum() / items * self.accelerator.num_processes
         self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
-        visible = inputs["attention_mask"]
-        self.counts += torch.stack([answers.sum(), visible.sum(), torch.ones_like(visible).sum()])
+        self.answers += answers.sum()
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
     def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
@@ -140,23 +138,21 @@ class dLLMTrainer(RunTrainer, Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor, Tensor]:
-        """Each row's loss sum, answer tokens and t, for `band_losses`."""
+        """Each row's loss sum and answer tokens, for `mean_loss`."""
         inputs = self.on_device(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
         self.require_finite(losses.sum(), lambda: self.rows_to_blame(losses, inputs))
         answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
-        times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
-        return None, torch.stack([losses.double(), answers.double()], dim=1), times
+        return None, losses.double(), answers.double()
 
     def start_counting(self) -> None:
-        self.counts = torch.zeros(3, dtype=torch.long, device=self.args.device)
+        self.answers = torch.zeros((), dtype=torch.long, device=self.args.device)
         self.counting_since = time.perf_counter()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a log of training, which every process reaches
-            answers, visible, all_tokens = self.accelerator.reduce(self.counts, "sum").tolist()
-            logs["padding_share"] = 1 - visible / max(all_tokens, 1)
+            answers = self.accelerator.reduce(self.answers, "sum").item()
             logs["answer_tokens_per_second"] = answers / (time.perf_counter() - self.counting_since)
             self.start_counting()
         super().log(logs, start_time)
@@ -197,11 +193,7 @@ def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: tuple[Tens
     return two_stream_states(model, clean, noised[:, first:], visible)[rows, positions - first]
 
 
-def band_losses(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss over all evaluation draws, and over those in each band of t."""
-    table, t = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
-    parts = {"loss": table}
-    for band in range(EVAL_BANDS):
-        rows = table[(t * EVAL_BANDS).long().clamp(max=EVAL_BANDS - 1) == band]
-        parts[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = rows
-    return {name: float(rows[:, 0].sum() / rows[:, 1].sum()) for name, rows in parts.items() if len(rows)}
+def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
+    """The loss over all evaluation draws."""
+    losses, answers = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    return {"loss": float(losses.sum() / answers.sum())}
