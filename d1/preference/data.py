@@ -86,7 +86,6 @@ def tokenize_row(
     paired: bool,
 ) -> dict[str, Any]:
     """One row of `FEATURES`; `status` is "ok" or "bad", and `problem` says what is wrong."""
-    none: dict[str, Any] = {"prompt_ids": [], "completions": [], "label": 0, "status": "bad"}
     names = ("chosen", "rejected") if paired else ("completion",)
     try:
         label = 1 if paired else sign_of(row["label"])
@@ -102,7 +101,7 @@ def tokenize_row(
         if (longest := max(map(len, completions))) > max_completion_length:
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
     except Exception as error:  # a chat template may raise anything
-        return none | {"problem": problem_of(error)}
+        return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": problem_of(error)}
     return {"prompt_ids": prompts[0], "completions": [*completions], "label": label, "status": "ok", "problem": ""}
 
 
@@ -115,7 +114,7 @@ def sign_of(label: Any) -> int:
 
 
 def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids of a row's prompt and of its completion `name`, which ends with EOS. ValueError for a text without tokens."""
+    """Ids of a row's prompt and of its completion `name`, which ends with EOS."""
     turn = as_messages(row, name, "assistant")
     if not turn or turn[-1].get("role") != "assistant":
         raise ValueError(f"{name} does not end with a message of the assistant")
@@ -133,9 +132,9 @@ class PreferenceDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: BatchRow) -> dict[str, Any]:
-        row = self.rows[max(index.row, 0)]
-        empty = {"label": IGNORED} if index.row < 0 else {}
-        return row | empty | {"key": (self.seed, VIEWS, index.epoch, max(index.row, 0))}
+        number = max(index.row, 0)
+        row = self.rows[number] | {"key": (self.seed, VIEWS, index.epoch, number)}
+        return row if index.row >= 0 else row | {"label": IGNORED}
 
 
 class PreferenceCollator:
@@ -160,9 +159,8 @@ class PreferenceCollator:
         self.estimator, self.settings, self.block_size = estimator, settings, block_size
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        sides = range(len(items[0]["completions"]))
         longest = max(len(item["prompt_ids"]) for item in items)
-        rows = [self.row(item, side, longest) for side in sides for item in items]
+        rows = [self.row(item, side, longest) for side in range(len(items[0]["completions"])) for item in items]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return batch | {"labels": torch.tensor([item["label"] for item in items])}
 
@@ -183,8 +181,8 @@ class PreferenceCollator:
             entropies=nothing,
             blocks=blocks_of(visible, canvas, self.block_size),
         )
-        key = (*item["key"], side)
-        random = Randomness([keyed_generator(*key, 0)], keyed_generator(*key, 1), first_row=0, total_rows=1)
+        own, of_all = (keyed_generator(*item["key"], side, part) for part in (0, 1))
+        random = Randomness([own], of_all, first_row=0, total_rows=1)
         views = self.estimator(sampled, random, self.settings)
         return {
             "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.tokenizer.pad_token_id),

@@ -1,7 +1,5 @@
 """Users' data: formats, the boundary between prompt and answer, bad rows, the cache."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +48,7 @@ S1K = [{"question": "1+1=?", "thinking_trajectories": ["add them"], "attempt": "
 PAIR = [{"prompt": "ab", "completion": "cd"}]
 
 
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(template):
     """Byte-level BPE with merges over spaces and newlines, trained on a line of text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -79,14 +77,12 @@ TOKENIZERS: dict[str, Any] = {name: byte_tokenizer(template) for name, template 
 TEXT = st.text(alphabet="ab c\n:é", min_size=1, max_size=12).filter(str.strip)
 
 
-def prepare(
-    rows: list[dict] | Dataset, tokenizer: Any = TOKENIZERS["chatml"], max_length: int = 10_000, **options: Any
-):
+def prepare(rows, tokenizer=TOKENIZERS["chatml"], max_length=10000, **options):
     data = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
     return preprocess_dataset(data, tokenizer, max_length, 0.0, **options)[0]
 
 
-def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
+def parts(row, tokenizer):
     """The row's text, split where training starts and stops."""
     cut: list[tuple[list[int], bool]] = []
     for token, answer in zip(row["input_ids"], row["answer"], strict=True):
@@ -99,7 +95,7 @@ def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(TEXT, min_size=1, max_size=3), answer=TEXT)
-def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
+def test_boundary_is_exact(name, texts, answer):
     tokenizer = TOKENIZERS[name]
     messages = []
     for text in texts[:-1]:
@@ -130,7 +126,7 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
-def test_local_files(suffix: str, tmp_path: Path) -> None:
+def test_local_files(suffix, tmp_path):
     file = tmp_path / f"rows{suffix}"
     rows = PAIR * 3 if suffix == ".csv" else S1K * 3
     writers: dict[str, Callable[[Dataset], object]] = {
@@ -143,7 +139,7 @@ def test_local_files(suffix: str, tmp_path: Path) -> None:
     assert prepare(load_rows(str(file))).to_list() == prepare(rows).to_list()
 
 
-def test_cells_of_csv_files_stay_what_they_are(tmp_path: Path) -> None:
+def test_cells_of_csv_files_stay_what_they_are(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('prompt,completion\n0012,None\n1e5,"a, b\nNA"\n')
     assert load_rows(str(file)).to_list() == [
@@ -155,7 +151,7 @@ def test_cells_of_csv_files_stay_what_they_are(tmp_path: Path) -> None:
         load_rows(str(file))
 
 
-def test_schemas() -> None:
+def test_schemas():
     tokenizer = TOKENIZERS["chatml"]
     (s1k,) = prepare(S1K)
     (prompt, _), (answer, _) = parts(s1k, tokenizer)
@@ -167,7 +163,7 @@ def test_schemas() -> None:
     assert prepare(text).to_list() == prepare(chat).to_list() == prepare(conversation).to_list()
 
 
-def test_template_and_function(tmp_path: Path) -> None:
+def test_template_and_function(tmp_path):
     with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
         prepare(PAIR, template=("{absent}", "{completion}"))
     with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
@@ -190,7 +186,7 @@ def test_template_and_function(tmp_path: Path) -> None:
         load_function("absent.py:convert")
 
 
-def test_the_last_turn_of_the_assistant_is_trained_on() -> None:
+def test_the_last_turn_of_the_assistant_is_trained_on():
     tokenizer = TOKENIZERS["chatml"]
     turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "thanks")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
@@ -199,14 +195,14 @@ def test_the_last_turn_of_the_assistant_is_trained_on() -> None:
         assert [text for text, answer in parts(row, tokenizer) if answer] == ["d<|im_end|><eos>"]
 
 
-def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:
+def test_rows_that_the_model_cannot_read_say_what_it_reads():
     tokenizer = load_tokenizer(Path(__file__).parents[3] / "pocket/base")
     rows = [{"prompt": "2 + 2?", "completion": "4"}, {"prompt": "1234341221430321", "completion": "Four"}]
     with pytest.raises(ValueError, match=r"(?s)row 0: .* reads a 4x4 Sudoku.* row 1: .* no token for 'Four"):
         prepare(rows, tokenizer)
 
 
-def test_overlong_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_rows(caplog):
     tokenizer = TOKENIZERS["plain"]
     rows = [{"prompt": "a", "completion": "b" * 30}, {"prompt": "a", "completion": "c"}]
     (long,) = [row for row in prepare(rows, tokenizer) if "b" in tokenizer.decode(row["input_ids"][-2:])]
@@ -230,7 +226,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_are_named_or_skipped(problem, caplog):
     rows = [*PAIR, BAD[problem], *PAIR]
     with pytest.raises(ValueError, match=r"1 of 3 rows cannot be trained on") as raised:
         prepare(rows, max_length=100)
@@ -253,17 +249,17 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
         ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
     ],
 )
-def test_malformed_rows(row: dict[str, Any], problem: str) -> None:
+def test_malformed_rows(row, problem):
     with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
         prepare([row])
 
 
-def test_unknown_columns_are_refused() -> None:
+def test_unknown_columns_are_refused():
     with pytest.raises(ValueError, match="the data has the columns answer, text; supported are"):
         prepare([{"text": "a", "answer": "b"}])
 
 
-def test_unreachable_data_says_how_to_give_a_local_file(tmp_path: Path) -> None:
+def test_unreachable_data_says_how_to_give_a_local_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--train_data rows.jsonl"):
         load_rows("nobody/no-such-data")
     with pytest.raises(FileNotFoundError, match="no data file"):
@@ -274,7 +270,7 @@ def test_unreachable_data_says_how_to_give_a_local_file(tmp_path: Path) -> None:
         load_rows(str(broken))
 
 
-def test_split_holds_out_and_keeps_every_row_once() -> None:
+def test_split_holds_out_and_keeps_every_row_once():
     rows = [{"prompt": f"q{i}", "completion": "a"} for i in range(250)]
     train, held_out = preprocess_dataset(Dataset.from_list(rows), TOKENIZERS["chatml"], 100, 0.01)
     assert (len(train), len(held_out)) == (247, 3)
@@ -282,13 +278,13 @@ def test_split_holds_out_and_keeps_every_row_once() -> None:
     assert len(set(texts)) == 250
 
 
-def test_preprocessing_is_parallel_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocessing_is_parallel_and_cached(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": "a"}) + "\n" for i in range(1100)))
     alone = prepare(load_rows(str(file)), num_proc=1)
     assert prepare(Dataset.from_list(load_rows(str(file)).to_list()), num_proc=2).to_list() == alone.to_list()
 
-    def fail(*args: Any, **options: Any) -> None:
+    def fail(*args, **options):
         raise AssertionError("tokenised again")
 
     monkeypatch.setattr(sft_data, "tokenize_row", fail)

@@ -1,7 +1,5 @@
 """sft_train.py as users start it: real processes and whole runs on a small model and local data."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -32,7 +30,7 @@ ZERO2 += ["--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+def flags(tmp_path_factory, tiny_model_dir):
     """Flags of every run in this file; forty rows in s1K's schema, of very different lengths."""
     path = tmp_path_factory.mktemp("s1k") / "rows.jsonl"
     with path.open("w") as lines:
@@ -42,32 +40,32 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     return ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
 
 
-def run(flags: list[str], folder: Path, *more: str) -> Any:
+def run(flags, folder, *more):
     """The same in this process."""
     return main(
         make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", "--debugging", *more])
     )
 
 
-def history(folder: Path, name: str) -> list[float]:
+def history(folder, name):
     log = json.loads((folder / "job/trainer_state.json").read_text())["log_history"]
     return [entry[name] for entry in log if name in entry]
 
 
-def history_names(folder: Path) -> set[str]:
+def history_names(folder):
     return set().union(*json.loads((folder / "job/trainer_state.json").read_text())["log_history"])
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_model(str(folder)).state_dict()
 
 
-def logits(folder: Path) -> torch.Tensor:
+def logits(folder):
     with torch.no_grad():
         return load_model(str(folder))(input_ids=torch.arange(8, 40)[None]).logits
 
 
-def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
+def test_killed_run_repeats_an_uninterrupted_one(flags, tmp_path):
     """SIGKILL in the middle of the second epoch; dropout, noise, drafts, order and optimizer continue bit for bit.
 
     The first run has the flags of a user without an account: Weights & Biases logs to files.
@@ -96,7 +94,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_processes_of_d1s_configuration(flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_of_d1s_configuration(flags, tmp_path):
     """Told to stay off a GPU; it compiles DeepSpeed's CPU Adam, which takes minutes."""
     odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
     training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
@@ -109,14 +107,14 @@ def test_two_processes_of_d1s_configuration(flags: list[str], tmp_path: Path) ->
     assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
 
 
-def assert_two_processes(folder: Path, kind: str) -> None:
+def assert_two_processes(folder, kind):
     """Two processes made a run, and merged its adapter."""
     settings = json.loads((folder / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
     torch.testing.assert_close(logits(folder / "job"), logits(folder / "job/merged"), rtol=0, atol=1e-4)
 
 
-def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
+def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags, tmp_path):
     """Steps and rates equal those of the same batches unpacked, with visible noise. Runs are resumed in the middle of
     an epoch, also with one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18
     evaluation draws."""
@@ -154,7 +152,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
     assert history(fewer, "loss") == pytest.approx(history(plain, "loss"), rel=1e-4)
 
 
-def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_adapter_and_merged_model_are_model_paths(flags, tiny_model_dir, tmp_path):
     run(flags, tmp_path, "--max_steps", "3", "--learning_rate", "1e-2", "--merge_at_end", "--gradient_checkpointing")
     adapter, merged = tmp_path / "job", tmp_path / "job/merged"
     assert (logits(adapter) - logits(tiny_model_dir)).abs().max() > 0.01
@@ -166,9 +164,7 @@ def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_d
 
 
 @pytest.mark.parametrize("how", [["--full_finetuning"], ["--lora_r", "8", "--complementary_masks"]])
-def test_a_model_made_block_causal_learns(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, how: list[str]
-) -> None:
+def test_a_model_made_block_causal_learns(flags, tiny_model_dir, tmp_path, how):
     torch.manual_seed(0)
     fields = json.loads((tiny_model_dir / "config.json").read_text())
     sizes = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
@@ -184,9 +180,7 @@ def test_a_model_made_block_causal_learns(
     assert load_model(str(tmp_path / "job")).config.block_size == 4
 
 
-def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(flags, tiny_model_dir, tmp_path, caplog):
     """Weight decay makes a trained model worse: the first evaluation is the best."""
     caplog.set_level("INFO")
     learning = ["--max_steps", "20", "--eval_steps", "10", "--learning_rate", "3e-3", "--eos_padding", "40"]
@@ -221,7 +215,7 @@ def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
     assert (tmp_path / f"2/job/checkpoint-{step}").is_dir()
 
 
-def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(flags: list[str], tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(flags, tmp_path):
     """It is read at the end of the run, long after it was written."""
     ruin = ["--max_steps", "6", "--eval_steps", "2", "--learning_rate", "1e-2", "--lora_r", "2"]
     trainer = run([*flags, *ruin, "--weight_decay", "0"], tmp_path)
@@ -237,9 +231,7 @@ def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(fla
         run([*flags, *ruin, "--weight_decay", "0", "--resume"], tmp_path)
 
 
-def test_an_adapter_gets_a_card_which_a_finished_run_keeps(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_gets_a_card_which_a_finished_run_keeps(flags, tiny_model_dir, tmp_path):
     """PEFT's own card names folders of this machine."""
     short = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"]
     run(flags, tmp_path, *short)
@@ -251,7 +243,7 @@ def test_an_adapter_gets_a_card_which_a_finished_run_keeps(
     assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
 
 
-def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
+def test_resume_of_a_finished_run(flags, tmp_path):
     moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
     run(moving, tmp_path / "done")
     expected = weights(tmp_path / "done/job")
@@ -264,9 +256,7 @@ def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
         run(moving, tmp_path / "done")
 
 
-def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(flags, tiny_model_dir, tmp_path, caplog):
     """The best checkpoint is loaded at the end, and the last one for a resume."""
     shutil.copytree(tiny_model_dir, tmp_path / "tied")
     config = json.loads((tiny_model_dir / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -288,7 +278,7 @@ def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(
         run(moving, tmp_path, "--max_steps", "6", "--resume")
 
 
-def test_an_adapter_on_a_released_format_alarms_nobody(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_a_released_format_alarms_nobody(flags, tiny_model_dir, tmp_path):
     """PEFT reads the base's config.json as that of the class that runs it."""
     export(str(tiny_model_dir), str(tmp_path / "llada"), "llada")
     short = [*flags, "--model_name", str(tmp_path / "llada"), "--max_steps", "1", "--lora_r", "2", "--debugging"]
@@ -310,15 +300,13 @@ def test_an_adapter_on_a_released_format_alarms_nobody(flags: list[str], tiny_mo
         ),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
-    flags: list[str], tmp_path: Path, more: list[str], problem: str
-) -> None:
+def test_arguments_that_cannot_work_are_refused(flags, tmp_path, more, problem):
     with pytest.raises(ValueError, match=problem):
         run(flags, tmp_path, *more)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) -> None:
+def test_a_batch_is_no_larger_than_the_data(flags, tmp_path):
     """32 rows are trained on: in larger batches nothing is computed for the rows that they leave empty."""
     how = ["--num_epochs", "2", "--grad_accum_steps", "2", "--logging_steps", "1", "--lora_r", "2"]
     for batch in ("32", "640"):
@@ -330,7 +318,7 @@ def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) ->
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_plain_chat_template_comes_on_request(flags, tiny_model_dir, tmp_path):
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
     (base / "chat_template.jinja").unlink()
     without = [*flags, "--model_name", str(base), "--max_steps", "1"]
@@ -340,7 +328,7 @@ def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir
     assert load_tokenizer(str(tmp_path / "job")).chat_template == PLAIN_CHAT_TEMPLATE
 
 
-def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
+def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags, tmp_path):
     for padding in ("max", "9999"):
         expected = (
             rf"4096 tokens of text exceed the model's 512 positions: --eos_padding {padding} fills rows; lower it"
@@ -358,7 +346,7 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], 
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
 
 
-def test_defaults_are_d1s() -> None:
+def test_defaults_are_d1s():
     args = make_parser().parse_args([])
     assert (args.model_name, args.batch_size, args.max_length) == ("GSAI-ML/LLaDA-8B-Instruct", 1, 4096)
     assert (args.num_epochs, args.learning_rate, args.grad_accum_steps) == (20, 1e-5, 4)
@@ -369,7 +357,7 @@ def test_defaults_are_d1s() -> None:
 
 
 @pytest.mark.gpu
-def test_qlora(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_qlora(flags, tiny_model_dir, tmp_path):
     pytest.importorskip("bitsandbytes")
     base = tmp_path / "base"  # 4-bit blocks have 64 weights: the tiny model's layers are too small
     config = LlamaConfig.from_pretrained(tiny_model_dir)
