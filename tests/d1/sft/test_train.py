@@ -52,10 +52,6 @@ def history(folder, name):
     return [entry[name] for entry in log if name in entry]
 
 
-def history_names(folder):
-    return set().union(*json.loads((folder / "job/trainer_state.json").read_text())["log_history"])
-
-
 def weights(folder):
     return load_model(str(folder)).state_dict()
 
@@ -77,8 +73,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags, tmp_path):
     environment = {"WANDB_MODE": None, "WANDB_DIR": None, "WANDB_API_KEY": None, "HOME": str(home)}
     forks.finish(start([*flags, *training], whole, **environment), whole / "log")
     assert list((whole / "job/wandb").glob("offline-run-*"))
-    names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
-    assert names <= history_names(whole)
+    assert len(history(whole, "answer_tokens_per_second")) > 1
     once = {"KILLED_AT": str(killed / "job/checkpoint-10")}
     forks.wait_for_kill(start([*flags, *training, "--debugging"], killed, **once), killed / "log")
     assert not (killed / "job/trainer_state.json").exists()
@@ -127,12 +122,11 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags, tm
     shared = [*flags, *step, "--packing", "--batch_size", "2", "--merge_at_end"]
     forks.finish(start(shared, two, processes=2), two / "log")
     assert_two_processes(two, "MULTI_CPU")
-    for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_loss_t0.0-0.2"):
+    for name in ("loss", "learning_rate", "grad_norm", "eval_loss"):
         expected = history(plain, name)
         assert len(expected) >= 2
         assert history(packed, name) == pytest.approx(expected, rel=1e-4)
         assert history(two, name) == pytest.approx(expected, rel=1e-4)
-    assert history(packed, "padding_share") == [0] * 5 < history(plain, "padding_share")
     assert load_model(str(two / "job")).config.edit_noise == load_model(str(two / "job/merged")).config.edit_noise
     assert "packed" not in (packed / "job/adapter_config.json").read_text()
     again = tmp_path / "again"
@@ -144,9 +138,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags, tm
     fewer = tmp_path / "fewer"
     shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
     shutil.copy(two / "job/run.json", fewer / "job/run.json")
-    with pytest.raises(
-        ValueError, match=r"a run with batch_size x grad_accum_steps x world_size 8 instead of 4: continue"
-    ):
+    with pytest.raises(ValueError, match=r"a run with batch_size x grad_accum_steps x world_size 8 instead of 4"):
         run([*flags, *step, "--packing", "--batch_size", "2", "--resume"], fewer)
     run([*flags, *step, "--packing", "--resume"], fewer)
     assert history(fewer, "loss") == pytest.approx(history(plain, "loss"), rel=1e-4)
@@ -176,7 +168,6 @@ def test_a_model_made_block_causal_learns(flags, tiny_model_dir, tmp_path, how):
     run([*flags, *training, "--eval_steps", "10"], tmp_path)
     losses = history(tmp_path, "eval_loss")
     assert losses[-1] < 0.7 * losses[0]
-    assert len([name for name in history_names(tmp_path) if name.startswith("eval_loss_t")]) == 5
     assert load_model(str(tmp_path / "job")).config.block_size == 4
 
 
@@ -199,19 +190,13 @@ def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(flags, tiny
     final = weights(tmp_path / "job")
     assert all(torch.equal(final[name], best[name]) for name in best)
     assert any(not torch.equal(final[name], last[name]) for name in best)
-    step, rows = trainer.state.best_global_step, len(trainer.eval_dataset.rows)
-    assert (rows, caplog.messages[-2]) == (
-        8,
-        f"Saved: the weights of step {step} of 12, with the lowest loss on 8 held-out rows, {min(losses):.4f} "
-        f"(step 12: {losses[-1]:.4f}); --keep_last saves those of the last step.",
-    )
+    step = trainer.state.best_global_step
+    known = f"of 12. Loss on 8 held-out rows: {min(losses):.4f} at step {step}, {losses[-1]:.4f} at step 12"
+    assert caplog.messages[-2].startswith(f"Saved: the weights of step {step} {known}; --keep_last saves")
     run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin, "--keep_last"], tmp_path / "2")
     kept = weights(tmp_path / "2/job")
     assert all(torch.equal(kept[name], last[name]) for name in last)
-    assert caplog.messages[-2] == (
-        f"Saved: the weights of the last step, 12. Step {step} has the lowest loss on 8 held-out rows, "
-        f"{min(losses):.4f} (step 12: {losses[-1]:.4f})."
-    )
+    assert caplog.messages[-2] == f"Saved: the weights of step 12 {known}."
     assert (tmp_path / f"2/job/checkpoint-{step}").is_dir()
 
 
@@ -311,7 +296,7 @@ def test_a_batch_is_no_larger_than_the_data(flags, tmp_path):
     how = ["--num_epochs", "2", "--grad_accum_steps", "2", "--logging_steps", "1", "--lora_r", "2"]
     for batch in ("32", "640"):
         run(flags, tmp_path / batch, *how, "--batch_size", batch)
-    for name in ("loss", "grad_norm", "padding_share", "eval_loss"):
+    for name in ("loss", "grad_norm", "eval_loss"):
         assert history(tmp_path / "640", name) == history(tmp_path / "32", name), name
     assert len(history(tmp_path / "640", "loss")) == 2
     expected, found = weights(tmp_path / "32/job"), weights(tmp_path / "640/job")
@@ -330,30 +315,17 @@ def test_a_plain_chat_template_comes_on_request(flags, tiny_model_dir, tmp_path)
 
 def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags, tmp_path):
     for padding in ("max", "9999"):
-        expected = (
-            rf"4096 tokens of text exceed the model's 512 positions: --eos_padding {padding} fills rows; lower it"
-        )
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match=rf"4096 tokens of text exceed .* --eos_padding {padding} fills rows"):
             run(flags, tmp_path, "--eos_padding", padding)
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 600, "completion": "b"}) + "\n")
     with pytest.raises(ValueError, match=r"60\d tokens of text exceed the model's 512 positions: lower --max_length"):
         run(flags, tmp_path, "--train_data", str(tmp_path / "long.jsonl"), "--test_split", "0")
-    for name, content in (("a.jsonl", ""), ("b.jsonl", "\n\n"), ("c.json", "[]"), ("d.csv", "prompt,completion\n")):
+    for name, content in (("a.jsonl", "\n\n"), ("c.json", "[]"), ("d.csv", "prompt,completion\n")):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=f"{name} has no rows"):
             run(flags, tmp_path, "--train_data", str(tmp_path / name))
     with pytest.raises(ValueError, match=r"has no modules c_attn for LoRA: use attention, all-linear or"):
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
-
-
-def test_defaults_are_d1s():
-    args = make_parser().parse_args([])
-    assert (args.model_name, args.batch_size, args.max_length) == ("GSAI-ML/LLaDA-8B-Instruct", 1, 4096)
-    assert (args.num_epochs, args.learning_rate, args.grad_accum_steps) == (20, 1e-5, 4)
-    assert (args.job_name, args.train_data, args.debugging) == ("llada-s1", "simplescaling/s1K", False)
-    assert (args.lora_r, args.lora_alpha, args.lora_dropout) == (128, 256, 0.05)
-    assert args.lora_target_modules == ["q_proj", "k_proj", "v_proj"]
-    assert (args.weight_decay, args.max_grad_norm, args.eval_steps, args.test_split) == (0.1, 1.0, 100, 0.01)
 
 
 @pytest.mark.gpu
