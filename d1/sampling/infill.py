@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
     """Fill the hidden positions of texts, from left to right, each with one token; all other tokens stay.
 
-    The loop is that of `rollout`. The model sees the text on both sides; but a block-causal model only sees the block
-    of a hidden position and the blocks before it, and a warning says so if there is text after these.
+    The model sees the text on both sides; a block-causal model only sees the block of a hidden position and the blocks
+    before it, and a warning says so if there is text after these.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
@@ -66,7 +66,7 @@ def fill_steps(
 
     Raises:
         ValueError: as `fill`; raised at the call, not at the first step.
-        NotFiniteError: as `fill`; raised after the last step.
+        NotFiniteError: as `fill`.
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()

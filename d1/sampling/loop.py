@@ -111,6 +111,11 @@ class Row:
         return sum(self.schedule[self.block])
 
     @property
+    def later(self) -> int:
+        """How many tokens of the block the schedule leaves to the steps after the next."""
+        return sum(self.schedule[self.block][self.step + 1 :])
+
+    @property
     def is_whole(self) -> bool:
         return self.left == 0 and self.block == len(self.schedule) - 1
 
@@ -249,9 +254,8 @@ def keep(
     scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
     order = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
     if settings.rule is not None:  # it counts how many of the best to reveal
-        count = RULES[settings.rule].count
-        more = count(scores.gather(1, order), entropies.gather(1, order), settings.level)
-        due = more.maximum(due).minimum(hidden.sum(1))
+        best = scores.gather(1, order), entropies.gather(1, order)
+        due = RULES[settings.rule].count(*best, settings.level).maximum(due).minimum(hidden.sum(1))
     return order.argsort(dim=-1) < due.unsqueeze(1)
 
 
@@ -276,8 +280,7 @@ class Sampler:
         the most positions that a row predicts."""
         # Which positions of its block each row predicts: the hidden ones or, with editing, all.
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
-        left = [row.left for row in progress]
-        later = [sum(row.schedule[row.block][row.step + 1 :]) for row in progress]  # for the steps after this one
+        left, later = [row.left for row in progress], [row.later for row in progress]
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
         own_settings = [row.settings or self.settings for row in progress]
@@ -390,18 +393,12 @@ class Sampler:
 
 
 class Writes(NamedTuple):
-    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order.
+    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order."""
 
-    Attributes:
-        ids: the tokens; 0 where a position was written less often.
-        steps: the number, from 0, of the row's own forward pass; -1 where a position was written less often.
-        logps, entropies: as in `Rollout`.
-    """
-
-    ids: Tensor
-    steps: Tensor
-    logps: Tensor
-    entropies: Tensor
+    ids: Tensor  # 0 where a position was written less often
+    steps: Tensor  # the number, from 0, of the row's own forward pass; -1 where a position was written less often
+    logps: Tensor  # as in `Rollout`
+    entropies: Tensor  # as in `Rollout`
 
 
 @dataclass(frozen=True)
@@ -409,10 +406,8 @@ class Rollout:
     """The result of sampling and its cost. In fp32 a row's values do not depend on its batch.
 
     Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
-    whole vocabulary, in the step that revealed the token. Tokens that the EOS stop filled have 0, and step -1. With
-    `SamplingSettings.record_as_sampled`, log-probs are those of the distribution that tokens were drawn from.
-
-    With editing they are those of the last write, and `writes` has all of them.
+    whole vocabulary, in the step that revealed the token or, with editing, wrote it last. Tokens that the EOS stop
+    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
@@ -546,7 +541,7 @@ def rollout_steps(
 
     Raises:
         ValueError: as `rollout`; raised at the call, not at the first step.
-        NotFiniteError: as `rollout`; raised after the last step.
+        NotFiniteError: as `rollout`.
     """
     require_prepared(model)
     if settings is None:

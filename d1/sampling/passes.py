@@ -71,8 +71,7 @@ class Passes:
         """Run one pass for the first `old` of `count` rows, which have a cache, and one for the others, which do not.
 
         `feed` gets the numbers of the rows within a branch, and the index of these rows in all branches. It returns
-        their cache, a tensor (rows, keys) about its keys, and the two results of `states`; `feed_apart` returns
-        the same for all rows.
+        their cache, a tensor (rows, keys) about its keys, and the two results of `states`, as this does for all rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:

@@ -371,7 +371,7 @@ def test_a_model_that_does_not_say_that_it_learnt_to_edit_is_warned_of_once(kind
     for _ in range(2):
         rollout(model, ids, mask, **GOOD, **EDITORS[0])
     (record,) = caplog.records
-    assert "a model trained on masks: nothing in its config says that it learnt to correct" in record.getMessage()
+    assert "a model trained on masks: its config does not say that it learnt to correct" in record.getMessage()
 
 
 # --- Arguments --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from d1.models.distribution import OWN, Distribution
 from d1.sampling import SamplingSettings
 from d1.sampling.caches import CACHES, Cache
 from d1.sampling.reveal import REMASKING, RULES, Order, Rule
-from d1.sampling.settings import FLAGS, SAMPLERS, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import FLAGS, add_model_flags, add_sampling_flags, sampling_settings
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
 PARALLEL = {"sampler": "parallel"}
@@ -25,13 +25,13 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *[({name: value}, f"{name} must be positive and whole, got") for name in GOOD for value in (0, 2.0, "4", True)],
-        *[({name: value}, f"{name} must be >= 0") for name in ("temperature", "cfg_scale") for value in NUMBERS],
-        *[(PARALLEL | {"reveal_level": value}, "reveal_level must be >= 0") for value in NUMBERS[:-1]],
+        *[({name: value}, f"{name} must be an integer in") for name in GOOD for value in (0, 2.0, "4", True)],
+        *[({name: value}, f"{name} must be in") for name in ("temperature", "cfg_scale") for value in NUMBERS],
+        *[(PARALLEL | {"reveal_level": value}, "reveal_level must be in") for value in NUMBERS[:-1]],
         ({"steps": 2}, "12 tokens in 3 blocks need between 3 and 12 steps, got 2"),
         ({"steps": 13}, "between 3 and 12 steps, got 13"),
-        *[({"temperature": 1.0, "top_k": value}, "top_k must be whole and >= 0") for value in (-1, 2.0, "3", None)],
-        *[({"temperature": 1.0, "top_p": value}, "top_p must be above 0") for value in (*NUMBERS, 0.0, 1.1)],
+        *[({"temperature": 1.0, "top_k": value}, "top_k must be an integer in") for value in (-1, 2.0, "3", None)],
+        *[({"temperature": 1.0, "top_p": value}, "top_p must be in") for value in (*NUMBERS, 0.0, 1.1)],
         *[({name: value}, "need a temperature above 0") for name, value in TRUNCATED.items()],
         ({"remasking": "margin"}, "remasking must be one of low_confidence, random, .*got 'margin'"),
         (PARALLEL | {"remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
@@ -100,16 +100,6 @@ def parsed(line: str = "", leave_out=(), **changes):
     parser = argparse.ArgumentParser()
     add_sampling_flags(parser, leave_out, **changes)
     return vars(parser.parse_args(line.split()))
-
-
-def test_every_field_of_the_settings_has_its_flag_and_the_same_default():
-    """Except for what only RL sets: the distribution apart from the temperature, and what is recorded."""
-    assert SAMPLERS == ("exact", "cached", "parallel", "cached+parallel")
-    fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
-    assert [fields.pop(name) for name in ("top_k", "top_p", "record_as_sampled")] == [0, 1.0, False]
-    assert [{"diffusion_steps": "steps"}.get(name, name) for name in FLAGS if name != "seed"] == [*fields]
-    flags = parsed()
-    assert {name: flags[name] for name in FLAGS if name in [*fields][3:]} == dict([*fields.items()][3:])
 
 
 @pytest.mark.parametrize(
