@@ -60,12 +60,8 @@ EVERY += [{"remasking": "random"}, {"remasking": "entropy"}]
 
 @pytest.mark.parametrize("settings", EVERY, ids=str)
 def test_every_sampler_ends_with_the_row_and_the_layer(damaged, settings):
-    with pytest.raises(
-        NotFiniteError, match=rf"^row 0: .*comes from {DOWN}, whose weight has 1 of \d+ values"
-    ) as caught:
+    with pytest.raises(FloatingPointError, match=rf"^row 0: .*comes from {DOWN}, whose weight has 1 of \d+ values"):
         rollout(damaged, *prompts(), **LENGTHS, **settings, **options(settings))
-    assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, FloatingPointError)  # one line and status 1 on the command line
 
 
 @pytest.mark.parametrize("ends", [None, [0, 1, 2]])
@@ -127,10 +123,8 @@ def test_float16_that_overflows_is_another_cause(kind_dirs):
     model = load_model(kind_dirs["llama"])
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1e5)
     assert rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK).logps.isfinite().all()
-    model.half()
-    with pytest.raises(NotFiniteError, match=r"float16|values") as caught:
-        rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK)
-    assert "model.layers.1.mlp.up_proj" in str(caught.value)
+    with pytest.raises(NotFiniteError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        rollout(model.half(), *prompts(), **LENGTHS, mask_token_id=MASK)
     model = load_model(kind_dirs["llama"], dtype=torch.float16)
     model.model.layers[1].mlp.up_proj.weight.data.fill_(6e4)
     with pytest.raises(NotFiniteError, match=r"comes from model\.layers\.1\.mlp\.up_proj, whose weights are f"):
