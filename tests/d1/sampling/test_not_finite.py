@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from d1.eval.harness import are_greedy, log_likelihoods
 from d1.masking import keyed_generator
@@ -132,8 +133,6 @@ def test_float16_that_overflows_is_another_cause(kind_dirs):
 
 
 def test_adapters_are_named(kind_dirs):
-    from peft import LoraConfig, get_peft_model
-
     model = get_peft_model(load_model(kind_dirs["llama"]), LoraConfig(target_modules=["v_proj"])).eval()
     model.base_model.model.model.layers[2].self_attn.v_proj.lora_A["default"].weight.data[0, 0] = math.inf
     with pytest.raises(NotFiniteError, match=r"comes from .*layers\.2\.self_attn\.v_proj\.lora_A\.default, whose"):

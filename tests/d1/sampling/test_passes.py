@@ -96,18 +96,12 @@ def test_kinds_that_no_cache_is_right_for_are_refused_by_name(load, kind, messag
 
 # --- The exact cache of block-causal models ---------------------------------------------------------------------------
 
-EMPTY = {  # all-masked positions are alike, so the order is random
-    "widths": [0, 5, 10],
-    "settings": SamplingSettings(14, 5, 14, 0.8, remasking="random"),
-    "ends": None,
-    "seed": 0,
-}
-EARLY = {  # rows wait for others in their block, leave at an end, and form several groups
-    "widths": [7, 2, 2, 7, 2],
-    "settings": SamplingSettings(14, 5, 14, 0.8, 0.5, sampler="parallel", reveal_level=0.3),
-    "ends": list(range(4, 10)),
-    "seed": 1,
-}
+# All-masked positions are alike, so the order is random.
+RANDOM = SamplingSettings(14, 5, 14, 0.8, remasking="random")
+EMPTY = {"widths": [0, 5, 10], "settings": RANDOM, "ends": None, "seed": 0}
+# Rows wait for others in their block, leave at an end, and form several groups.
+WAITING = SamplingSettings(14, 5, 14, 0.8, 0.5, sampler="parallel", reveal_level=0.3)
+EARLY = {"widths": [7, 2, 2, 7, 2], "settings": WAITING, "ends": list(range(4, 10)), "seed": 1}
 
 
 @pytest.mark.parametrize(

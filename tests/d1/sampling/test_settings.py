@@ -14,7 +14,7 @@ from d1.models.distribution import OWN, Distribution
 from d1.sampling import SamplingSettings
 from d1.sampling.caches import CACHES, Cache
 from d1.sampling.reveal import REMASKING, RULES, Order, Rule
-from d1.sampling.settings import FLAGS, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import FLAGS, add_sampling_flags, sampling_settings
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
 PARALLEL = {"sampler": "parallel"}
@@ -116,11 +116,6 @@ def test_a_command_leaves_flags_out_and_changes_others():
     assert list(flags) == [name for name in FLAGS if name not in ("seed", "kv_cache")]
     assert (flags["gen_length"], flags["diffusion_steps"]) == (None, 3)
     assert parsed()["gen_length"] == 128
-    parser = argparse.ArgumentParser()
-    add_model_flags(parser, checkpoint_path={"default": ""})
-    flags = vars(parser.parse_args(["--model_name", "m", "--plain_chat_template"]))
-    unset = {"dtype": None, "attn_implementation": None}
-    assert flags == {"model_path": "m", "checkpoint_path": "", "plain_chat_template": True, **unset}
 
 
 ALL = "--temperature 0.5 --cfg_scale 1 --sampler cached+parallel --kv_cache prefix --reveal factor --reveal_level 2"
@@ -141,18 +136,11 @@ def test_what_is_said_is_kept_and_steps_and_blocks_that_are_left_open_are_filled
     assert sampling_settings(parsed(line), config) == SamplingSettings(*expected)
 
 
-def test_flags_with_other_names_give_the_settings():
-    args = argparse.Namespace(max_completion_length=12, block_length=4, diffusion_steps=6, temperature=0.5, seed=3)
-    found = SamplingSettings.of(args, steps="diffusion_steps", gen_length="max_completion_length")
-    assert found == SamplingSettings(12, 4, 6, 0.5)
-
-
 @pytest.mark.parametrize(
     ("line", "config", "message"),
     [
         ("--block_length 8", IN_BLOCKS, "has blocks of 4 tokens, so block_length must be 4, not 8"),
         ("--sampler cached", BertConfig(), "bert is an encoder"),
-        ("--diffusion_steps 3", None, "128 tokens in 4 blocks need between 4 and 128 steps, got 3"),
     ],
 )
 def test_flags_that_make_no_sense_or_do_not_suit_the_model_are_refused(line, config, message):
