@@ -1,6 +1,5 @@
 """TRL's formats, bad rows, and batches with views that depend on nothing but the row and the epoch."""
 
-import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -13,27 +12,17 @@ from d1.scoring import ESTIMATORS, ViewSettings
 LIMITS = {"max_prompt_length": 12, "max_completion_length": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_datasets_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir):
     return load_tokenizer(str(tiny_model_dir))
-
-
-def says(role, text):
-    return [{"role": role, "content": text}]
 
 
 def rows_of(data, tokenizer, paired=True, **options):
     return list(token_rows(Dataset.from_list(data), tokenizer, **LIMITS, paired=paired, **options))
 
 
-ASKED, GOOD, BAD = says("user", "1+1="), says("assistant", "2"), says("assistant", "three")
+ASKED = [{"role": "user", "content": "1+1="}]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("2", "three"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +78,7 @@ def test_bad_rows_are_an_error_or_counted(change, problem, tokenizer, caplog):
         ([{"text": "a"}], False, "or prompt, completion and label"),
         ([{"prompt": "a", "completion": "b", "label": "maybe"}], False, "the label is 'maybe', neither true nor false"),
         ([{"prompt": "a", "completion": "b", "label": 1}] * 2, False, "all completions have the same label"),
-        ([{"prompt": says("user", "a"), "chosen": says("user", "b"), "rejected": GOOD}], True, "chosen does not end"),
+        ([{"prompt": ASKED, "chosen": ASKED, "rejected": GOOD}], True, "chosen does not end"),
         ([{"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": BAD}], True, "answer different prompts"),
     ],
 )
