@@ -1,8 +1,7 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
-predicts every masked token of the current block, and some of the predictions are kept. Each part of a step has its own
-file: the model's states (`passes.py`, `caches.py`), the predicted tokens (`predict.py`), and the choice of those that
+(`passes.py`, `caches.py`) predicts every masked token of the current block (`predict.py`), and some of the predictions
 are kept (`reveal.py`).
 """
 
@@ -13,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, compress
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -122,9 +121,8 @@ class Row:
     def open_block(self) -> None:
         """Begin the next block."""
         self.filled += self.size if self.block >= 0 else 0
-        self.block, self.step = self.block + 1, 0
+        self.block, self.step, self.post = self.block + 1, 0, 0
         self.left = self.hides = self.size
-        self.post = 0
 
     def edited(self, hides: int, edits: int, post_steps: int) -> int:
         """What is `left` with editing after a pass that made `edits` edits and left `hides` tokens hidden: nothing
@@ -193,8 +191,7 @@ class Batch:
         hidden = positions >= filled
         ended = (torch.isin(own, end_ids) & ~hidden & (positions >= firsts)).any(1)
         completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
-        over = ended.tolist()  # the block's one host sync
-        return sorted([*done, *(row for row, ends_here in zip(between, over, strict=True) if ends_here)])
+        return sorted([*done, *compress(between, ended.tolist())])  # the block's one host sync
 
 
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
@@ -278,7 +275,6 @@ class Sampler:
     def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
         """Run one forward pass of the n rows `live`; each row reveals tokens of its block. Tensors are (n, k), with k
         the most positions that a row predicts."""
-        # Which positions of its block each row predicts: the hidden ones or, with editing, all.
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
         left, later = [row.left for row in progress], [row.later for row in progress]
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
@@ -286,7 +282,7 @@ class Sampler:
         own_settings = [row.settings or self.settings for row in progress]
         # No probability is above 2: without a threshold, nothing is edited.
         above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
-        editing = any(settings.edits is not None for settings in own_settings)
+        editing = min(above) < 2
         if editing:  # rows without edits predict what they hide
             inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
             limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
@@ -381,8 +377,8 @@ class Sampler:
             raise self.fault(canvas, finite.index(False), finite.index(False))
 
     def fault(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
-        """The error for a row of the canvas, which is called `number`: it names the layer. The states that are run
-        again are the row's first and last, and the unconditional one of guidance."""
+        """The error for a row of the canvas, called `number`. It names the layer, for which the row's first and last
+        states and the unconditional one of guidance are run again."""
         seen = canvas.visible[row].bool()
         ids, given = canvas.ids[row][seen], canvas.given[row][seen]
         hidden = torch.full_like(ids, self.mask_token_id)
@@ -465,8 +461,7 @@ def rollout(
     Args:
         model: from `d1.models.load_model`, in eval mode.
         prompt_ids: (rows, prompt) ids, padded on the left.
-        attention_mask: (rows, prompt), 1 at real tokens. Padding is invisible: in fp32 a greedy row is the same in any
-            batch.
+        attention_mask: (rows, prompt), 1 at real tokens. In fp32 a greedy row is the same in any batch.
         settings: how to sample; instead, give its fields: `gen_length=..., block_length=..., steps=...`.
         options: keyword arguments of `rollout_steps`; `mask_token_id` is required.
 
@@ -533,9 +528,9 @@ def rollout_steps(
     Args:
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         noise_dtype: data type of the Gumbel noise, float32 or float64.
-        eos_token_ids: turns the EOS stop on: a row whose finished blocks hold one of these ids leaves the batch, and
-            its later blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then
-            need one generator per row, as with a parallel sampler.
+        eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
+            blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then need one
+            generator per row, as with a parallel sampler.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
 

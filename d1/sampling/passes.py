@@ -235,8 +235,7 @@ class FinishedBlocks(WindowPasses):
     """The exact cache of a block-causal model's finished blocks.
 
     A pass processes those blocks of the model that the filled block touches. The first of these passes also processes
-    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row. The last block
-    is not stored.
+    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row.
     """
 
     finished: DynamicCache  # of all rows that entered the block; the window's cache has only those still at work on it

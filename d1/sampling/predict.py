@@ -36,7 +36,7 @@ def draw_ids(
     noise_dtype: torch.dtype = torch.float32,
     counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at temperature 0.
+    """argmax(logits + temperature * Gumbel noise), a draw from softmax(logits / temperature): (rows, positions).
 
     `logits` are (rows, positions, vocab), `counts` as in `uniform`. Noise in lower precision than float32 is refused:
     it loses its tail, which sharpens the distribution (arXiv 2409.02908).

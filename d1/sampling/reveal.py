@@ -36,11 +36,8 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
 
 
 def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
-    """Tokens revealed in each step of each block, for blocks of these sizes.
-
-    Every block gets one step; then each further step goes to the block with the most tokens per step so far. The total
-    can exceed `steps` by one, if a prompt ends inside a block.
-    """
+    """Tokens revealed in each step of each block, for blocks of these sizes: one step each, then each further one for
+    the block with the most tokens per step so far. The total can exceed `steps` by one, if a prompt ends in a block."""
     taken = [1] * len(sizes)
     slowest: list[tuple[float, int]] = [(-size, block) for block, size in enumerate(sizes)]  # with the most per step
     heapify(slowest)
@@ -70,12 +67,9 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of the table.
+    """An entry of the table."""
 
-    `count` gets the log-probabilities (rows, n), the most confident first, the entropies at the same positions, and the
-    level; it returns (rows,) how many tokens to reveal.
-    """
-
+    # Log-probabilities (rows, n), the most confident first, entropies there, level -> (rows,) how many are revealed
     count: Callable[[Tensor, Tensor, float], Tensor]
     level: float  # the default level
     plain_entropies: bool = False  # entropies computed in a slower way; only preserves old results
@@ -90,13 +84,10 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Order:
-    """An entry of the table.
+    """An entry of the table."""
 
-    `scores` gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
-    function that draws uniform numbers (rows, n); it returns scores (rows, n). Predictions with the highest scores are
-    kept.
-    """
-
+    # Log-probabilities and entropies (rows, n) of the predictions, from left to right, a function that draws uniform
+    # numbers (rows, n) -> scores (rows, n), of which the highest are kept
     scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
     draws: bool = False  # whether `scores` draws uniform numbers
     by_confidence: bool = False  # whether the scores are the log-probabilities themselves, as reveal rules need

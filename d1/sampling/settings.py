@@ -109,8 +109,8 @@ class SamplingSettings:
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
         }
-        if any(wrong.values()):
-            raise ValueError(next(message for message, is_so in wrong.items() if is_so))
+        for message in (message for message, is_so in wrong.items() if is_so):
+            raise ValueError(message)
         self.schedule()
 
     @classmethod

@@ -1,7 +1,4 @@
-"""Sampling from a stream of prompts: the next prompt takes the index of a finished row, so the batch stays full.
-
-Steps and caches are those of `rollout`; this module only decides which rows take part, and at which positions.
-"""
+"""Sampling from a stream of prompts: the next prompt follows a finished row, so the batch stays full."""
 
 from __future__ import annotations
 
@@ -18,18 +15,7 @@ from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
-from d1.sampling.loop import (
-    Batch,
-    Canvas,
-    Rollout,
-    Row,
-    Sampler,
-    Step,
-    blank_record,
-    check_learnt,
-    note,
-    start_canvas,
-)
+from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, blank_record, check_learnt, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws
@@ -104,8 +90,7 @@ class Asked:
 
 class Stream:
     """Rows at work together, which may differ in length and in all settings but the cache and the use of guidance.
-
-    `leave`, `enter` and `steps` are called in turn. In fp32, a row's tokens do not depend on the others.
+    `leave`, `enter` and `steps` are called in turn.
 
     Args:
         prompt_width: the least width of the prompts, with their padding.
@@ -146,8 +131,7 @@ class Stream:
 
     @torch.no_grad()
     def leave(self, dropped: Collection[int] = ()) -> Finished | None:
-        """The rows that ended, as `rollout_stream` yields them: a row's completion comes last. Those with the numbers
-        `dropped` leave, too."""
+        """The rows that ended, each with its completion last; those with the numbers `dropped` leave, too."""
         # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
         batch, ends = self.batch, dict[tuple[int, ...], list[int]]()
         for index, row in enumerate(batch.rows):
@@ -170,8 +154,7 @@ class Stream:
         return [self.rows[index].number for index in indices], taken
 
     def faults(self) -> dict[int, NotFiniteError]:
-        """The errors of those rows of the last `leave` or `so_far` whose log-probs or entropies are not finite, by
-        number."""
+        """By number, the errors of rows of the last `leave` or `so_far` whose values are not finite."""
         canvas, rows = self.batch.canvas, self.batch.rows
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
         broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]
@@ -239,8 +222,7 @@ class Stream:
 
     @torch.no_grad()
     def steps(self) -> Iterator[Step]:
-        """Steps until all rows have filled their blocks or, without a cache, until one has. Without a cache, the caller
-        may stop after any step."""
+        """Steps until all rows have filled their blocks. Without a cache: until one has, or the caller stops."""
         batch, live = self.batch, [*range(len(self.batch.rows))]
         if self.alone:
             self.passes.masked |= self.padded

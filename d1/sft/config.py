@@ -45,8 +45,7 @@ class SFTConfig(TrainingSettings):
         False, "concatenate the rows of a micro-batch; each row attends only to itself, and there is no padding"
     )
     complementary_masks: bool = setting(
-        False,
-        "use each row twice per batch, with opposite masks, so that every answer token is trained on each time",
+        False, "use each row twice per batch, with opposite masks, so that every answer token is trained on each time"
     )
 
     # Visible noise, for models that edit

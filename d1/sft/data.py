@@ -52,11 +52,11 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     elif row.keys() >= S1K:
         if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
             raise ValueError("thinking_trajectories is not a list with at least one trajectory")
-        parts = (row["question"], row["thinking_trajectories"][0], row["attempt"])
-        for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
+        question, thoughts, attempt = row["question"], row["thinking_trajectories"][0], row["attempt"]
+        for part, name in ((question, "question"), (thoughts, "thinking_trajectories[0]"), (attempt, "attempt")):
             require_text(part, name)
-        completion = f"<reasoning>{parts[1]}</reasoning>\n<answer>{parts[2]}</answer>"
-        row = {"prompt": f"{SYSTEM_PROMPT}\n\n{parts[0]}", "completion": completion}
+        completion = f"<reasoning>{thoughts}</reasoning>\n<answer>{attempt}</answer>"
+        row = {"prompt": f"{SYSTEM_PROMPT}\n\n{question}", "completion": completion}
     if "messages" in row:
         messages = row["messages"]
     else:
@@ -140,8 +140,7 @@ def preprocess_dataset(
     if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(columns))}; supported are question + thinking_trajectories + "
-            "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
-            "convert each row with --data_function FILE.py:FUNCTION"
+            "attempt, messages, or prompt + completion: use --template '{question}' '{answer}' or --data_function"
         )
     options = {"tokenizer": tokenizer, "max_length": max_length, "overlong": overlong}
     options |= {"function": function, "template": template}
@@ -172,7 +171,6 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 
     Args:
         rows: made by `preprocess_dataset`.
-        max_length: maximum number of tokens per row, after filling.
         eos_padding: how far complete answers are filled with EOS tokens, which are trained on like any other token. An
             int N: to at least N answer tokens, EOS included. "batch": to the longest row of the global batch;
             evaluation rows keep only their own EOS, because their loss must not depend on a batch. "max": to

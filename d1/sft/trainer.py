@@ -42,10 +42,9 @@ class dLLMTrainer(RunTrainer, Trainer):
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), its block size differs from the collator's, or the
-            collator packs rows and the model's attention cannot separate packed rows.
-        FloatingPointError: `train` or `evaluate` found a loss that is not finite (the message names a file with the
-            rows to blame), or `save_model` found weights that are not finite.
+        ValueError: the model was not prepared (`d1.models.prepare`), its block size differs from the collator's, or its
+            attention cannot separate the rows that the collator packs.
+        FloatingPointError: a loss (the message names a file with the rows to blame) or a saved weight is not finite.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
@@ -95,7 +94,7 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     def weighted_losses(self, model: Any, inputs: dict[str, Any], scored: Tensor, weights: Tensor) -> Tensor:
         """Sum over each row's `scored` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
-        labels, row_of = inputs["labels"], row_numbers(inputs)
+        labels = inputs["labels"]
         if not scored.any():  # score one token with weight 0, because every process has to call the head
             scored[0, 0], weights = True, torch.zeros_like(weights)
         at = positions_of(scored, labels.device)
@@ -106,7 +105,7 @@ class dLLMTrainer(RunTrainer, Trainer):
 
         losses = run_inside(model, losses_of)
         sums = losses.new_zeros(len(by_row(inputs, "labels")))
-        return sums.index_add(0, row_of[at], losses * weights[at].to(losses.dtype))
+        return sums.index_add(0, row_numbers(inputs)[at], losses * weights[at].to(losses.dtype))
 
     def compute_loss(
         self,

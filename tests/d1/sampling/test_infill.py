@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import Rollout, fill, fill_steps
-from tests.d1.sampling.reference import (
-    EDITORS,
-    GIVEN,
-    MASK,
-    WITHOUT_CACHE,
-    cases,
-    check_row,
-    make_prompts,
-    sample,
-)
+from tests.d1.sampling.reference import EDITORS, GIVEN, MASK, WITHOUT_CACHE, cases, check_row, make_prompts, sample
 
 LENGTHS = {"mask_token_id": MASK, "block_length": 4, "steps": 6}
 

@@ -151,8 +151,7 @@ def same_draws(generators):
 
 @pytest.mark.parametrize("kind", ["llada", "Dream"])
 @given(
-    case=cases(st.just({"sampler": "exact"}), truncated=(), orders=("low_confidence", "random")),
-    per_row=st.booleans(),
+    case=cases(st.just({"sampler": "exact"}), truncated=(), orders=("low_confidence", "random")), per_row=st.booleans()
 )
 @settings(max_examples=20, **GIVEN)
 def test_tokens_and_draws_are_those_of_the_published_algorithm(load, kind, case, per_row):
