@@ -42,17 +42,15 @@ def token_rows(
     bad_rows: str = "error",
     num_proc: int | None = None,
 ) -> Dataset:
-    """The rows that can be trained on, as tokens, in their order; the others are an error, or counted and reported.
-
-    Args:
-        data: in one of TRL's formats. Pairs are taken apart if `paired` is False.
+    """The rows that can be trained on, in their order; the others are an error, or counted and reported. Pairs are
+    taken apart if `paired` is False.
 
     Returns:
         A data set with `prompt_ids`; `completions`, each with its EOS: the chosen and the rejected one, or one; and
         `label`, 1 or -1 for a single completion and 1 for a pair.
 
     Raises:
-        ValueError: other columns, bad rows, or nothing left to train on.
+        ValueError: columns of none of TRL's formats, bad rows, or nothing left to train on.
     """
     columns, pairs = set(data.column_names), {"chosen", "rejected"} <= set(data.column_names)
     if not (pairs or (not paired and {"prompt", "completion", "label"} <= columns)):
@@ -79,11 +77,7 @@ def unpaired(batch: dict[str, list]) -> dict[str, list]:
 
 
 def tokenize_row(
-    row: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
-    max_completion_length: int,
-    paired: bool,
+    row: dict[str, Any], tokenizer: Any, max_prompt_length: int, max_completion_length: int, paired: bool
 ) -> dict[str, Any]:
     """One row of `FEATURES`; `status` is "ok" or "bad", and `problem` says what is wrong."""
     names = ("chosen", "rejected") if paired else ("completion",)
@@ -113,7 +107,7 @@ def sign_of(label: Any) -> int:
     return sign
 
 
-def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def ids_of(row: dict[str, Any], name: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Ids of a row's prompt and of its completion `name`, which ends with EOS."""
     turn = as_messages(row, name, "assistant")
     if not turn or turn[-1].get("role") != "assistant":
@@ -149,13 +143,9 @@ class PreferenceCollator:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        estimator: Estimator,
-        settings: ViewSettings,
-        block_size: int | None = None,
+        self, tokenizer: Any, estimator: Estimator, settings: ViewSettings, block_size: int | None = None
     ) -> None:
-        self.tokenizer: Any = tokenizer
+        self.tokenizer = tokenizer
         self.estimator, self.settings, self.block_size = estimator, settings, block_size
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

@@ -132,8 +132,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             # KTO's centre is the mean over the whole step, so it takes a pass of its own over all micro-batches.
             total = torch.zeros((), device=self.args.device)
             for batch in batches if self.method.centred else []:
-                ratios = self.ratios(self.bounds(self.model, batch), batch)
-                total = total + ratios[batch["labels"] != IGNORED].sum()
+                total = total + self.ratios(self.bounds(self.model, batch), batch)[batch["labels"] != IGNORED].sum()
             centre = self.accelerator.reduce(total, "sum") / count if batches else total
         return [batch | {"centre": centre} for batch in batches], count
 

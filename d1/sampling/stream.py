@@ -200,13 +200,11 @@ class Stream:
         more = both.hidden.shape[1] - self.batch.hidden.shape[1]
         both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
         # The record (4, rows, canvas, writes) keeps the ends of those who stay.
-        writes = max([self.record.shape[3], *(one.settings.most_writes for one in new)])
-        record = blank_record(len(rows), longest, device, writes)
-        common = min(longest, self.record.shape[2])
-        old_record = self.record[:, stay][:, :, self.record.shape[2] - common :]
-        record[:, : len(self.kept), longest - common :, : old_record.shape[3]] = old_record
-        self.record = record
-        self.batch, self.count = both, len(rows)
+        length, writes = self.record.shape[2:]
+        most, common = max([writes, *(one.settings.most_writes for one in new)]), min(longest, length)
+        record = blank_record(len(rows), longest, device, most)
+        record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]
+        self.batch, self.count, self.record = both, len(rows), record
 
     def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:
         """The canvas of new rows, padded on the left to `width`."""

@@ -15,14 +15,10 @@ The random numbers come from the row's own generator, after those of its mask, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
-
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside
 
 GOLDEN = 0.6180339887498949  # added to a uniform number once per turn: modulo 1 it is uniform again
 
@@ -57,38 +53,3 @@ def drawn_ids(logits: Tensor, draws: Tensor, mask_token_id: int) -> Tensor:
     summed = logits.softmax(-1).cumsum(-1)
     found = torch.searchsorted(summed, draws.unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
     return found.clamp(max=logits.shape[-1] - 1)
-
-
-@torch.no_grad()
-def drafted(
-    model: Any,
-    inputs: dict[str, Any],
-    replaced: Tensor,
-    at: tuple[Tensor, Tensor],
-    turn: int,
-    mask_token_id: int,
-    states_of: Callable[..., Tensor],
-) -> dict[str, Any]:
-    """A batch whose replaced tokens are the model's own draws, without dropout.
-
-    Args:
-        model: as it is wrapped for training: every process has to call it.
-        replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or any one if there are none.
-        states_of: `d1.sft.trainer.states_of`.
-    """
-
-    def draw(inner: Any) -> Tensor:
-        states = states_of(inner, inputs, replaced, at)
-        draws = ((inputs["draws"][at] + turn * GOLDEN) % 1).double()
-        at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
-        calls, head = calls_in_step(inner, -(-len(states) // at_once)), body_and_head(inner)[1]
-        parts = zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True)
-        return torch.cat([drawn_ids(head(some).double(), numbers, mask_token_id) for some, numbers in parts])
-
-    training = model.training
-    model.eval()
-    ids = run_inside(model, draw)
-    model.train(training)
-    noised = inputs["input_ids"].clone()
-    noised[at] = torch.where(inputs["edited"][at], ids, noised[at])
-    return inputs | {"input_ids": noised}

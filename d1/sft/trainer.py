@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer
 
 from d1.models.attention import require_prepared
-from d1.models.head import body_and_head, run_inside, target_logps
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.runs.data import IGNORED
@@ -27,15 +27,14 @@ from d1.runs.trainer import RunTrainer
 from d1.sft.data import by_row, row_numbers
 from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
-from d1.sft.editing import drafted
+from d1.sft.editing import GOLDEN, drawn_ids
 
 LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
+Positions = tuple[Tensor, Tensor]  # rows and positions, (n,) each, of n tokens of a batch
 
 
 class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
-
-    It also logs answer tokens per second.
 
     Args:
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
@@ -88,9 +87,30 @@ class dLLMTrainer(RunTrainer, Trainer):
         at, turns = positions_of(replaced, labels.device), []
         for turn in range(noise.turns):
             if turn or noise.kind == "draft":
-                inputs = drafted(model, inputs, replaced, at, turn, collator.mask_token_id, states_of)
+                inputs = self.drafted(model, inputs, replaced, at, turn)
             turns.append(self.weighted_losses(model, inputs, scored, weights))
         return torch.stack(turns).mean(0)
+
+    @torch.no_grad()
+    def drafted(self, model: Any, inputs: dict[str, Any], replaced: Tensor, at: Positions, turn: int) -> dict[str, Any]:
+        """The batch with the model's own draws, without dropout, as its `replaced` tokens (rows, length)."""
+        mask = cast(Any, self.data_collator).mask_token_id
+
+        def draw(inner: Any) -> Tensor:
+            states = states_of(inner, inputs, replaced, at)
+            draws = ((inputs["draws"][at] + turn * GOLDEN) % 1).double()
+            at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
+            calls, head = calls_in_step(inner, -(-len(states) // at_once)), body_and_head(inner)[1]
+            parts = zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True)
+            return torch.cat([drawn_ids(head(some).double(), numbers, mask) for some, numbers in parts])
+
+        training = model.training
+        model.eval()
+        ids = run_inside(model, draw)
+        model.train(training)
+        noised = inputs["input_ids"].clone()
+        noised[at] = torch.where(inputs["edited"][at], ids, noised[at])
+        return inputs | {"input_ids": noised}
 
     def weighted_losses(self, model: Any, inputs: dict[str, Any], scored: Tensor, weights: Tensor) -> Tensor:
         """Sum over each row's `scored` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
@@ -165,13 +185,13 @@ class dLLMTrainer(RunTrainer, Trainer):
         self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
 
 
-def positions_of(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and positions, (n,) each, of a batch's `chosen` tokens (rows, length), on `device`."""
+def positions_of(chosen: Tensor, device: torch.device) -> Positions:
+    """Those of a batch's `chosen` tokens (rows, length), on `device`."""
     rows, positions = chosen.nonzero().to(device, non_blocking=True).unbind(1)
     return rows, positions
 
 
-def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: Positions) -> Tensor:
     """Last hidden states (n, hidden size) of a batch's `chosen` tokens, row by row; `at` are their `positions_of`.
 
     With `chosen` on the CPU, neither pass waits for the device; a boolean index on the device would. For packed rows,
