@@ -45,7 +45,7 @@ def prepare(
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
     cap_batch(training, len(rows))
     estimator = ESTIMATORS[str(args.estimator)]
-    how = {"antithetic": args.antithetic, "stratified": args.spread == "even"}
+    how: dict[str, Any] = {"antithetic": args.antithetic, "stratified": args.spread == "even"}
     settings = ViewSettings(gen_length=args.max_completion_length, num_views=args.num_views, **how)
     if training.should_save:
         kind = "pairs" if method.paired else "completions"

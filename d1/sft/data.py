@@ -283,9 +283,9 @@ class dLLMDataCollator(DefaultDataCollator):
         mirrored = [side for side in sides for _ in features]
         features = [row for _ in sides for row in features]
         lengths = [len(row["input_ids"]) for row in features]
-        ids, of_answers = ([torch.tensor(row[name]) for row in features] for name in ("input_ids", "answer"))
-        clean, answer = pad_sequence(ids, True, self.pad_token_id), pad_sequence(of_answers, True, False)
-        visible = pad_sequence([torch.ones_like(row) for row in ids], True)
+        texts, answers = ([torch.tensor(row[name]) for row in features] for name in ("input_ids", "answer"))
+        clean, answer = pad_sequence(texts, True, self.pad_token_id), pad_sequence(answers, True, False)
+        visible = pad_sequence([torch.ones_like(text) for text in texts], True)
         edits = self.edits if training else None
         options: dict[str, Any] = {"block_size": self.block_size, "level": lambda t: self.schedule(t)[0]}
         draws, replaced = [], []

@@ -36,10 +36,8 @@ def test_estimate_is_unbiased(tmp_path, block_size, complementary):
     """The mean over many draws, compared with the expectation: masks enumerated, t integrated by quadrature, one block
     at a time after clean text. The prompt of one token shares the first block."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        initializer_range=1.0, pad_token_id=1,
-    )  # fmt: skip
+    sizes = {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, initializer_range=1.0, pad_token_id=1)
     config.is_causal, config.block_size = False, block_size
     model = prepare(LlamaForCausalLM(config))
     ids, answers, size = [1, 2, 1, 2], 3, block_size or 4

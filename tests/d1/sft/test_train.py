@@ -21,7 +21,7 @@ from d1.runs.checkpoints import write_sums
 from d1.runs.stage import on_gpu
 from d1.sft.train import main, make_parser
 from tests import forks
-from tests.faults import flip_bit
+from tests.faults import edit_json, flip_bit
 
 SFT = Path(__file__).parents[3] / "SFT"
 start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
@@ -56,6 +56,11 @@ def weights(folder):
     return load_model(str(folder)).state_dict()
 
 
+def assert_same_weights(one, other):
+    found, expected = weights(one), weights(other)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def logits(folder):
     with torch.no_grad():
         return load_model(str(folder))(input_ids=torch.arange(8, 40)[None]).logits
@@ -84,8 +89,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags, tmp_path):
     logs = [json.loads(line) for line in (killed / "job/metrics.jsonl").read_text().splitlines()]
     assert logs == json.loads((killed / "job/trainer_state.json").read_text())["log_history"]
     assert history(killed, "eval_loss")[-3:] == history(whole, "eval_loss")[-3:]
-    expected, found = weights(whole / "job"), weights(killed / "job")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(killed / "job", whole / "job")
 
 
 @pytest.mark.slow
@@ -133,8 +137,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags, tm
     shutil.copytree(packed / "job/checkpoint-3", again / "job/checkpoint-3")
     run([*flags, *step, "--packing", "--resume"], again)
     assert history(again, "loss") == history(packed, "loss")
-    found, expected = weights(again / "job"), weights(packed / "job")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(again / "job", packed / "job")
     fewer = tmp_path / "fewer"
     shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
     shutil.copy(two / "job/run.json", fewer / "job/run.json")
@@ -185,17 +188,14 @@ def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(flags, tiny
     trainer = run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin], tmp_path)
     losses = history(tmp_path, "eval_loss")[1:]
     assert trainer.state.best_metric == min(losses) < losses[-1]
-    best = weights(Path(str(trainer.state.best_model_checkpoint)))
-    last = weights(tmp_path / "job/checkpoint-12")
-    final = weights(tmp_path / "job")
-    assert all(torch.equal(final[name], best[name]) for name in best)
-    assert any(not torch.equal(final[name], last[name]) for name in best)
+    assert_same_weights(tmp_path / "job", Path(str(trainer.state.best_model_checkpoint)))
+    final, last = weights(tmp_path / "job"), weights(tmp_path / "job/checkpoint-12")
+    assert any(not torch.equal(final[name], last[name]) for name in last)
     step = trainer.state.best_global_step
     known = f"of 12. Loss on 8 held-out rows: {min(losses):.4f} at step {step}, {losses[-1]:.4f} at step 12"
     assert caplog.messages[-2].startswith(f"Saved: the weights of step {step} {known}; --keep_last saves")
     run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin, "--keep_last"], tmp_path / "2")
-    kept = weights(tmp_path / "2/job")
-    assert all(torch.equal(kept[name], last[name]) for name in last)
+    assert_same_weights(tmp_path / "2/job", tmp_path / "job/checkpoint-12")
     assert caplog.messages[-2] == f"Saved: the weights of step 12 {known}."
     assert (tmp_path / f"2/job/checkpoint-{step}").is_dir()
 
@@ -218,14 +218,12 @@ def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(fla
 
 def test_an_adapter_gets_a_card_which_a_finished_run_keeps(flags, tiny_model_dir, tmp_path):
     """PEFT's own card names folders of this machine."""
-    short = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"]
+    short, card = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"], tmp_path / "job/README.md"
     run(flags, tmp_path, *short)
-    card = (tmp_path / "job" / "README.md").read_text()
-    assert f'load_model("{tiny_model_dir.name}", adapter="job")' in card
-    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
-    (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
+    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card.read_text()]
+    card.write_text(f"{card.read_text()}With results that were added since.")
     run(flags, tmp_path, *short, "--resume")
-    assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
+    assert card.read_text().endswith("added since.")
 
 
 def test_resume_of_a_finished_run(flags, tmp_path):
@@ -244,8 +242,7 @@ def test_resume_of_a_finished_run(flags, tmp_path):
 def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(flags, tiny_model_dir, tmp_path, caplog):
     """The best checkpoint is loaded at the end, and the last one for a resume."""
     shutil.copytree(tiny_model_dir, tmp_path / "tied")
-    config = json.loads((tiny_model_dir / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "tied/config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "tied/config.json", tie_word_embeddings=True)
     parts = load_file(tiny_model_dir / "model.safetensors")
     del parts["lm_head.weight"]
     save_file(parts, tmp_path / "tied/model.safetensors", metadata={"format": "pt"})
@@ -272,17 +269,16 @@ def test_an_adapter_on_a_released_format_alarms_nobody(flags, tiny_model_dir, tm
     assert "You are using a model of type" not in log
 
 
+NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
-        pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
-        pytest.param(
-            ["--packing", "--attn_implementation", "flex_attention"],
-            "flex_attention trains on a GPU only",
-            marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU"),
-        ),
+        pytest.param(["--load_in_4bit"], "needs a GPU", marks=NO_GPU),
+        pytest.param(["--packing", "--attn_implementation", "flex_attention"], "trains on a GPU only", marks=NO_GPU),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(flags, tmp_path, more, problem):
@@ -299,8 +295,7 @@ def test_a_batch_is_no_larger_than_the_data(flags, tmp_path):
     for name in ("loss", "grad_norm", "eval_loss"):
         assert history(tmp_path / "640", name) == history(tmp_path / "32", name), name
     assert len(history(tmp_path / "640", "loss")) == 2
-    expected, found = weights(tmp_path / "32/job"), weights(tmp_path / "640/job")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(tmp_path / "640/job", tmp_path / "32/job")
 
 
 def test_a_plain_chat_template_comes_on_request(flags, tiny_model_dir, tmp_path):
