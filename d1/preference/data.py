@@ -132,10 +132,8 @@ class PreferenceDataset(torch.utils.data.Dataset):
 
 
 class PreferenceCollator:
-    """A batch of tensors, with the views that both models score each completion in.
-
-    Pairs have all chosen completions before all rejected ones. The views of a completion are a function of its item's
-    key alone: neither its batch nor a resume changes them.
+    """A batch of tensors, with the views that both models score each completion in, which are a function of its item's
+    key alone. Pairs have all chosen completions before all rejected ones.
 
     Returns:
         `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `canvas_ids` (rows, canvas); `noise` and

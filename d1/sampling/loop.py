@@ -231,12 +231,6 @@ def warn_of_edits(name: str) -> None:
     )
 
 
-def check_learnt(config: Any, settings: SamplingSettings) -> None:
-    """Warns once of edits by a model that does not say that it learnt them."""
-    if settings.edits is not None and not getattr(config, "edit_noise", None):
-        warn_of_edits(config.name_or_path)
-
-
 def keep(
     settings: SamplingSettings,
     logps: Tensor,
@@ -265,9 +259,6 @@ class Sampler:
     mask_token_id: int
     noise_dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        check_learnt(self.model.config, self.settings)
-
     def passes(self, cache: Cache, **options: Any) -> Passes:
         branches = 2 if self.settings.cfg_scale else 1
         return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
@@ -284,6 +275,8 @@ class Sampler:
         above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
         editing = min(above) < 2
         if editing:  # rows without edits predict what they hide
+            if not getattr(self.model.config, "edit_noise", None):
+                warn_of_edits(self.model.config.name_or_path)
             inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
             limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
             asked = torch.where(limits < 2, inside, hidden)

@@ -340,17 +340,13 @@ class DelayedPasses(Passes):
                 numbers, caches, stale, widths = zip(*parts, strict=True)
                 order = torch.cat(numbers).argsort()[self.in_branches(kept, entered)]
                 past, self.stale, self.width = join_rows([*caches], order), torch.cat(stale)[order], max(widths)
-            self.move(past, blocks[0].origin - self.origins[kept[0]])
+            if width := blocks[0].origin - self.origins[kept[0]]:  # of padding before what is stored; negative: removed
+                for layer in layers_of(past):
+                    layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
+                self.stale = pad(self.stale, (width, 0))
             self.past = past
         self.opening, self.old, self.waiting = True, len(kept), []
         self.origins = [block.origin for block in blocks]
-
-    def move(self, past: DynamicCache, width: int) -> None:
-        """Put `width` positions of padding before what is stored or, if negative, remove them."""
-        if width:
-            for layer in layers_of(past):
-                layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
-            self.stale = pad(self.stale, (width, 0))
 
     def keep(self, rows: Tensor) -> None:
         assert self.past is not None

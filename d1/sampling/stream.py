@@ -15,7 +15,7 @@ from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
-from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, blank_record, check_learnt, note, start_canvas
+from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws
@@ -172,7 +172,6 @@ class Stream:
             settings = one.settings
             if settings.draws and one.generator is None:
                 raise ValueError(f"prompt {one.number} of the stream has no generator, but its settings draw numbers")
-            check_learnt(config, settings)
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
             padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)

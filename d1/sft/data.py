@@ -171,10 +171,9 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 
     Args:
         rows: made by `preprocess_dataset`.
-        eos_padding: how far complete answers are filled with EOS tokens, which are trained on like any other token. An
-            int N: to at least N answer tokens, EOS included. "batch": to the longest row of the global batch;
-            evaluation rows keep only their own EOS, because their loss must not depend on a batch. "max": to
-            `max_length`, as in d1.
+        eos_padding: how far complete answers are filled with EOS, which is trained on: to at least N answer tokens; to
+            the longest row of the global batch ("batch"; evaluation rows keep only their own EOS, because their loss
+            must not depend on a batch); or to `max_length`, as in d1 ("max").
     """
 
     def __init__(
