@@ -5,6 +5,7 @@ number of draws of the collator is a sum over these.
 """
 
 import copy
+from dataclasses import replace
 from math import comb
 from typing import Any
 
@@ -49,9 +50,8 @@ def prompt_of(row):
 
 def states(model, row):
     """Hidden tokens of a row's completion -> (canvas,) log-probs, after the prompt of the first row."""
-    sampled = copy.copy(SAMPLED)
-    object.__setattr__(sampled, "prompt_ids", SAMPLED.prompt_ids[[0]].expand(4, -1))
-    object.__setattr__(sampled, "attention_mask", VISIBLE[[0]].expand(4, -1))
+    prompt, visible = (of[[0]].expand(4, -1) for of in (SAMPLED.prompt_ids, VISIBLE))
+    sampled = replace(SAMPLED, prompt_ids=prompt, attention_mask=visible)
     tail = tuple(range(LENGTHS[row], CANVAS))
     return {some: state_logps(model, row, some + tail, sampled) for some in subsets(range(LENGTHS[row]))[1:]}
 

@@ -79,11 +79,9 @@ def test_a_row_is_named_by_its_number(one_bad_token, sampler, ends):
 
 def test_the_other_ways_to_sample_end_too(damaged, one_bad_token):
     ids, mask = prompts()
-    with pytest.raises(NotFiniteError, match=DOWN):
-        generate(damaged, ids, mask, **LENGTHS, mask_token_id=MASK)
-    steps = rollout_steps(damaged, ids, mask, **LENGTHS, mask_token_id=MASK)
-    with pytest.raises(NotFiniteError, match=DOWN):
-        list(steps)
+    for way in (generate, lambda *given, **named: list(rollout_steps(*given, **named))):
+        with pytest.raises(NotFiniteError, match=DOWN):
+            way(damaged, ids, mask, **LENGTHS, mask_token_id=MASK)
     hidden = torch.zeros_like(ids, dtype=torch.bool)
     hidden[0, 2] = hidden[2, 1:3] = True
     for way in (fill, lambda *given, **named: list(fill_steps(*given, **named))):

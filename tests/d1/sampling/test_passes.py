@@ -84,14 +84,13 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     [
         *((kind, "no key-value cache") for kind in ("bert", "roberta", "modernbert")),
         *((kind, "windowed attention") for kind in ("gemma2", "gemma3_text")),
-        ("Fast_dLLM_Qwen", "with blocks of 5 tokens needs no cached sampler:"),
+        ("sdar", "with blocks of 4 tokens needs no cached sampler:"),
     ],
 )
 def test_kinds_that_no_cache_is_right_for_are_refused_by_name(load, kind, message):
-    ids, mask = make_prompts([4, 2], 0)
-    name = {"Fast_dLLM_Qwen": "qwen2"}.get(kind, kind)
+    name = {"sdar": "qwen3"}.get(kind, kind)
     with pytest.raises(ValueError, match=f"{name}.*{message}.*use the sampler exact or parallel"):
-        rollout(load(kind), ids, mask, sampler="cached", **LENGTHS)
+        rollout(load(kind), *make_prompts([4, 2], 0), sampler="cached", **LENGTHS)
 
 
 # --- The exact cache of block-causal models ---------------------------------------------------------------------------

@@ -80,10 +80,8 @@ def test_evaluation_has_masks_alone(tiny_model_dir):
     ("given", "message"),
     [
         ({"edit_share": 0.2}, "--edit_share 0.2 would do nothing: set --edit_noise"),
-        ({"edit_turns": 2}, "--edit_turns 2 would do nothing: set --edit_noise"),
         ({"edit_noise": "noise"}, "edit_noise"),
         ({"edit_noise": "draft", "edit_share": 1.5}, "edit_share"),
-        ({"edit_noise": "draft", "edit_weight": 0.0}, "edit_weight"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, message):
