@@ -133,10 +133,7 @@ def test_local_files(suffix, tmp_path):
 def test_cells_of_csv_files_stay_what_they_are(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('prompt,completion\n0012,None\n1e5,"a, b\nNA"\n')
-    assert load_rows(str(file)).to_list() == [
-        {"prompt": "0012", "completion": "None"},
-        {"prompt": "1e5", "completion": "a, b\nNA"},
-    ]
+    assert load_rows(str(file)).to_dict() == {"prompt": ["0012", "1e5"], "completion": ["None", "a, b\nNA"]}
 
 
 def test_schemas():
@@ -160,8 +157,7 @@ def test_template_and_function(tmp_path):
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
     file = tmp_path / "mine.py"
     file.write_text(
-        "import json\ndef copy(x):\n    return json.loads(json.dumps(x))\n"
-        "def convert(row):\n    return {'prompt': copy(row['q']), 'completion': copy(row['a'])}\n"
+        "import json\ndef convert(row):\n    return {'prompt': row['q'], 'completion': json.loads('\"cd\"')}\n"
     )
     assert prepare(other, function=load_function(f"{file}:convert")).to_list() == expected
     many = Dataset.from_list([{"q": f"q{i}", "a": "cd"} for i in range(1000)])  # the function goes to other processes

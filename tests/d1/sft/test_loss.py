@@ -64,14 +64,8 @@ def test_noise_for_other_blocks_is_refused(tiny_model_dir, tmp_path):
             dLLMTrainer(model=model_of(tiny_model_dir, size), args=args, data_collator=collate)
 
 
-def make_trainer(
-    model_dir, folder, batch, accumulation, block_size=None, complementary=False, packed=False, edits=None, **options
-):
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    rows = options.pop("rows", None) or rows_of_all_lengths()
-    tokenizer = load_tokenizer(str(model_dir))
-    ways = {"complementary": complementary, "packed": packed, "edits": edits}
-    steps = {"num_train_epochs": 1, "max_steps": options.pop("max_steps", -1), "logging_steps": 1}
+def make_trainer(model_dir, folder, batch, accumulation, rows=None, eos_padding="batch", **ways):
+    deepspeed, tokenizer = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true", load_tokenizer(str(model_dir))
     sgd = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0}
     quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": "none", "remove_unused_columns": False}
     args = TrainingArguments(
@@ -81,15 +75,16 @@ def make_trainer(
         use_cpu=not deepspeed,  # asked for the CPU, Accelerate would leave DeepSpeed out
         ddp_backend="gloo" if deepspeed else None,
         ddp_find_unused_parameters=False,
-        **steps | sgd | quiet,
+        num_train_epochs=1,
+        logging_steps=1,
+        **sgd | quiet,
     )
     return dLLMTrainer(
-        model=model_of(model_dir, block_size, dtype=torch.float32 if deepspeed else torch.float64),
+        model=model_of(model_dir, ways.get("block_size"), dtype=torch.float32 if deepspeed else torch.float64),
         args=args,
-        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, **ways),
-        train_dataset=dLLMSFTDataset(rows, tokenizer, 64, eos_padding=options.pop("eos_padding", "batch")),
+        data_collator=dLLMDataCollator(tokenizer, **ways),
+        train_dataset=dLLMSFTDataset(rows or rows_of_all_lengths(), tokenizer, 64, eos_padding=eos_padding),
         processing_class=tokenizer,
-        **options,
     )
 
 

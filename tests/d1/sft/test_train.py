@@ -235,8 +235,6 @@ def test_resume_of_a_finished_run(flags, tmp_path):
     assert run(moving, tmp_path / "done", "--resume") is None
     assert len(history(tmp_path / "done", "train_loss")) == 0
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
-    with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\): continue it with --resume"):
-        run(moving, tmp_path / "done")
 
 
 def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(flags, tiny_model_dir, tmp_path, caplog):
@@ -292,8 +290,6 @@ def test_a_batch_is_no_larger_than_the_data(flags, tmp_path):
     how = ["--num_epochs", "2", "--grad_accum_steps", "2", "--logging_steps", "1", "--lora_r", "2"]
     for batch in ("32", "640"):
         run(flags, tmp_path / batch, *how, "--batch_size", batch)
-    for name in ("loss", "grad_norm", "eval_loss"):
-        assert history(tmp_path / "640", name) == history(tmp_path / "32", name), name
     assert len(history(tmp_path / "640", "loss")) == 2
     assert_same_weights(tmp_path / "640/job", tmp_path / "32/job")
 
