@@ -40,8 +40,8 @@ FEATURES = Features(
 def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
     """Convert a row to chat messages that end with an assistant's turn; ValueError says why it cannot be used.
 
-    The first of these that applies counts: the user's function, the user's template, s1K's columns (in the format that
-    every task's prompt asks for), `messages`, `prompt` and `completion`.
+    The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
+    task's prompt asks for), `messages`, `prompt` and `completion`.
     """
     if function is not None:
         made = function(row)
@@ -271,8 +271,8 @@ class dLLMDataCollator(DefaultDataCollator):
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def schedule(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The noise schedule of SFT, which is LLaDA's: at times t in [0, 1], the probability t' that an answer token is
-        hidden, and the weight 1 / t' of a hidden token's cross-entropy in the loss."""
+        """LLaDA's noise schedule: at times t in [0, 1], the probability t' that an answer token is hidden, and the weight
+        1 / t' of a hidden token's cross-entropy in the loss."""
         level = noise_level(t)
         return level, 1 / level
 

@@ -194,9 +194,8 @@ def positions_of(chosen: Tensor, device: torch.device) -> Positions:
 def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: Positions) -> Tensor:
     """Last hidden states (n, hidden size) of a batch's `chosen` tokens, row by row; `at` are their `positions_of`.
 
-    With `chosen` on the CPU, neither pass waits for the device; a boolean index on the device would. For packed rows,
-    most decoders compute their last layer for these tokens only. A block-causal model also reads the clean rows; the
-    noised rows follow them, starting with the first block in which any row has a chosen token.
+    With `chosen` on the CPU, neither pass waits for the device; a boolean index on the device would. A block-causal
+    model also reads the clean rows; the noised rows follow them, from the first block with a chosen token on.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
     (rows, positions), size, lengths = at, block_size(model.config), inputs.get("lengths")
