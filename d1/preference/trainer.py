@@ -121,7 +121,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         return ratios / batch["canvas_ids"].shape[1] if self.method.per_canvas_token else ratios
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """The step's micro-batches, with their `reference` bounds (rows,) and the `centre` that the method subtracts."""
+        """The step's micro-batches, with `reference` bounds (rows,) and the `centre` that the method subtracts."""
         found, count = super().get_batch_samples(*args, **kwargs)
         batches = [self.on_device(batch) for batch in found]
         with torch.no_grad():

@@ -271,8 +271,8 @@ class dLLMDataCollator(DefaultDataCollator):
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def schedule(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """LLaDA's noise schedule: at times t in [0, 1], the probability t' that an answer token is hidden, and the weight
-        1 / t' of a hidden token's cross-entropy in the loss."""
+        """LLaDA's noise schedule: at times t in [0, 1], the probability t' that an answer token is hidden, and the
+        weight 1 / t' of a hidden token's cross-entropy in the loss."""
         level = noise_level(t)
         return level, 1 / level
 
