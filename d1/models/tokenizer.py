@@ -266,3 +266,14 @@ def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tu
     ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
     new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)
     return ids + new, len(ids)
+
+
+def trained_ids(messages: list[Message], tokenizer: Any, answer: str) -> tuple[list[int], int]:
+    """The ids of a conversation, EOS last, and where its last turn begins. ValueError if it has a mask token, or if
+    that turn, which is called `answer`, has no tokens."""
+    ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
+    if tokenizer.mask_token_id in ids:
+        raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
+    if start == len(ids):
+        raise ValueError(f"{answer} has no tokens")
+    return [*ids, *[tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)], start

@@ -71,8 +71,7 @@ class Passes:
         """Run one pass for the first `old` of `count` rows, which have a cache, and one for the others, which do not.
 
         `feed` gets the numbers of the rows within a branch, and the index of these rows in all branches. It returns
-        their cache, a tensor (rows, keys) about its keys, and the two results of `states`; `feed_apart` returns
-        the same for all rows.
+        their cache, a tensor (rows, keys) about its keys, and the two results of `states`, as this does for all rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:
@@ -236,8 +235,7 @@ class FinishedBlocks(WindowPasses):
     """The exact cache of a block-causal model's finished blocks.
 
     A pass processes those blocks of the model that the filled block touches. The first of these passes also processes
-    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row. The last block
-    is not stored.
+    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row.
     """
 
     finished: DynamicCache  # of all rows that entered the block; the window's cache has only those still at work on it
@@ -342,17 +340,13 @@ class DelayedPasses(Passes):
                 numbers, caches, stale, widths = zip(*parts, strict=True)
                 order = torch.cat(numbers).argsort()[self.in_branches(kept, entered)]
                 past, self.stale, self.width = join_rows([*caches], order), torch.cat(stale)[order], max(widths)
-            self.move(past, blocks[0].origin - self.origins[kept[0]])
+            if width := blocks[0].origin - self.origins[kept[0]]:  # of padding before what is stored; negative: removed
+                for layer in layers_of(past):
+                    layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
+                self.stale = pad(self.stale, (width, 0))
             self.past = past
         self.opening, self.old, self.waiting = True, len(kept), []
         self.origins = [block.origin for block in blocks]
-
-    def move(self, past: DynamicCache, width: int) -> None:
-        """Put `width` positions of padding before what is stored or, if negative, remove them."""
-        if width:
-            for layer in layers_of(past):
-                layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
-            self.stale = pad(self.stale, (width, 0))
 
     def keep(self, rows: Tensor) -> None:
         assert self.past is not None
