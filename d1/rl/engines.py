@@ -30,7 +30,6 @@ from d1.models.convert import write_weights
 from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
-from d1.runs.checkpoints import reading
 from d1.runs.cli import from_rank_0, together
 from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
@@ -46,32 +45,27 @@ class WeightsFolder:
     """A folder that holds one version of the weights at a time, on a RAM disk if there is one with room.
 
     Attributes:
-        path: the folder; `Path()` until the first version is written.
+        path: the folder; None until the first version is written.
     """
 
     def __init__(self, output_dir: Path, part: str = "") -> None:
         """`part` ends the folder's name: a run may have several folders."""
-        self.output_dir, self.path, self.part = output_dir.resolve(), Path(), part
+        self.output_dir, self.part = output_dir.resolve(), part
+        self.path: Path | None = None
 
-    def write(
-        self,
-        model: Any,
-        version: str,
-        folders: Sequence[Sequence[str] | None],
-        released: bool = False,
-        copy: Path | None = None,
-    ) -> Path:
+    def write(self, model: Any, version: str, servers: Sequence[RolloutServer], copy: Path | None = None) -> Path:
         """Replaces the version by the weights of `model`, or its adapter if it has one, or by a copy of the folder
-        `copy`; returns the folder of the new version.
-
-        Args:
-            folders: those that each server reads, None for a server that reads all.
-            released: write whole weights, with the adapter merged, in the format of the released model, for an engine.
-        """
-        if self.path == Path():
+        `copy`, where all servers read it; returns the folder of the new version. An engine gets whole weights, with the
+        adapter merged, in the format of the released model."""
+        known = [server for server in servers if server.folders != []]
+        released = any(server.folders is None for server in known)
+        if self.path is None:
             whole = released or not hasattr(model, "peft_config")
             weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
             size = sum(weight.numel() * weight.element_size() for weight in weights)
+            # An engine reads any folder of its own machine; on another machine, the run's folder must be shared.
+            shared = [str(self.output_dir)]
+            folders = [shared if one.folders is None and not one.is_local else one.folders for one in known]
             # The name is a function of the run, so that a resume removes what a killed run left.
             name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
             self.path = folder_with_room(self.output_dir, folders, size) / name
@@ -87,9 +81,9 @@ class WeightsFolder:
 
     def remove(self) -> None:
         """Removes what this process wrote."""
-        if self.path != Path():
+        if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            self.path = Path()
+            self.path = None
 
 
 RAM_DISK = Path("/dev/shm")
@@ -97,26 +91,23 @@ SPARE = 1.1  # free room needed, as a multiple of the weights' size
 
 
 def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
-    """The folder for weights of `size` bytes: the RAM disk, else the run's own, else one that the servers name.
+    """The folder for weights of `size` bytes: the RAM disk, else the run's own.
+
+    Args:
+        folders: those below which each server reads; None for a server that reads all.
 
     Raises:
-        ValueError: there is no folder that all servers read and that has room.
+        ValueError: neither is read by all servers and has room.
     """
-    named = [Path(folder) for readable in folders for folder in readable or ()]
     output_dir.mkdir(parents=True, exist_ok=True)
-
-    def suits(folder: Path) -> bool:
+    for folder in (RAM_DISK, output_dir):
         read = all(own is None or any(folder.is_relative_to(one) for one in own) for own in folders)
         writable = folder.is_dir() and os.access(folder, os.W_OK)
-        return read and writable and shutil.disk_usage(folder).free >= SPARE * size
-
-    for folder in (RAM_DISK, output_dir, *named):
-        if suits(folder):
+        if read and writable and shutil.disk_usage(folder).free >= SPARE * size:
             return folder
     raise ValueError(
-        f"the servers read weights below {', '.join(map(str, dict.fromkeys(named)))}, and none of these folders is one "
-        f"that all of them name, that this run can write to, and that has {size / 1e9:.1f} GB of room: start them with "
-        "a --weights_dir that is"
+        f"neither {RAM_DISK} nor {output_dir} lies in a --weights_dir of all servers and has {size / 1e9:.1f} GB of "
+        "room that this run can write to: start the servers with a --weights_dir that does"
     )
 
 
@@ -192,21 +183,13 @@ class PolicyServers:
             return
 
         def in_first_process() -> Weights:
-            self.weights = Weights(self.run, version, self.write(self.folder, model, version))
+            self.weights = Weights(self.run, version, self.folder.write(model, version, self.servers))
             with ThreadPoolExecutor(len(self.servers)) as pool:
                 [*pool.map(self.prepare, [server for server in self.servers if not server.problem])]
             return self.weights
 
         self.accelerator.wait_for_everyone()
         self.weights = from_rank_0(in_first_process)
-
-    def write(self, folder: WeightsFolder, model: Any, version: str, copy: Path | None = None) -> Path:
-        """Writes weights, as `WeightsFolder.write` does, where all servers read them and in a format that they read."""
-        known = [one for one in self.servers if one.folders != []]
-        # An engine reads any folder of its own machine; on another machine, the run's folder must be shared.
-        shared = [str(folder.output_dir)]
-        readable = [shared if one.folders is None and not one.is_local else one.folders for one in known]
-        return folder.write(model, version, readable, any(one.folders is None for one in known), copy)
 
     def close(self) -> None:
         """Removes the weights that were written; a later `publish` writes again."""
@@ -426,13 +409,11 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
         raise ValueError("max_compute_tokens counts the tokens of rollouts, which a rollout_func does not tell")
 
 
-def read_returned(
-    returned: Any, rows: int, args: DiffuGRPOConfig, accelerator: Accelerator
-) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
+def read_returned(returned: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
     """Splits what a `rollout_func` returned for `rows` rows: the keys of a rollout, and the others.
 
     Raises:
-        ValueError: it is no dictionary of lists, or lacks a key that the run reads or that other processes have.
+        ValueError: it is no dictionary of lists, or lacks a key that the run reads.
     """
     if not isinstance(returned, dict):
         raise ValueError(f"rollout_func returned {type(returned).__name__}: expected a dictionary of lists")
@@ -451,9 +432,6 @@ def read_returned(
                 f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
                 "return them, or choose a method that reads tokens alone, such as d1 or espo"
             )
-    own = torch.tensor([[name in given for name in RECORD]], device=accelerator.device)
-    if not (accelerator.gather(own) == own).all():
-        raise ValueError(f"rollout_func returned {', '.join(given)} here, and other keys in another process")
     return given, {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, "env_mask")}
 
 
@@ -497,14 +475,6 @@ class Request(NamedTuple):
     result: Future[ServedRollout]
 
 
-class Taken(NamedTuple):
-    """A rollout of all processes, its rows, and the optimizer step of its weights."""
-
-    prompts: Prompts
-    step: int
-    rollout: ServedRollout
-
-
 class Ahead:
     """The rollouts ahead of a trainer.
 
@@ -529,39 +499,36 @@ class Ahead:
         """The number of the rollout before whose updates the trainer had the weights that sample rollout `number`."""
         return max(0, number - self.staleness)
 
-    def take(self, model: Any, number: int, step: int) -> Taken:
-        """Rollout `number`, which is due after `step` optimizer steps; requests those up to the one that the present
-        weights of `model` sample. All processes call it together.
+    def take(self, model: Any, number: int, step: int) -> tuple[Prompts, ServedRollout]:
+        """Rollout `number` of all processes and its rows, due after `step` optimizer steps; requests those up to the
+        one that the present weights of `model` sample. All processes call it together.
 
         Raises:
             ConnectionError, ValueError: as `PolicyServers.sample`.
         """
 
-        def in_first_process() -> Taken:
+        def in_first_process() -> tuple[Prompts, int, ServedRollout]:
             self.keep(number, step, model)
             for later in range(number, number + self.staleness + 1):
                 if later not in self.requests and (prompts := self.prompts_of(later)):
-                    self.request(later, prompts)
+                    of, folder = self.kept[self.weights_of(later)]
+                    sampling = self.thread.submit(self.sample, prompts, Weights(self.servers.run, folder.name, folder))
+                    self.requests[later] = Request(prompts, of, sampling)
             request = self.requests[number]
-            taken = Taken(request.prompts, request.step, request.result.result())
+            taken = request.prompts, request.step, request.result.result()
             del self.requests[number]
             return taken
 
         self.at_work = True
-        taken: Taken = from_rank_0(in_first_process)
-        self.stale_steps = step - taken.step
-        return taken
+        prompts, sampled_at, rollout = from_rank_0(in_first_process)
+        self.stale_steps = step - sampled_at
+        return prompts, rollout
 
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
         folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
         self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
-        self.kept[number] = step, self.servers.write(folder, model, version, copy)
-
-    def request(self, number: int, prompts: Prompts) -> None:
-        step, folder = self.kept[self.weights_of(number)]
-        weights = Weights(self.servers.run, folder.name, folder)
-        self.requests[number] = Request(prompts, step, self.thread.submit(self.sample, prompts, weights))
+        self.kept[number] = step, folder.write(model, version, self.servers.servers, copy)
 
     def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
         """In the thread: the rollout of `prompts` by servers that take `weights` first."""
@@ -591,13 +558,7 @@ class Ahead:
             shutil.copytree(folder, checkpoint / FOLDER / f"{number}-{step}", dirs_exist_ok=True)
 
     def load(self, checkpoint: Path, model: Any) -> None:
-        """Takes what `save` wrote, weights of `model`; in the first process. Raises ValueError if it is missing."""
-        for number, step, folder in saved_ahead(checkpoint):
+        """Takes what `save` wrote, weights of `model`; in the first process."""
+        for folder in (checkpoint / FOLDER).iterdir():
+            number, step = map(int, folder.name.split("-"))
             self.keep(number, step, model, folder)
-
-
-def saved_ahead(checkpoint: Path) -> list[tuple[int, int, Path]]:
-    """The weights in a checkpoint: rollout number, optimizer steps, folder. Raises ValueError if there are none."""
-    with reading(checkpoint / FOLDER):
-        folders = sorted((checkpoint / FOLDER).iterdir())
-        return [(*map(int, folder.name.split("-")), folder) for folder in folders]  # type: ignore[misc]

@@ -24,7 +24,7 @@ from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_pr
 from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
-from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, check_rollout, is_spent
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
 from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage, check_start, evaluation
 from d1.show.film import Film, judge_of, piece
@@ -44,7 +44,6 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
         on_resume=ON_RESUME,
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
-        check=lambda checkpoint: check_rollout(checkpoint, args),
         prepare=lambda: prepare(args, model_args, config, callbacks),
         next_command=lambda: next_command(args),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,

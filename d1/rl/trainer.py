@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
@@ -71,7 +70,6 @@ from d1.rl.engines import (
     differences,
     read_returned,
     record_of,
-    saved_ahead,
     states_of,
     unpadded,
 )
@@ -92,7 +90,6 @@ STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2,
 
 REFERENCE = "reference.safetensors"  # of a checkpoint whose run syncs the reference
 FORMAT = 5  # of the checkpoint state
-COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
 
 
 class DiffuGRPOTrainer(CanvasGRPOTrainer):
@@ -259,17 +256,17 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`sample` with older weights: the current rollout, which servers sampled during earlier updates."""
         assert self.ahead is not None
         with self.sampling_model() as model:
-            taken = self.ahead.take(model, self.rollout_number, self.state.global_step)
+            prompts, everyones = self.ahead.take(model, self.rollout_number, self.state.global_step)
         first = self.first_row(len(ids))
         own = slice(first, first + len(ids))
-        if unpadded(taken.prompts.ids[own], taken.prompts.mask[own]) != unpadded(ids, mask):
+        if unpadded(prompts.ids[own], prompts.mask[own]) != unpadded(ids, mask):
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
         self.log_metric("sampling/staleness", self.rollout_number - self.ahead.weights_of(self.rollout_number))
         self.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
         columns: dict[str, Any] = {
-            name: of[own].to(ids.device) for name, of in vars(taken.rollout).items() if isinstance(of, Tensor)
+            name: of[own].to(ids.device) for name, of in vars(everyones).items() if isinstance(of, Tensor)
         }
-        return ServedRollout(**columns, sources=taken.rollout.sources[own])
+        return ServedRollout(**columns, sources=everyones.sources[own])
 
     def user_rollout(self, function: UserRollout, prompts: list, trainer: DiffuGRPOTrainer) -> dict[str, Any]:
         """What TRL expects of a `rollout_func`; the record of the canvases joins the batch.
@@ -278,8 +275,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             ValueError: the function returned something else, or not what the method reads.
         """
         started = time.perf_counter()
-        returned = function(prompts, trainer)
-        given, others = read_returned(returned, len(prompts), self.args, self.accelerator)
+        given, others = read_returned(function(prompts, trainer), len(prompts), self.args)
         config, sampling = self.model.config, self.sampling
         of_model = config.vocab_size, self.mask_token_id, self.eos_token_ids, sampling, block_size(config) is not None
         expected = Expected(*of_model, by_our_rules=False)
@@ -564,25 +560,30 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.ahead.save(folder, -(-self.micro_step // self.micro_steps_per_rollout))
 
     def load_extra(self, folder: Path) -> None:
-        """Puts back what `save_extra` wrote. Raises ValueError as `check_rollout` does, or for a damaged file."""
-        check_rollout(folder, self.args)
-        rank = self.accelerator.process_index
-        tensors_file, counters_file = state_files(folder, rank)
+        """Puts back what `save_extra` wrote. Raises ValueError for a checkpoint that this run cannot continue."""
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         counters = read_counters(folder, rank)
+        if counters.get("format") != FORMAT:
+            raise ValueError(
+                f"{folder} was written by another version, which stores rollouts in another format: finish the run "
+                "with that version, or start a new run from its weights (--model_path, another --output_dir)"
+            )
+        if counters["processes"] != processes:
+            raise ValueError(
+                f"{folder} was written by {counters['processes']} processes, and a rollout in progress cannot continue "
+                f"with {processes}: start the run with {counters['processes']}"
+            )
         batches: list[Batch] = [{} for _ in range(counters["batches"])]
-        with reading(tensors_file):
-            for name, value in load_file(tensors_file).items():
-                index, key = name.split(".", 1)
-                batches[int(index)][key] = value.to(self.accelerator.device)
-        with reading(counters_file):
-            self.set_loss_sums(counters["losses"])
-            self.compute = counters["compute"]
-            self.restore_trl(batches, counters)
+        for name, value in load_file(state_files(folder, rank)[0]).items():
+            index, key = name.split(".", 1)
+            batches[int(index)][key] = value.to(self.accelerator.device)
+        self.set_loss_sums(counters["losses"])
+        self.compute = counters["compute"]
+        self.restore_trl(batches, counters)
         if self.args.sync_ref_model:
-            with reading(folder / REFERENCE):
-                reference = load_file(folder / REFERENCE)
-                for name, value in self.reference_weights():
-                    value.data.copy_(reference[name])
+            reference = load_file(folder / REFERENCE)
+            for name, value in self.reference_weights():
+                value.data.copy_(reference[name])
         if self.ahead is not None and self.accelerator.is_main_process:
             self.ahead.load(folder, self.accelerator.unwrap_model(self.model))
 
@@ -623,44 +624,11 @@ def state_files(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"rollout_rank{rank}.safetensors", folder / f"rollout_rank{rank}.json"
 
 
-def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
+def read_counters(folder: Path, rank: int) -> dict[str, Any]:
     """The counters of one process in a checkpoint. Raises ValueError if the file is missing or damaged."""
     file = state_files(folder, rank)[1]
     with reading(file):
-        counters = json.loads(file.read_text())
-        if not isinstance(counters, dict) or "step" not in counters:
-            raise ValueError("not the counters of a run")
-        if missing := COUNTERS - counters.keys() if counters.get("format") == FORMAT else ():
-            raise ValueError(f"without {', '.join(sorted(missing))}")
-        return counters
-
-
-def check_rollout(folder: Path, args: DiffuGRPOConfig) -> None:
-    """Raises ValueError for a checkpoint whose rollout is incomplete or that a run of `args` cannot continue."""
-    counters = read_counters(folder)
-    if counters.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} was written by another version, which stores rollouts in another format: finish the run with "
-            "that version, or start a new run from its weights (--model_path, another --output_dir)"
-        )
-    processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
-    if processes != args.world_size:
-        raise ValueError(
-            f"{folder} was written by {processes} processes, and a rollout in progress cannot continue with "
-            f"{args.world_size}: start the run with {processes}"
-        )
-    for rank in range(processes):
-        file, batches = state_files(folder, rank)[0], read_counters(folder, rank)["batches"]
-        with reading(file), safe_open(file, "pt") as tensors:
-            names = {*tensors.keys()}
-            keys = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
-            if wrong := names ^ {f"{index}.{key}" for index in range(batches) for key in keys}:
-                raise ValueError(f"{batches} micro-batches of a rollout have other tensors: {min(wrong)}")
-    if args.rollout_staleness:
-        saved_ahead(folder)
-    if args.sync_ref_model:
-        with reading(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
-            pass
+        return dict(json.loads(file.read_text()))
 
 
 # --- Budget -----------------------------------------------------------------------------------------------------------
