@@ -91,14 +91,8 @@ SPARE = 1.1  # free room needed, as a multiple of the weights' size
 
 
 def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
-    """The folder for weights of `size` bytes: the RAM disk, else the run's own.
-
-    Args:
-        folders: those below which each server reads; None for a server that reads all.
-
-    Raises:
-        ValueError: neither is read by all servers and has room.
-    """
+    """The RAM disk, else the run's own folder, for weights of `size` bytes. `folders` are those below which each server
+    reads; None: everywhere. ValueError if neither is read by all servers and has room."""
     output_dir.mkdir(parents=True, exist_ok=True)
     for folder in (RAM_DISK, output_dir):
         read = all(own is None or any(folder.is_relative_to(one) for one in own) for own in folders)
@@ -142,6 +136,7 @@ class PolicyServers:
     Attributes:
         size: rows per request; None: an equal share of a rollout for each server.
         patience: seconds to wait while no server answers.
+        silent_since: the time since which none has answered or finished rows.
     """
 
     def __init__(self, args: DiffuGRPOConfig, accelerator: Accelerator, mask_token_id: int) -> None:
@@ -151,18 +146,36 @@ class PolicyServers:
         self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
         self.weights: Weights | None = None
         self.folder = WeightsFolder(Path(str(args.output_dir)))
+        self.silent_since: float | None = None
+        self.told = -REMIND  # when the last message about it was logged
         with together():
             self.connect()
 
     def connect(self) -> None:
         """Asks all servers what they serve, until one answers."""
-        waited = Waiting(self)
         while True:
             with ThreadPoolExecutor(len(self.servers)) as pool:
                 [*pool.map(self.prepare, self.servers)]
-            if waited.someone_answers():
+            if self.someone_answers():
                 return
             time.sleep(PAUSE)
+
+    def someone_answers(self) -> bool:
+        """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
+        if not all(server.problem for server in self.servers):
+            return True
+        now = time.monotonic()
+        self.silent_since = now if self.silent_since is None else self.silent_since
+        problems = "; ".join(str(server.problem) for server in self.servers)
+        if now - self.silent_since >= self.patience:
+            output_dir = self.folder.output_dir
+            last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+            way_on = f"continue from {last} with --resume" if last else "no checkpoint is complete: start again"
+            raise ConnectionError(f"no rollout server has answered for {self.patience:g} seconds: {problems}. {way_on}")
+        if now - self.told >= REMIND:
+            self.told = now
+            logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
+        return False
 
     def prepare(self, server: RolloutServer) -> None:
         """Gives a server the current weights unless it has them, or takes it out."""
@@ -203,12 +216,8 @@ class PolicyServers:
             return self.sample(prompts)
 
     def sample(self, prompts: Prompts) -> ServedRollout:
-        """The rollout of prompts by the servers that answer, with the weights of the last `publish`.
-
-        Raises:
-            ConnectionError: none has answered for `patience` seconds.
-            ValueError: a server refuses the rows.
-        """
+        """The rollout of prompts by the servers that answer, with the weights of the last `publish`. Raises
+        ConnectionError if none has answered for `patience` seconds, ValueError if a server refuses the rows."""
         assert self.weights is not None
         parts = prompts.split(self.size or -(-len(prompts.ids) // len(self.servers)))
         queue: SimpleQueue[Part | None] = SimpleQueue()
@@ -219,14 +228,14 @@ class PolicyServers:
         for server in self.servers:
             Thread(target=self.work, args=(server, queue, held, over), name=server.url, daemon=True).start()
         Thread(target=watch, args=(queue, held, over), daemon=True).start()
-        waited, left = Waiting(self), {*futures}
+        self.silent_since, left = None, {*futures}
         try:
             while left:
                 done, left = wait(left, timeout=PAUSE, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
-                    waited.since = None
-                waited.someone_answers()
+                    self.silent_since = None
+                self.someone_answers()
             rollouts, urls = zip(*(future.result() for future in futures), strict=True)
             sources = (url for part, url in zip(parts, urls, strict=True) for _ in part.keys)
             return ServedRollout(**vars(Rollout.joined(rollouts)), sources=tuple(sources))
@@ -286,32 +295,6 @@ def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over
                     queue.put(part)
 
 
-class Waiting:
-    """The time without an answer from any server; `since`: its beginning, None if one has answered or finished rows."""
-
-    def __init__(self, policy: PolicyServers) -> None:
-        self.policy, self.told = policy, 0.0
-        self.since: float | None = None
-
-    def someone_answers(self) -> bool:
-        """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
-        servers, patience = self.policy.servers, self.policy.patience
-        if not all(server.problem for server in servers):
-            return True
-        now = time.monotonic()
-        self.since = now if self.since is None else self.since
-        problems = "; ".join(str(server.problem) for server in servers)
-        if now - self.since >= patience:
-            output_dir = self.policy.folder.output_dir
-            last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-            way_on = f"continue from {last} with --resume" if last else "no checkpoint is complete: start again"
-            raise ConnectionError(f"no rollout server has answered for {patience:g} seconds: {problems}. {way_on}")
-        if now - self.told >= REMIND or not self.told:
-            self.told = now
-            logger.warning("Waiting for a rollout server, for at most %g seconds: %s", patience, problems)
-        return False
-
-
 # --- Score a row again ------------------------------------------------------------------------------------------------
 # Whether a server's or an engine's log-probabilities are the trainer's own (`DiffuGRPOTrainer.check_scores`).
 
@@ -326,11 +309,8 @@ def unpadded(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def differences(one: Batch, scores: Scores, views: Views, exact: bool) -> str:
-    """How the record of one row differs from the trainer's own `scores` of it in `views`; "" if it does not.
-
-    Args:
-        exact: both programs compute in fp32 with the same weights, so that only rounding may differ.
-    """
+    """How the record of one row differs from the trainer's own `scores` of it in `views`; "" if it does not. `exact`:
+    both programs compute in fp32 with the same weights, so that only rounding may differ."""
     scored = views.weights.ne(0).any(1)
     pairs = {"log-probabilities": (one["rollout_logps"], scores.logps)}
     if "rollout_entropies" in one and scores.entropies is not None:
@@ -410,11 +390,8 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
 
 
 def read_returned(returned: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    """Splits what a `rollout_func` returned for `rows` rows: the keys of a rollout, and the others.
-
-    Raises:
-        ValueError: it is no dictionary of lists, or lacks a key that the run reads.
-    """
+    """Splits what a `rollout_func` returned for `rows` rows: the keys of a rollout, and the others. Raises ValueError
+    if it is no dictionary of lists, or lacks a key that the run reads."""
     if not isinstance(returned, dict):
         raise ValueError(f"rollout_func returned {type(returned).__name__}: expected a dictionary of lists")
     if returned.get("env_mask") is not None:
@@ -501,11 +478,7 @@ class Ahead:
 
     def take(self, model: Any, number: int, step: int) -> tuple[Prompts, ServedRollout]:
         """Rollout `number` of all processes and its rows, due after `step` optimizer steps; requests those up to the
-        one that the present weights of `model` sample. All processes call it together.
-
-        Raises:
-            ConnectionError, ValueError: as `PolicyServers.sample`.
-        """
+        one that the present weights of `model` sample. All processes call it together. Raises as `sample`."""
 
         def in_first_process() -> tuple[Prompts, int, ServedRollout]:
             self.keep(number, step, model)

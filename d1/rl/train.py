@@ -166,11 +166,8 @@ def make_parser(prog: str = "diffu_grpo_train.py", everything: bool = False) -> 
 def main(
     args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
 ) -> DiffuGRPOTrainer | None:
-    """Trains; returns the trainer, or None if the run was finished already.
-
-    Raises:
-        ValueError, OSError: a setting, a file or a row is wrong. Where possible, raised before the model is loaded.
-    """
+    """Trains; returns the trainer, or None if the run was finished already. Raises ValueError or OSError for a wrong
+    setting, file or row, if possible before the model is loaded."""
     check_ranges(vars(model_args), INHERITED)
     check_output_dir(str(args.output_dir))
     with quick_imports():  # only now: they take seconds, and `--help` does not need them
