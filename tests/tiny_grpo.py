@@ -3,6 +3,7 @@
 import functools
 import os
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
@@ -187,5 +188,13 @@ def logged(trainer):
 
 
 def clockless(log_history):
-    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory")
+    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory", "profiling/")
     return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in log_history]
+
+
+def assert_same(one, other):
+    """Two trainers have the same weights, to the bit, and logged the same."""
+    expected, found = weights(one.model), weights(other.model)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert clockless(one.state.log_history) == clockless(other.state.log_history)

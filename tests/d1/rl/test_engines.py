@@ -148,9 +148,8 @@ def test_an_engine_that_lies_about_a_row_is_found_by_its_log_probabilities(tiny_
     def lying(prompts, trainer):
         told = honest(prompts, trainer)
         if lie == "tokens":
-            told["completion_ids"] = [
-                [8 + (id * 7 + position) % 30 for position, id in enumerate(row)] for row in told["completion_ids"]
-            ]
+            ids = told["completion_ids"]
+            told["completion_ids"] = [[8 + (id * 7 + at) % 30 for at, id in enumerate(row)] for row in ids]
         else:
             told["logprobs"] = [[-0.01] * len(row) for row in told["logprobs"]]
         return told
