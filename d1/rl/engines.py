@@ -343,18 +343,9 @@ def states_of(one: Batch, config: Any, number: int) -> Views:
 
 
 # --- A user's rollout_func --------------------------------------------------------------------------------------------
-# TRL's `rollout_func(prompts, trainer)` gets the prompts of this process's rows, chat messages, and returns a dict of
-# lists, one element per row:
-#
-# - `prompt_ids`: ids of the prompt, at most `max_prompt_length`;
-# - `completion_ids`: ids of the canvas, at most `max_completion_length`. It may be cut anywhere after its first EOS,
-#   unless the method replays the sampler's states or scores tokens after an EOS;
-# - `steps` (optional), one per id: the number, from 0, of the row's own forward pass that revealed the token; -1 for
-#   tokens after the first EOS that were filled in and not revealed;
-# - `logprobs` and `entropies` (optional), one per id, in nats: of the distribution that `Rollout` documents.
-#
-# As in TRL, other keys become arguments of the rewards. An optional key may be missing, or None, if no entry of the run
-# reads it.
+# TRL's `rollout_func(prompts, trainer)` gets the chats of this process's rows, and returns a dict of lists, one element
+# per row, which docs/serve.md describes. `logprobs` and `entropies` are of the distribution that `Rollout` documents.
+# A key of `RECORD` may be missing, or None, if no entry of the run reads it. Other keys go to the rewards.
 
 UserRollout = Callable[[list, Any], dict[str, Any]]
 TOKENS = ("prompt_ids", "completion_ids")
@@ -364,19 +355,17 @@ KEYS = {"completion_ids": "canvas_ids", **RECORD}
 
 
 def keys_read(args: DiffuGRPOConfig) -> dict[str, list[str]]:
-    """The keys of `RECORD` that the run reads: key -> the settings whose entries read it."""
-    estimator, read = ESTIMATORS[args.estimator], {name: list[str]() for name in RECORD}
-    for field in dict.fromkeys((*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings()))):
-        read[READ[field]].append(f"estimator {args.estimator}")
-    if args.sampling_weight_cap is not None:
-        read["logprobs"].append("sampling_weight_cap")
-    of_steps = {
-        f"objective {args.objective}": OBJECTIVES[args.objective].reads_steps,
-        f"kl {args.kl}": PENALTIES[args.kl].reads_steps and args.beta and not args.has_trls_kl,
-        f"scored_tokens {args.scored_tokens}": SCORED[args.scored_tokens].reads_steps,
-    }
-    read["steps"] += [name for name, reads in of_steps.items() if reads]
-    return {key: names for key, names in read.items() if names}
+    """For each key of `RECORD`, the settings of the run whose entries read it."""
+    estimator, of_estimator = ESTIMATORS[args.estimator], f"estimator {args.estimator}"
+    fields = {*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings())}
+    readers = [
+        *((key, of_estimator, field in fields) for field, key in READ.items()),
+        ("logprobs", "sampling_weight_cap", args.sampling_weight_cap is not None),
+        ("steps", f"objective {args.objective}", OBJECTIVES[args.objective].reads_steps),
+        ("steps", f"kl {args.kl}", PENALTIES[args.kl].reads_steps and args.beta and not args.has_trls_kl),
+        ("steps", f"scored_tokens {args.scored_tokens}", SCORED[args.scored_tokens].reads_steps),
+    ]
+    return {key: [name for of, name, reads in readers if of == key and reads] for key in RECORD}
 
 
 def check_rollout_func(args: DiffuGRPOConfig) -> None:
@@ -404,7 +393,7 @@ def read_returned(returned: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict
     if missing := {*TOKENS}.difference(given):
         raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
     for name, names in keys_read(args).items():
-        if name not in given:
+        if names and name not in given:
             raise ValueError(
                 f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
                 "return them, or choose a method that reads tokens alone, such as d1 or espo"

@@ -177,9 +177,8 @@ def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_meth
         assert len(one.rollouts) == 2
         for name, value in weights(one.model).items():
             assert (value - start[name]).abs().max() > 5e-5
-            torch.testing.assert_close(
-                several[name], value, rtol=1e-4, atol=2e-6, msg=lambda text, of=method: f"{of}: {text}"
-            )
+            where = {"msg": lambda text, of=method: f"{of}: {text}"}
+            torch.testing.assert_close(several[name], value, rtol=1e-4, atol=2e-6, **where)
         for entry, other in zip(logged(one), record["logged"], strict=True):
             # With accumulation the other metrics are means over micro-batches, each of which spans all processes.
             for name in {*(["reward"] if method in ACCUMULATED else AGREE)} & entry.keys():

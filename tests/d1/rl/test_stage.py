@@ -43,9 +43,8 @@ def sampled(model, tokenizer, settings, seed):
     for number, row in enumerate(rows().select(range(8))):
         random = {"generator": [keyed_generator(seed, STREAMS["rollout", "eval"], 0, number)]}
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        whole = generate(
-            model.eval(), ids, torch.ones_like(ids), settings, mask_token_id=tokenizer.mask_token_id, **random
-        )
+        random |= {"mask_token_id": tokenizer.mask_token_id}
+        whole = generate(model.eval(), ids, torch.ones_like(ids), settings, **random)
         found.append(whole[0, ids.shape[1] :].tolist())
     return found
 
