@@ -294,10 +294,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def check_served(self, batch: Batch, sources: Sequence[str]) -> None:
         """`check_scores` of a rollout; `sources` are the addresses of the servers that sampled its rows."""
         assert self.servers is not None
-        dtypes = {server.url: server.dtype for server in self.servers.servers}
+        dtypes = {server.dtype for server in self.servers.servers if server.url in sources}
         stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
-        fp32 = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
-        exact = fp32 and {dtypes[url] for url in sources} == {"float32"}
+        exact = self.accelerator.mixed_precision == "no" and (self.model.dtype, dtypes) == (torch.float32, {"float32"})
 
         def where(row: int) -> str:
             number = self.first_row(len(sources)) + row
@@ -589,15 +588,10 @@ def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int
     shown = torch.cat([batch["prompt_ids"], canvas], dim=1)
     options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown}
     states = hidden_states(model, clean, hidden, visible, **options)
-    ids, *_ = predict(
-        model,
-        states[None, :, -length:],
-        [length] * len(canvas),
-        SamplingSettings(gen_length=length, block_length=length, steps=length),
-        mask_token_id=mask_token_id,
-        generator=None,
-        noise_dtype=torch.float32,
-    )
+    greedy = SamplingSettings(gen_length=length, block_length=length, steps=length)
+    random: Any = {"generator": None, "noise_dtype": torch.float32}
+    rows = states[None, :, -length:], [length] * len(canvas)
+    ids, *_ = predict(model, *rows, greedy, mask_token_id=mask_token_id, **random)
     return torch.where(hidden[:, -length:], ids, canvas), visible.sum()
 
 
