@@ -155,8 +155,11 @@ def films_of(run: Path) -> list[tuple[Film, Film]]:
 def scenes_of(run: Path, label: str) -> list[Scene]:
     """One scene per problem, whose title says whether it was solved, in the order that `ORDER` states."""
     numbered = sorted(enumerate(films_of(run), 1), key=lambda one: one[1][0].solved == one[1][1].solved)
-    verdicts = [(number, pair, *map(verdict, pair)) for number, pair in numbered]
-    return [(f"{label}, problem {number}: {old} before, {new} after", pair) for number, pair, old, new in verdicts]
+    scenes: list[Scene] = []
+    for number, (before, after) in numbered:
+        title = f"{label}, problem {number}: {verdict(before)} before, {verdict(after)} after"
+        scenes.append((title, (before, after)))
+    return scenes
 
 
 def main(args: argparse.Namespace) -> None:

@@ -225,9 +225,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 return self.servers.rollout(model, self.state.global_step, prompts)
             size = self.args.rollout_batch_size or len(ids)
             parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-            options = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None}
-            some = partial(rollout, model, settings=self.sampling, **options)
-            return Rollout.joined([some(ids[part], mask[part], generator=generators[part]) for part in parts])
+            options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None}
+            rows = [(ids[part], mask[part], generators[part]) for part in parts]
+            sampled = [rollout(model, of, real, self.sampling, generator=own, **options) for of, real, own in rows]
+            return Rollout.joined(sampled)
 
     @property
     def ends(self) -> Sequence[int]:
