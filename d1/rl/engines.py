@@ -148,17 +148,11 @@ class PolicyServers:
         self.folder = WeightsFolder(Path(str(args.output_dir)))
         self.silent_since: float | None = None
         self.told = -REMIND  # when the last message about it was logged
-        with together():
-            self.connect()
-
-    def connect(self) -> None:
-        """Asks all servers what they serve, until one answers."""
-        while True:
-            with ThreadPoolExecutor(len(self.servers)) as pool:
-                [*pool.map(self.prepare, self.servers)]
-            if self.someone_answers():
-                return
-            time.sleep(PAUSE)
+        with together():  # asks all servers what they serve, until one answers
+            self.prepare_all(self.servers)
+            while not self.someone_answers():
+                time.sleep(PAUSE)
+                self.prepare_all(self.servers)
 
     def someone_answers(self) -> bool:
         """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
@@ -176,6 +170,10 @@ class PolicyServers:
             self.told = now
             logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
         return False
+
+    def prepare_all(self, servers: Sequence[RolloutServer]) -> None:
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            [*pool.map(self.prepare, servers)]
 
     def prepare(self, server: RolloutServer) -> None:
         """Gives a server the current weights unless it has them, or takes it out."""
@@ -197,8 +195,7 @@ class PolicyServers:
 
         def in_first_process() -> Weights:
             self.weights = Weights(self.run, version, self.folder.write(model, version, self.servers))
-            with ThreadPoolExecutor(len(self.servers)) as pool:
-                [*pool.map(self.prepare, [server for server in self.servers if not server.problem])]
+            self.prepare_all([server for server in self.servers if not server.problem])
             return self.weights
 
         self.accelerator.wait_for_everyone()

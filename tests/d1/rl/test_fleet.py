@@ -124,9 +124,6 @@ def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, t
     fleet.pause(1)
     works = []
 
-    def kill():
-        works.append(in_background((fleet.until, 0, "d1_rows_waiting", 1), (fleet.kill, 0), (fleet.kill, 1)))
-
     def go_on():
         fleet.resume(0)
         fleet.resume(1)
@@ -134,7 +131,7 @@ def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, t
     def stop():
         fleet.pause(0)
         fleet.pause(1)
-        kill()
+        works.append(in_background((fleet.until, 0, "d1_rows_waiting", 1), (fleet.kill, 0), (fleet.kill, 1)))
 
     ends = folder / f"ends{accumulated}"
     fails, step = (2, 2) if accumulated == 1 else (4, 1)

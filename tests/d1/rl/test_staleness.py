@@ -73,11 +73,9 @@ def test_a_run_is_that_of_a_loop_that_keeps_all_models(tiny_model_dir, tmp_path,
         there = make_method(tiny_model_dir, tmp_path / "there", method, **steps, **stale(served, staleness), **changes)
         there.train()
     assert_same(here, there)
-    found = [[entry.get(name) for entry in logged(there) if name in entry] for name in STALE]
-    rollouts = 7 if method == "agrpo-entropy" else 4
-    updates = there.num_iterations
-    assert found[0] == [min(number, staleness) for number in range(rollouts)]
-    assert found[1] == [updates * min(number, staleness) for number in range(rollouts)]
+    found = [[entry[name] for entry in logged(there) if name in entry] for name in STALE]
+    behind = [min(number, staleness) for number in range(7 if method == "agrpo-entropy" else 4)]
+    assert found == [behind, [there.num_iterations * number for number in behind]]
 
 
 class Kept(DiffuGRPOTrainer):

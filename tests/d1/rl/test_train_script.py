@@ -239,24 +239,6 @@ def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path
     load_model(str(tmp_path / "run"))  # the result of RL is a valid path for eval
 
 
-def test_wandb_works_without_an_account_and_gets_the_completions(tiny_model_dir, tmp_path, monkeypatch):
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    options = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 1, "logging_steps": 1}
-    run_main(tmp_path, **TINY | options | {"log_completions": True, "report_to": "wandb"})
-    import wandb
-
-    wandb.finish()
-    [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"train/reward" in log.read_bytes()
-    table, *_ = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json"))
-    content = json.loads(table.read_text())
-    assert {"prompt", "completion", "letter_share", "advantage"} <= set(content["columns"])
-    assert len(content["data"]) == 4
-
-
 def test_a_model_without_a_mask_token_is_refused(tiny_model_dir, tmp_path):
     folder = tmp_path / "maskless"
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
