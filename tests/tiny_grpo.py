@@ -74,18 +74,8 @@ def is_even(completions, **columns):
 is_even.only_watched = True
 
 
-def make_trainer(
-    model_dir,
-    folder,
-    cls=DiffuGRPOTrainer,
-    reward=letter_share,
-    model=None,
-    base=SETTINGS,
-    peft_config=None,
-    callbacks=None,
-    rollout_func=None,
-    **changes,
-):
+def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, reward=letter_share, model=None, base=SETTINGS, **changes):
+    of_trainer = {name: changes.pop(name, None) for name in ("peft_config", "callbacks", "rollout_func")}
     return cls(
         model=load_model(str(model_dir)) if model is None else model,
         reward_funcs=reward,
@@ -93,9 +83,7 @@ def make_trainer(
         train_dataset=rows(),
         eval_dataset=rows(4),
         processing_class=load_tokenizer(str(model_dir)),
-        peft_config=peft_config,
-        callbacks=callbacks,
-        rollout_func=rollout_func,
+        **of_trainer,
     )
 
 
