@@ -70,8 +70,9 @@ def prepare(
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
-        if useless := ", ".join(name for name in idle(args) if getattr(args, name) is not None):
-            logger.info("Idle, because each rollout has one optimizer step and every ratio is 1: %s", useless)
+        if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
+            why = "each rollout has one optimizer step and every ratio is 1"
+            logger.info("Idle, because %s: %s", why, ", ".join(useless))
 
     def start() -> DiffuGRPOTrainer:
         model = start_model(args, model_args)
