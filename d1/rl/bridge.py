@@ -89,11 +89,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, ...]:
         """Ids and attention mask, (rows, prompt) each, on the device."""
-        tensors = [torch.tensor(ids) for ids in prompt_ids]
-        own = (tensors, self.text_tokenizer.pad_token_id), ([torch.ones_like(row) for row in tensors], 0)
-        side = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        parts = (pad(rows, padding_value=value, **side) for rows, value in own)
-        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in parts)
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        side: Any = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        ids = pad(rows, padding_value=self.text_tokenizer.pad_token_id, **side)
+        mask = pad([torch.ones_like(row) for row in rows], padding_value=0, **side)
+        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in (ids, mask))
 
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
