@@ -670,15 +670,7 @@ REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
 
 def test_a_task_without_rows_is_said(tiny_model_dir, tmp_path):
     (tmp_path / "no_rows.py").write_text(NO_ROWS)
-    (tmp_path / "empty.csv").write_text("Puzzle,Solution\n")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "empty.json").write_text("[]")
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"no_rows\.py has no rows in its validation split"):
         d1.eval.evaluate(tiny_model_dir, tmp_path / "no_rows.py", split="validation", output_dir=out)
-    with pytest.raises(ValueError, match=r"empty\.csv has no rows"):
-        d1.eval.evaluate(tiny_model_dir, "sudoku", data_file=tmp_path / "empty.csv", output_dir=out)
-    for name in ("empty.jsonl", "empty.json"):
-        with pytest.raises(ValueError, match=f"{name} has no rows"):
-            d1.eval.evaluate(tiny_model_dir, "gsm8k", data_file=tmp_path / name, output_dir=out)
     assert not out.exists()

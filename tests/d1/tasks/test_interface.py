@@ -144,6 +144,8 @@ def test_rewards_take_trls_arguments_as_text_or_messages_and_print_nothing(name,
         ("rows.txt", "x", r"\.json, \.jsonl, \.csv or \.parquet"),
         ("broken.json", '[{"question": "a", ', r"cannot read .*broken\.json"),
         ("empty.csv", "question,answer\n", r"empty\.csv has no rows"),
+        ("empty.jsonl", "\n", r"empty\.jsonl has no rows"),
+        ("empty.json", "[]", r"empty\.json has no rows"),
         ("cells.csv", "question,answer\na, b,3\n", "row 1 has 3 cells, the header 2: quote texts with commas"),
     ],
 )
