@@ -126,9 +126,6 @@ def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
         parser, arguments = importlib.import_module(STAGES[arguments[0]]).make_parser(), arguments[1:]
     else:
         parser = module_in(script, f"launched_{script.stem}").make_parser()
-    if script.name == "selection.py":  # it forwards flags that it does not know
-        arguments = ["--model_path", "m", "--dataset", "sudoku", *parser.parse_known_args(arguments)[1]]
-        parser = importlib.import_module("d1.eval.run").make_parser()
     if isinstance(parser, TrlParser):
         on_this_machine = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # or bf16 would be refused
         with contextlib.chdir(folder):  # configs are relative to it
