@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from dataclasses import fields
@@ -124,3 +125,22 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     check_shapes("field of `LossInputs`", inputs, width, set())
     check_shapes("property of `LossInputs`", inputs, width, set())
     assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)
+
+
+# One thing, one name (docs/concepts.md, "Words"). What these words meant has a name of its own now.
+OLD_NAMES = {"place", "places", "recorded", "slot", "slots"}
+OLD_WORDS = re.compile(r"\ba row of (the|a) table|\ba line of (the|a) table|\bso many (?!.*\bthat\b)", re.IGNORECASE)
+
+
+def test_no_file_uses_an_old_name_of_the_vocabulary():
+    words = (ROOT / "docs" / "concepts.md").read_text().partition("\n## Words\n")[2]
+    assert {"`canvas_ids`", "`completion_ids`", "**row**", "**entry**", "`RolloutRecord`"} <= set(
+        re.findall(r"`\w+`|\*\*\w+\*\*", words)
+    )
+    for path in [*(ROOT / "d1").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        text = path.read_text()
+        nodes = [*ast.walk(ast.parse(text))]
+        names = {getattr(node, kind, None) for node in nodes for kind in ("id", "arg", "attr", "name")}
+        assert not names & OLD_NAMES, (path, names & OLD_NAMES)
+        assert not (found := OLD_WORDS.search(text)), (path, found)
+    assert [*(ROOT / "d1").rglob("rows.py")] == [ROOT / "d1" / "rl" / "rows.py"]  # the deprecated one

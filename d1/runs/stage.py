@@ -53,7 +53,6 @@ class Stage:
     conclude: Callable[[], object]  # writes the stage's own files next to the model
     next_command: Callable[[], str]  # what to do with the model, in the last line
     ended: Callable[[Path], bool] = lambda checkpoint: False  # the stage ended the run here, before `max_steps`
-    check: Callable[[Path], object] = lambda checkpoint: None  # refuses a checkpoint with wrong files of this stage
     outcome: Callable[[], Sequence[str]] = lambda: ()  # lines about the saved model, which end the run's log
 
     def run(self) -> Any:
@@ -83,7 +82,6 @@ class Stage:
         if checkpoint:
             with together():
                 check_sums(checkpoint, training.process_index, training.world_size)
-            self.check(checkpoint)
             check_checkpoint(checkpoint, training)
             training.eval_on_start = False  # done when the run first started
 
