@@ -100,11 +100,15 @@ class Attention:
 
     def mask_for(self, body: PreTrainedModel, tokens: Tokens, queries: int) -> Any:
         """The same mask in the form that the kernel of `body` takes."""
-        if attention_kernel(body.config) != "flex_attention":
-            return as_taken(body, self.mask(body.config, tokens, queries))
-        rule, (rows, keys) = self.rule(body.config, tokens, queries), tokens.position.shape
-        device = tokens.position.device
-        return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
+        kernel, (rows, keys), device = attention_kernel(body.config), tokens.position.shape, tokens.position.device
+        if kernel == "flex_attention":
+            rule = self.rule(body.config, tokens, queries)
+            return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
+        mask = self.mask(body.config, tokens, queries)
+        if kernel == "sdpa":
+            return mask
+        # Eager attention adds the mask to the scores.
+        return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -120,11 +124,11 @@ ATTENTION: dict[str, Attention] = {
 
 def attention_of(config: Any) -> Attention:
     """The entry of `ATTENTION` of a model with this config."""
-    name, known = attention_name(config), ", ".join(ATTENTION)
+    name = attention_name(config)
     if name not in ATTENTION:
         raise ValueError(
-            f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are {known}; to use your "
-            "own, add an entry to d1.models.attention.ATTENTION before you load the model"
+            f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are "
+            f"{', '.join(ATTENTION)}, and what you add to d1.models.attention.ATTENTION before you load the model"
         )
     return ATTENTION[name]
 
@@ -156,8 +160,13 @@ def check_rule(config: Any, name: str) -> None:
 
 
 def count_positions(mask: Tensor) -> Tensor:
-    """Position ids (rows, length) that count the real tokens of `mask` only."""
+    """Positions (rows, length) that count the real tokens of `mask` only."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def position_ids(config: Any, positions: Tensor) -> Tensor:
+    """The ids that the model's class has for `positions`."""
+    return positions + config.pad_token_id + 1 if kind_of(config).positions_after_padding else positions
 
 
 def left_padded(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -182,19 +191,6 @@ def takes_masks_over_queries(config: Any) -> bool:
 def over_queries(visible: Tensor, queries: int) -> Tensor:
     """The mask (rows, 1, queries, keys) of queries that all see the keys `visible` (rows, keys)."""
     return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
-
-
-def within_window(length: int, window: int, device: Any) -> Tensor:
-    """The mask (1, 1, length, length) of tokens that see `window` tokens on either side, as in Transformers."""
-    position = torch.arange(length, device=device)
-    return ((position[:, None] - position).abs() <= window)[None, None]
-
-
-def as_taken(body: PreTrainedModel, mask: Tensor) -> Tensor:
-    """A mask over queries in the form that sdpa takes, or that eager attention adds to the scores (0 where seen)."""
-    if attention_kernel(body.config) == "sdpa":
-        return mask
-    return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
 PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets
@@ -231,18 +227,13 @@ def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[
     if kwargs.get("position_ids") is None:
         positions = count_positions(visible)
         positions = torch.cat([positions, positions[:, -noised:]], dim=1) if noised else positions
-        kwargs["position_ids"] = positions + first_position(body.config)
+        kwargs["position_ids"] = position_ids(body.config, positions)
     if attention.sees is None:
         return args, kwargs
     before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, given)
     kwargs["token_before"] = before
     kwargs["attention_mask"] = attention.mask_for(body, Tokens.of_rows(visible, noised), given.shape[1])
     return args, kwargs
-
-
-def first_position(config: Any) -> int:
-    """The position id of a text's first token."""
-    return config.pad_token_id + 1 if kind_of(config).positions_after_padding else 0
 
 
 def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
@@ -269,9 +260,9 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
 
 def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
     """`real_before` of the `tokens`, which `attend` or `place_packed` may have computed already."""
-    known, mask = kwargs.get("token_before"), kwargs.get("attention_mask")
-    if known is not None:
+    if (known := kwargs.get("token_before")) is not None:
         return known  # type: ignore[no-any-return]
+    mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() > 2:  # over queries: each real token is seen, at least by itself
         mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
     return real_before(mask, tokens)
@@ -296,9 +287,6 @@ def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
 
 def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of an encoder's body: adds `logits_to_keep`, which Transformers has for decoders only."""
-    keep = kwargs.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor):
-        output.last_hidden_state = output[0][:, keep]
-    elif keep:
-        output.last_hidden_state = output[0][:, -keep:]
+    keep = kwargs.get("logits_to_keep", 0)  # 0: all
+    output.last_hidden_state = output[0][:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
     return output

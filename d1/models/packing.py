@@ -24,20 +24,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from d1.models.attention import (
     Segments,
     Tokens,
-    as_taken,
     attention_of,
     before_in_two_streams,
-    first_position,
     given_tokens,
+    position_ids,
     real_before,
     require_prepared,
-    within_window,
 )
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_mask, takes_packed_rows
-
-FULL, WINDOW = "full_attention", "sliding_attention"  # the names of layer types in configs
 
 
 class Texts(NamedTuple):
@@ -45,7 +41,7 @@ class Texts(NamedTuple):
 
     queries: list[int]  # their number per text; after `narrow`, only those whose states are needed
     keys: list[int]  # their number per text
-    masks: dict[str, list[Tensor | None]]  # by layer type, the mask of each text; None: tokens see all of their text
+    masks: list[Tensor | None]  # the mask of each text; None: tokens see all of their text
 
     def at(self, positions: Tensor) -> Texts:
         """The same texts with only the queries at `positions` (1, n) of the row."""
@@ -54,11 +50,8 @@ class Texts(NamedTuple):
         text = torch.bucketize(positions[0], ends, right=True)
         queries = text.bincount(minlength=len(self.keys)).tolist()
         inside = (positions[0] - (ends - ends.diff(prepend=ends.new_zeros(1)))[text]).split(queries)
-        masks = {
-            kind: [None if mask is None else mask[:, :, own] for mask, own in zip(each, inside, strict=True)]
-            for kind, each in self.masks.items()
-        }
-        return Texts(queries, self.keys, masks)
+        masks = zip(self.masks, inside, strict=True)
+        return Texts(queries, self.keys, [None if mask is None else mask[:, :, own] for mask, own in masks])
 
 
 def take_packed_rows(model: Any) -> None:
@@ -75,11 +68,10 @@ def take_packed_rows(model: Any) -> None:
 def check_packed(config: Any, name: str) -> None:
     """Raise ValueError if the attention of this config would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
-    flex = kernel == "flex_attention" and not windowed(config)
-    if not (takes_packed_rows(config) or flex or kernel.startswith("flash_attention")):
+    if windowed(config) or not (takes_packed_rows(config) or kernel.startswith(("flex_attention", "flash_attention"))):
         raise ValueError(
-            f"{name}: rows of several texts run under flash attention, flex attention without windows and, after "
-            f"d1.models.packing.take_packed_rows(model), sdpa and eager: not under {kernel}"
+            f"{name}: rows of several texts need layers without windows, and flash or flex attention or, after "
+            f"d1.models.packing.take_packed_rows(model), sdpa or eager: not {kernel}"
         )
 
 
@@ -91,30 +83,21 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     config, device = body.config, given_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
     kernel, counts = attention_kernel(config), [length + noised for length, noised in segments]
-    tokens = Tokens.of_texts(segments, device)
-    kwargs["position_ids"] = tokens.position + first_position(config)
+    attention, tokens = attention_of(config), Tokens.of_texts(segments, device)
+    kwargs["position_ids"] = position_ids(config, tokens.position)
     if getattr(config, "predicts_next_token", False):
         kwargs["token_before"] = packed_before(segments, block_size(config), device)
     if kernel in ("sdpa", "eager"):
-        kwargs["texts"] = Texts(counts, counts, text_masks(body, segments, device))
+        each = ([Tokens.of_texts([segment], device), sum(segment)] for segment in segments)
+        masks = [None if attention.sees is None else attention.mask_for(body, *text) for text in each]
+        kwargs["texts"] = Texts(counts, counts, masks)
     elif kernel == "flex_attention":
-        kwargs["attention_mask"] = attention_of(config).mask_for(body, tokens, sum(counts))
+        kwargs["attention_mask"] = attention.mask_for(body, tokens, sum(counts))
     else:
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
         kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(counts))
     return args, kwargs
-
-
-def text_masks(body: PreTrainedModel, segments: Segments, device: Any) -> dict[str, list[Tensor | None]]:
-    """The mask of each text for sdpa or eager; None if its tokens see all of it."""
-    config, attention = body.config, attention_of(body.config)
-    tokens = [(Tokens.of_texts([segment], device), sum(segment)) for segment in segments]
-    masks = {FULL: [None if attention.sees is None else attention.mask_for(body, *text) for text in tokens]}
-    if windowed(config):
-        windows = (within_window(length, config.sliding_window, device) for length, _ in segments)
-        masks[WINDOW] = [as_taken(body, mask) for mask in windows]
-    return masks
 
 
 def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
@@ -138,9 +121,8 @@ def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:
         kernel: Any = own_eager.eager_attention_forward if name == "eager" else AttentionInterface()[name]
         if texts is None:
             return kernel(module, query, key, value, mask, **kwargs)
-        own = texts.masks[FULL if kwargs.get("sliding_window") is None else WINDOW]
         keys, values = key.split(texts.keys, dim=2), value.split(texts.keys, dim=2)
-        parts = zip(query.split(texts.queries, dim=2), keys, values, own, strict=True)
+        parts = zip(query.split(texts.queries, dim=2), keys, values, texts.masks, strict=True)
         return torch.cat([kernel(module, *part, **kwargs)[0] for part in parts if part[0].shape[2]], dim=1), None
 
     return attend

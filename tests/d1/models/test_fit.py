@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 from d1.__main__ import main, make_parser
 from d1.commands.fit import of_method, with_recipe
 from d1.distill import METHODS as DISTILLATIONS
-from d1.models import fit, prepare
+from d1.models import prepare
 from d1.models.adapters import lora_targets
 from d1.models.fit import (
     BUCKET,
@@ -382,15 +382,3 @@ def test_layers_go_on_as_they_began(kind_dirs):
     )
     assert with_layers(config, 2).layer_types == config.layer_types[:2]
     assert config.num_hidden_layers == 3
-
-
-def test_a_containers_limit_counts_and_files_in_its_memory_are_free(tmp_path, monkeypatch):
-    whole = fit.free_memory()
-    assert 0 < whole < 1e15
-    monkeypatch.setattr(fit, "CGROUP", tmp_path)
-    (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 300000\nactive_file 100000\n")
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert fit.free_memory() == 700000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert fit.free_memory() > 700000
