@@ -2,16 +2,17 @@
 
 Packed rows hold texts without padding between them, each of which attends only to itself. A prepared model without its
 head takes the ids (1, tokens) of such a row together with its `segments`: for each text, the number of its tokens, and
-how many of its last tokens follow again as noised copies. Flex and flash attention read where texts end; sdpa and eager
-run on one text after the other, so a packed row costs as much as its texts alone.
+how many of its last tokens follow again as noised copies. Flash attention reads where texts end; sdpa and eager run on
+one text after the other, so a packed row costs as much as its texts alone.
 
 With two streams, all blocks of a block-causal model are noised at once: the noised tokens follow the whole clean text.
 Each of them sees the noised tokens of its own block and the clean text of earlier blocks (BD3-LM, arXiv 2503.09573,
-section 3.2; the mask is `Attention.rule`).
+section 3.2; the mask is `Attention.mask`).
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,14 +23,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from d1.models.attention import (
-    Segments,
-    Tokens,
     attention_of,
     before_in_two_streams,
+    count_positions,
     given_tokens,
     position_ids,
-    real_before,
     require_prepared,
+    with_copies,
 )
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size, windowed
@@ -68,9 +68,9 @@ def take_packed_rows(model: Any) -> None:
 def check_packed(config: Any, name: str) -> None:
     """Raise ValueError if the attention of this config would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
-    if windowed(config) or not (takes_packed_rows(config) or kernel.startswith(("flex_attention", "flash_attention"))):
+    if windowed(config) or not (takes_packed_rows(config) or kernel.startswith("flash_attention")):
         raise ValueError(
-            f"{name}: rows of several texts need layers without windows, and flash or flex attention or, after "
+            f"{name}: rows of several texts need layers without windows, and flash attention or, after "
             f"d1.models.packing.take_packed_rows(model), sdpa or eager: not {kernel}"
         )
 
@@ -82,33 +82,23 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         return args, kwargs
     config, device = body.config, given_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
-    kernel, counts = attention_kernel(config), [length + noised for length, noised in segments]
-    attention, tokens = attention_of(config), Tokens.of_texts(segments, device)
-    kwargs["position_ids"] = position_ids(config, tokens.position)
+    attention, counts = attention_of(config), [length + noised for length, noised in segments]
+    texts = [(torch.ones(1, length, dtype=torch.long, device=device), noised) for length, noised in segments]
+    positions = [with_copies(count_positions(visible), noised) for visible, noised in texts]
+    kwargs["position_ids"] = position_ids(config, torch.cat(positions, dim=1))
     if getattr(config, "predicts_next_token", False):
-        kwargs["token_before"] = packed_before(segments, block_size(config), device)
-    if kernel in ("sdpa", "eager"):
-        each = ([Tokens.of_texts([segment], device), sum(segment)] for segment in segments)
-        masks = [None if attention.sees is None else attention.mask_for(body, *text) for text in each]
+        starts, size = itertools.accumulate(counts, initial=0), block_size(config)
+        before = [before_in_two_streams(*text, size) for text in texts]
+        kwargs["token_before"] = torch.cat([start + own for start, own in zip(starts, before, strict=False)], dim=1)
+    if takes_packed_rows(config):
+        pairs = zip(texts, counts, strict=True)
+        masks = [None if attention.sees is None else attention.mask_for(body, *text, count) for text, count in pairs]
         kwargs["texts"] = Texts(counts, counts, masks)
-    elif kernel == "flex_attention":
-        kwargs["attention_mask"] = attention.mask_for(body, tokens, sum(counts))
     else:
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
         kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(counts))
     return args, kwargs
-
-
-def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
-    """(1, tokens) `real_before` within each text of a packed row."""
-    found, start = [], 0
-    for length, noised in segments:
-        ones = torch.ones(1, length, dtype=torch.long, device=device)
-        before = before_in_two_streams(ones, noised, size) if noised and size else real_before(None, ones)
-        found.append(start + before)
-        start += length + noised
-    return torch.cat(found, dim=1)
 
 
 def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:

@@ -87,7 +87,7 @@ def test_a_field_of_a_wrong_type_is_named(tiny_model_dir, tmp_path, name):
     [
         ({"peft_type": "NOPE"}, r"PEFT cannot read its adapter_config\.json: KeyError: 'NOPE'"),
         ({"r": "x"}, r"PEFT cannot make the adapter of its adapter_config\.json: TypeError"),
-        ({"base_model_name_or_path": 7}, r"base_model_name_or_path in adapter_config\.json is 7, no folder"),
+        ({"base_model_name_or_path": 7}, r"base_model_name_or_path in adapter_config\.json is 7: use"),
     ],
 )
 def test_an_adapter_that_peft_cannot_read_is_named(adapter, tmp_path, changed, message):
