@@ -120,12 +120,5 @@ def test_an_index_is_for_files_of_its_own_folder(tiny_model_dir, tmp_path, index
     for read in (load_model, lambda path: adapter_chain(str(path), None)):
         with pytest.raises(ValueError, match=rf"^{folder}/{INDEX} {message}"):
             read(folder)
-
-
-def test_an_index_from_the_hub_may_name_files_that_are_yet_to_come(tmp_path):
-    path = tmp_path / INDEX
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "gone.safetensors"}}))
-    check_index(path, complete=False)
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../gone.safetensors"}}))
-    with pytest.raises(ValueError, match="files in other folders"):
-        check_index(path, complete=False)
+    if message.endswith("not there"):  # on the hub, files may be yet to come
+        check_index(folder / INDEX, complete=False)

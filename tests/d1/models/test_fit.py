@@ -370,15 +370,3 @@ def test_short_models_whatever_kernel_their_config_names(kind_dirs, kind, tmp_pa
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
     named = type(read)(**(read.to_dict() | {"attn_implementation": kernel}))
     assert activation_bytes(named, settings) == activations
-
-
-def test_layers_go_on_as_they_began(kind_dirs):
-    config, _ = native_config(str(kind_dirs["gemma2"]))
-    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
-    more = with_layers(config, 5)
-    assert (more.num_hidden_layers, more.layer_types) == (
-        5,
-        [*config.layer_types, "sliding_attention", "full_attention"],
-    )
-    assert with_layers(config, 2).layer_types == config.layer_types[:2]
-    assert config.num_hidden_layers == 3
