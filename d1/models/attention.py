@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 from d1.models.kinds import attention_name, block_size, is_encoder, kind_of, windowed
 from d1.transformers_bridge import attention_kernel
 
-# For each text of a packed row, in order: its tokens, and how many of its last tokens follow again as noised copies.
-Segments = Sequence[tuple[int, int]]
 KERNELS = ("sdpa", "eager")  # kernels that take a mask over queries
 
 

@@ -324,6 +324,7 @@ def test_llada_without_grouped_heads_and_with_a_padded_vocabulary(tmp_path, llad
         ("sdar", {"block_size": None, "mask_token_id": None}, (4, 151669)),
         ("Fast_dLLM_Qwen", {"bd_size": 16, "mask_token_id": None}, (16, 151665)),
         ("llada2_moe", {"mask_token_id": None, "block_size": None}, (32, 156895)),
+        ("llada2_moe", {"enable_editing": False, "insert_threshold": None, "expert_capacity": None}, (3, 3)),
         ("lladamoe", {"mask_token_id": None}, (None, 156895)),
     ],
 )
@@ -472,11 +473,6 @@ def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, m
     (tmp_path / "config.json").write_text(json.dumps(config_of(released, **fields)))
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
-
-
-def test_editing_that_is_turned_off_is_no_reason(tmp_path):
-    fields = {"enable_editing": False, "insert_threshold": None, "expert_capacity": None}
-    load_model(write_released(tmp_path, "llada2_moe", **fields))
 
 
 def test_what_sft_learnt_goes_through_a_released_format(tmp_path):

@@ -146,28 +146,13 @@ def test_compiled_forward_is_the_forward(kind_dirs, name):
     torch.testing.assert_close(logits_of(compiled, ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"alibi": True}, "alibi"),
-        ({"block_type": "sequential"}, "block_type"),
-        ({"rope_theta": None}, "lacks rope_theta"),
-    ],
-)
-def test_a_llada_config_with_other_layers_is_refused(tmp_path, llada_writer, fields, message):
-    with pytest.raises(ValueError, match=message):
-        load_model(llada_writer(tmp_path, **fields))
-
-
-def test_folders_that_are_no_models_are_called_so(tmp_path, llada_writer):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty has no config\.json"):
-        load_model(tmp_path / "empty")
-    cut = llada_writer(tmp_path / "cut")
-    file = cut / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"cut: a file of weights is damaged or cut off"):
-        load_model(cut)
+def test_folders_that_are_no_models_and_configs_with_other_layers_are_refused(tmp_path, llada_writer):
+    with pytest.raises(FileNotFoundError, match=r"\d has no config\.json"):
+        load_model(tmp_path)
+    odd: dict[str, Any] = {"alibi": True, "block_type": "sequential", "rope_theta": None}
+    for name, value in odd.items():
+        with pytest.raises(ValueError, match=name):
+            load_model(llada_writer(tmp_path, **{name: value}))
 
 
 def test_weights_that_do_not_fit_are_all_listed(tmp_path, llada_writer):
@@ -228,18 +213,9 @@ def test_a_plain_model_is_refused_and_equals_load_models_once_prepared(kind_dirs
         require_prepared(plain)
     if kind != "modernbert":  # its rotary positions do not depend on where a text begins
         assert (padded_logits(plain) - expected).abs().max() > 1e-3
-    assert prepare(plain) is plain
+    assert prepare(prepare(plain)) is plain  # two shifts would move Dream's logits by two positions
     require_prepared(plain)
     assert torch.equal(padded_logits(plain), expected)
-
-
-@pytest.mark.parametrize("name", ["Dream", "bert", "gemma2"])
-def test_preparing_twice_is_preparing_once(kind_dirs, name, tmp_path):
-    """Two shifts would move Dream's logits by two positions."""
-    plain = build_plain(tmp_path, kind_dirs[name], name)
-    assert torch.equal(padded_logits(prepare(prepare(plain))), padded_logits(load_model(kind_dirs[name])))
-    loaded = load_model(kind_dirs[name])
-    assert torch.equal(padded_logits(prepare(loaded)), padded_logits(plain))
 
 
 @pytest.mark.parametrize("name", ["Dream", "bert"])
