@@ -142,7 +142,8 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     with FakeTensorMode(), grouped:
         # On meta tensors attention would take another kernel than on fake tensors of a CPU.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-        (model.get_base_model() if isinstance(model, PeftModel) else model).tie_weights()
+        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner.tie_weights()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
