@@ -40,6 +40,7 @@ from tqdm import tqdm
 from d1.files import FileLock, Held, read_object, write_atomically
 from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
+from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
 from d1.models.kinds import check_room, native_config
 from d1.models.load import load_on_device, named_dtype
@@ -332,7 +333,9 @@ def load_model_for(args: argparse.Namespace) -> Any:
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = "a GPU" if torch.cuda.is_available() else "a CPU"
         logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
-    how = {"adapter": args.checkpoint_path or None, "attn_implementation": args.attn_implementation}
+    adapter = args.checkpoint_path or None
+    check_memory(args.model_path, args.dtype, adapter)
+    how = {"adapter": adapter, "attn_implementation": args.attn_implementation}
     return load_on_device(args.model_path, args.dtype, **how)
 
 

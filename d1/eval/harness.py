@@ -158,15 +158,19 @@ def log_likelihoods(
             views_at_once=max(batch_size // len(numbers), 1),
         )
         bounds = scores.logps.double().sum(-1).tolist()
-        check_finite(model, numbers, map(math.isfinite, bounds))
+        check_finite(model, pairs, numbers, map(math.isfinite, bounds), mask_token_id)
         yield from zip(numbers, bounds, strict=True)
 
 
-def check_finite(model: Any, numbers: Sequence[int], finite: Iterable[bool]) -> None:
+def check_finite(
+    model: Any, pairs: Sequence[Pair], numbers: Sequence[int], finite: Iterable[bool], mask_token_id: int
+) -> None:
     """Raise NotFiniteError, which names the layer, for the first pair of a batch that is not `finite`."""
     for number, is_finite in zip(numbers, finite, strict=True):
         if not is_finite:
-            raise NotFiniteError(number, why_not_finite(model))
+            prompt, answer = pairs[number]
+            texts = torch.tensor([[*prompt, *([mask_token_id] * len(answer))], [*prompt, *answer]], device=model.device)
+            raise NotFiniteError(number, why_not_finite(model, texts))
 
 
 def are_greedy(
@@ -189,7 +193,7 @@ def are_greedy(
             finite[step.rows] &= (step.logps.isfinite() | ~step.revealed).all(1)
             if not right.any():  # each row has revealed a wrong token
                 break
-        check_finite(model, numbers, finite.tolist())
+        check_finite(model, pairs, numbers, finite.tolist(), mask_token_id)
         yield from zip(numbers, right.tolist(), strict=True)
 
 

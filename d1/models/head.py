@@ -1,5 +1,5 @@
 """The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time; and the
-search for a weight that is not finite.
+search for the first module whose output is not finite.
 
 Only the head reads the output of a decoder's last layer. So this layer needs the keys and values of all positions, but
 queries, attention output and feed-forward only of the positions whose logits are needed (`narrow`).
@@ -8,14 +8,15 @@ queries, attention output and feed-forward only of the positions whose logits ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from d1.models.distribution import OWN, Distribution
@@ -34,6 +35,16 @@ def can_narrow(model: Any) -> bool:
         and attention_kernel(model.config) in ("sdpa", "eager")
         and not (model.training and model.is_activation_checkpointing)
     )
+
+
+class AllKeys:
+    """The keys and values of all tokens, instead of a layer's cache."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
 
 
 def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -59,7 +70,7 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     # The layer itself then runs on the chosen positions, and takes the keys of all from what it believes is a cache.
     at = positions.unsqueeze(-1)
     kwargs |= {
-        "past_key_values": SimpleNamespace(update=lambda *args, **kwargs: (keys, values)),
+        "past_key_values": AllKeys(keys, values),
         "position_embeddings": (torch.take_along_dim(cos, at, 1), torch.take_along_dim(sin, at, 1)),
         "position_ids": None,
         "attention_mask": None if mask is None else torch.take_along_dim(mask, at.unsqueeze(1), 2),
@@ -216,16 +227,54 @@ class NotFiniteError(FloatingPointError):
         return NotFiniteError(self.number, self.why, name)
 
 
-def why_not_finite(model: Any) -> str:
-    """The first weight that is not finite, and what to do. Nothing of this runs for a healthy model: a sampler sees in
-    its log-probabilities that something is wrong. -inf for a forbidden token counts as wrong, too, because it makes an
-    entropy NaN; no supported kind of model has it."""
+@torch.no_grad()
+def why_not_finite(model: Any, texts: Iterable[Tensor]) -> str:
+    """The first module, in the order of execution, whose output is not finite, and what to do about it.
+
+    Nothing of this runs for a healthy model: a sampler sees in its log-probabilities that something is wrong. -inf for
+    a forbidden token counts as wrong, too, because it makes an entropy NaN; no supported kind of model has it.
+
+    Args:
+        texts: (length,) ids each, without padding: states of the row, which run again until one shows the fault.
+    """
     if any(hasattr(weight, "ds_id") or hasattr(weight, "to_local") for weight in model.parameters()):
         return "which layer is at fault is unknown, because each process holds only a part of the weights"
-    for name, weight in model.named_parameters():
+    for text in texts:
+        if found := first_fault(model, text):
+            return said(model, *found)
+    return "another run of the row gave finite numbers: check the machine's memory"
+
+
+def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
+    """The first module, by name, whose output for a `text` (length,) is not finite."""
+    found: list[tuple[str, nn.Module]] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
+        if not found and not all(tensor.isfinite().all() for tensor in tensors):
+            found.append((names[module], module))
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    body, run_head = body_and_head(model)
+    try:
+        states = body(text.unsqueeze(0))[0]
+        for some in states.split(max(1, CHUNK_ELEMENTS // model.config.vocab_size)):
+            logits = run_head(some)
+            if found or not logits.isfinite().all():
+                return found[0] if found else ("the head", model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return None
+
+
+def said(model: Any, name: str, module: nn.Module) -> str:
+    """What is wrong with the module `name`, on one line."""
+    first = f"the first output that is not comes from {name}"
+    for weight_name, weight in module.named_parameters():
         if weight.is_floating_point() and (bad := int((~weight.isfinite()).sum())):
-            module, _, own = name.rpartition(".")
-            return f"it comes from {module}, whose {own} has {bad} of {weight.numel()} values that are not: {NEW_COPY}"
+            return f"{first}, whose {weight_name} has {bad} of {weight.numel()} values that are not: {NEW_COPY}"
     if model.dtype == torch.float16:
-        return "all weights are finite: float16 overflows, so load the model in bfloat16 or float32"
-    return f"all weights are finite: numbers become too large for {model.dtype}, so {NEW_COPY}"
+        return f"{first}, whose weights are finite: float16 overflows there, so load the model in bfloat16 or float32"
+    return f"{first}, whose weights are finite: numbers before it are too large for {model.dtype}, so {NEW_COPY}"

@@ -380,7 +380,15 @@ class Sampler:
         yield from steps
         finite = canvas.sums.isfinite().tolist()  # the rollout's one host sync at its end
         if not all(finite):
-            raise NotFiniteError(finite.index(False), why_not_finite(self.model))
+            raise self.fault(canvas, finite.index(False), finite.index(False))
+
+    def fault(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
+        """The error for a row of the canvas, which is called `number`: it names the layer. The states that are run
+        again are the row's first and last, and the unconditional one of guidance."""
+        seen = canvas.visible[row].bool()
+        ids, given = canvas.ids[row][seen], canvas.given[row][seen]
+        hidden = torch.full_like(ids, self.mask_token_id)
+        return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
 
 
 # --- Rollouts: what sampling returns, and the functions that sample ---------------------------------------------------

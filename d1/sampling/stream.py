@@ -15,7 +15,7 @@ from torch import Generator
 from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
-from d1.models.head import NotFiniteError, why_not_finite
+from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import (
@@ -183,8 +183,7 @@ class Stream:
         canvas, rows = self.batch.canvas, self.batch.rows
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
         broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]
-        why = why_not_finite(self.sampler.model) if broken else ""
-        return {rows[index].number: NotFiniteError(rows[index].number, why) for index in broken}
+        return {rows[index].number: self.sampler.fault(canvas, index, rows[index].number) for index in broken}
 
     @torch.no_grad()
     def enter(self, new: Sequence[Asked]) -> None:

@@ -512,6 +512,19 @@ def test_a_block_length_that_nobody_gave_need_not_divide_the_length(tiny_model_d
         assert [run.gen_length for run in runs] == [48, 30]
 
 
+def test_weights_that_no_memory_holds_are_refused_before_they_are_read(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    edit_json(folder / "config.json", hidden_size=1 << 16, intermediate_size=1 << 18, num_hidden_layers=8)
+    message = r"m: its weights take {} GB as {}, and [\d.]+ GB of memory are free: {}use a machine with a GPU"
+    for flags, size, dtype, advice in (
+        ((), r"1649\.5", "float32", "pass --dtype bfloat16, which takes half, or "),
+        (("--dtype", "bfloat16"), r"824\.8", "bfloat16", ""),
+    ):
+        with pytest.raises(ValueError, match=message.format(size, dtype, advice)):
+            evaluate(folder, tmp_path, "--limit", "1", *flags)
+
+
 def test_file_names_tell_setups_apart(tmp_path):
     def name(*flags: str) -> str:
         required = ["--model_path", "runs/sft/checkpoint-20/", "--dataset", "math", "--diffusion_steps", "64"]

@@ -128,11 +128,12 @@ def test_float16_that_overflows_is_another_cause(kind_dirs):
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1e5)
     assert rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK).logps.isfinite().all()
     model.half()
-    with pytest.raises(NotFiniteError, match=r"comes from model\.layers\.1\.mlp\.up_proj, whose|float16"):
+    with pytest.raises(NotFiniteError, match=r"float16|values") as caught:
         rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK)
+    assert "model.layers.1.mlp.up_proj" in str(caught.value)
     model = load_model(kind_dirs["llama"], dtype=torch.float16)
     model.model.layers[1].mlp.up_proj.weight.data.fill_(6e4)
-    with pytest.raises(NotFiniteError, match="all weights are finite: float16 overflows"):
+    with pytest.raises(NotFiniteError, match=r"comes from model\.layers\.1\.mlp\.up_proj, whose weights are f"):
         rollout(model, *prompts(), **LENGTHS, mask_token_id=MASK)
 
 
