@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps
 from transformers.core_model_loading import WeightConverter as WeightConverter
@@ -53,6 +53,10 @@ except ImportError:  # before Transformers 5.20. Delete this, and the class, onc
 # The argument of a decoder's forward that is its cache; "past_key_values" before Transformers 5.24. Delete the other
 # name once 5.24 is the oldest version.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
+# The setting of Trainer for gradient checkpointing; "gradient_checkpointing" before Transformers 5.23. Likewise.
+RECOMPUTE = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them

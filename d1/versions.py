@@ -1,4 +1,4 @@
-"""The installed versions of the libraries below this one: its tests cover ranges, and others could compute wrong numbers."""
+"""The ranges of versions that this package states: with others, numbers could be wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 
 def check_versions() -> None:
-    """Raise ImportError, with a command that mends it, if an installed version is outside the range that this package
+    """Raise ImportError if an installed version is outside the range that this package
     states. A checkout that is not installed states none."""
     try:
         stated = map(Requirement, requires("d1") or [])
@@ -20,4 +20,4 @@ def check_versions() -> None:
         if need.marker is None and not need.specifier.contains(installed := version(need.name), prereleases=True)
     ]
     if wrong:
-        raise ImportError(f"d1 does not work with these versions: {'; '.join(wrong)}. Install others, or d1 in an own one")
+        raise ImportError(f"d1 does not work with these versions: {'; '.join(wrong)}")
