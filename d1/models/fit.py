@@ -29,6 +29,7 @@ from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
 from d1.models.kinds import block_size, experts, native_config
 from d1.models.load import auto_class, named_dtype, prepare
 from d1.models.packing import two_stream_states
+from d1.transformers_bridge import CACHE
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
@@ -159,7 +160,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
                 states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
             else:
-                states = body(ids, mask, **({"past_key_values": DynamicCache()} if size else {}))
+                states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training:
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))

@@ -199,6 +199,7 @@ def raw_config(path: str) -> dict[str, Any]:
         check_files(Path(path))
     with reading(path, "its config.json cannot be read"):
         raw: dict[str, Any] = PreTrainedConfig.get_config_dict(path)[0]
+    raw.pop("_commit_hash", None)  # which Transformers 5.17 adds
     return raw
 
 

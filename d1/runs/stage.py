@@ -31,6 +31,7 @@ from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resu
 from d1.runs.cli import TrainingSettings, from_rank_0, together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.record import OPENING, ROWS, OnResume, history, of_settings, save_record, whole, write_card
+from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.grad_accum_steps,
         bf16=on_gpu(),
-        activation_checkpointing=args.gradient_checkpointing,
+        **{RECOMPUTE: args.gradient_checkpointing},  # type: ignore[arg-type]
         save_strategy="steps",
         save_total_limit=2,
         logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway

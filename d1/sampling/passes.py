@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
+from d1.transformers_bridge import CACHE
 
 
 class Block(NamedTuple):
@@ -60,7 +61,7 @@ class Passes:
 
     def feed_all(self, ids: Tensor, visible: Tensor, positions: Tensor, past: DynamicCache | None = None) -> Tensor:
         """The states at `positions` from a pass over the whole text, whose keys and values go to `past`."""
-        options: dict[str, Any] = {} if past is None else {"past_key_values": past}
+        options: dict[str, Any] = {} if past is None else {CACHE: past}
         if self.masked and self.over_queries:
             options["position_ids"] = count_positions(visible)
         return self.body(ids, self.mask(visible, ids.shape[1]), positions, **options)
@@ -196,7 +197,7 @@ class WindowPasses(Passes):
             self.mask(torch.cat([window.stored, window.fed], dim=1), width),
             (positions - inside[:, :1]).clamp(0, width - 1),
             position_ids=window.position_ids,
-            past_key_values=window.past,
+            **{CACHE: window.past},
         )
 
 
@@ -406,7 +407,7 @@ class DelayedPasses(Passes):
             self.mask(torch.cat(keys, dim=1), queries.shape[1]),
             at,
             position_ids=count_positions(visible).gather(1, queries),
-            past_key_values=past,
+            **{CACHE: past},
             **options,
         )
         # The pass appended its keys and values: move those of the `fed` tokens to their own positions.

@@ -20,6 +20,7 @@ from d1.models.attention import (
     takes_masks_over_queries,
 )
 from d1.models.head import body_and_head
+from d1.transformers_bridge import CACHE
 from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
@@ -136,9 +137,9 @@ def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
     for row, cut in ((0, 6), (1, 8)):
         text, seen, past = ids[row : row + 1], mask[row : row + 1], DynamicCache()
         whole = model(input_ids=text, attention_mask=seen).logits
-        model(input_ids=text[:, :cut], attention_mask=seen[:, :cut], past_key_values=past)
+        model(input_ids=text[:, :cut], attention_mask=seen[:, :cut], **{CACHE: past})
         places = count_positions(seen)[:, cut:]
-        rest = model(input_ids=text[:, cut:], attention_mask=seen, position_ids=places, past_key_values=past)
+        rest = model(input_ids=text[:, cut:], attention_mask=seen, position_ids=places, **{CACHE: past})
         torch.testing.assert_close(rest.logits, whole[:, cut:], atol=1e-5, rtol=0)
 
 
