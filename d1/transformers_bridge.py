@@ -247,7 +247,8 @@ class TrainerHooks(_Trainer):
 
     def mean_loss(self) -> float:
         """The mean loss of all steps of the run or, if a resume did not call `set_loss_sums`, of those since then."""
-        first = 0 if self.resumed_sums else self._initial_global_step
+        # Before Transformers 5.19, the first step is not known. Delete the 0 once 5.19 is the oldest version.
+        first = 0 if self.resumed_sums else getattr(self, "_initial_global_step", 0)
         return self._total_loss_scalar / max(self.state.global_step - first, 1)
 
     def loss_sums(self) -> dict[str, Any]:

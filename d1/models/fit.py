@@ -142,7 +142,9 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     training, size = settings.stage != "eval", block_size(config)
     mixed = training and settings.dtype != "float32"
     model = build(with_layers(config, layers), settings)
-    grouped = patch("torch.nn.functional.grouped_mm", lambda tokens, weights, **_: Grouped.apply(tokens, weights))
+    grouped = patch(
+        "torch.nn.functional.grouped_mm", lambda tokens, weights, **_: Grouped.apply(tokens, weights), create=True
+    )
     with FakeTensorMode(), grouped:
         # On meta tensors attention would take another kernel than on fake tensors of a CPU.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))

@@ -108,7 +108,7 @@ class Stage:
                 write_card(folder)
                 give_usual_mode(folder.glob("*.safetensors"))
         trainer.accelerator.wait_for_everyone()
-        trainer.end()
+        trainer.accelerator.end_training()
         return trainer
 
     def finish_again(self, folder: Path, checkpoint: Path) -> None:
