@@ -1,7 +1,12 @@
 """The only module that uses private names of Transformers: for each, the version checked, and when to delete it. Names
 that are public but have no stable home are imported here, too."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from d1.versions import check_versions
+
+check_versions()  # first, because other versions may lack what is imported next
 
 import math
 import os

@@ -1,7 +1,9 @@
 """The repository as a whole: pins, imports, names, and that the files to launch can be launched."""
 
 import ast
+import contextlib
 import graphlib
+import importlib
 import importlib.metadata
 import os
 import re
@@ -22,6 +24,7 @@ OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fast
 OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
+    ("versions",),
     ("files", "lazy", "ranges", "show", "transformers_bridge"),
     ("hub", "sandbox"),
     ("models", "masking", "tasks"),
@@ -99,14 +102,36 @@ def test_the_version_is_the_same_wherever_it_stands():
     assert version == PROJECT["project"]["version"]
 
 
-def test_pins_name_versions_and_env_yml_installs_the_same():
+def pins_of(file: str) -> dict[str, str]:
+    """Distribution -> its version in a constraints file."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_versions_that_are_installed_or_tested_lie_in_the_stated_ranges():
+    """What the README installs, what runs these tests, and the ends that `make test-versions` tries."""
     project = PROJECT["project"]
-    environment = yaml.safe_load((ROOT / "env.yml").read_text())["dependencies"]
-    dependencies, extras = project["dependencies"], project["optional-dependencies"]
-    assert sorted(environment[-1]["pip"]) == sorted([*dependencies, *extras["gpu"], "-e ."])
-    assert f"python={project['requires-python'].removeprefix('>=')}" in environment
-    pins = {pin for group in (dependencies, *extras.values()) for pin in group if not pin.startswith("d1[")}
-    assert len(dict(pin.split("==") for pin in pins)) == len(pins)  # one version each
+    ranges = [Requirement(need) for need in (*project["dependencies"], *project["optional-dependencies"]["serve"])]
+    installed, oldest, newest = map(
+        pins_of, ("constraints.txt", "tests/versions/oldest.txt", "tests/versions/newest.txt")
+    )
+    for need in ranges:
+        name = canonicalize_name(need.name)
+        ends = [clause for clause in need.specifier if clause.operator == ">="]
+        assert oldest[name].startswith(ends[0].version), name  # the lower end itself
+        for version in (installed[name], oldest[name], newest[name]):
+            assert need.specifier.contains(version), (name, version)
+    for name, version in installed.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of another platform or extra
+            assert importlib.metadata.version(name).partition("+")[0] == version, name
+
+
+def test_another_version_is_one_error_at_import(monkeypatch):
+    versions = importlib.metadata.version
+    monkeypatch.setattr("d1.versions.version", lambda name: "5.16.1" if name == "transformers" else versions(name))
+    monkeypatch.delitem(sys.modules, "d1.transformers_bridge")
+    with pytest.raises(ImportError, match=r"transformers is 5\.16\.1, and must be [<>=,.\d]*>=5\.17"):
+        importlib.import_module("d1.transformers_bridge")
 
 
 def test_the_wheel_takes_what_modules_read_beside_them():
