@@ -38,6 +38,7 @@ from d1.models.attention import (
 from d1.models.head import narrow, take_computations
 from d1.models.kinds import attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
+from d1.models.selfcheck import check_environment
 from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -120,6 +121,7 @@ def load_model(
     Raises:
         ValueError: The kind is not supported, or weights are missing, unexpected or of another shape.
     """
+    check_environment(prepare)
     base, adapters = adapter_chain(str(path), adapter)
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
