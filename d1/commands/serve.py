@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
@@ -18,15 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
-from d1.ranges import COUNT, NATURAL, Range
+from d1.ranges import COUNT, Range
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL
 
 if TYPE_CHECKING:
     from d1.serve.requests import Server
 
-PARTING = 10  # seconds that clients have to read their answers after --drain_seconds
-MISSING = "d1 serve needs FastAPI, uvicorn and prometheus-client: pip install -e '.[serve]' in the checkout"
+MISSING = "d1 serve needs FastAPI and uvicorn: pip install -e '.[serve]' in the checkout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
     server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
     server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
-    drain = "time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)"
-    server.add_argument("--drain_seconds", type=NATURAL, help=drain)
     add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
 
 
@@ -108,7 +104,6 @@ def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
 def run(args: argparse.Namespace) -> None:
     try:
         import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
         import uvicorn
     except ImportError as error:
         raise ImportError(MISSING) from error
@@ -124,15 +119,7 @@ def run(args: argparse.Namespace) -> None:
     check_canvas(args)
 
     server = server_of(args, tokenizer)
-    patience = None if args.drain_seconds is None else args.drain_seconds + PARTING
-    config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=patience)
-
-    class Draining(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if args.drain_seconds is not None:
-                asyncio.get_running_loop().call_later(args.drain_seconds, server.engine.finish)
-            await super().shutdown(sockets)
-
+    program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))
     gc.collect()
     gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
     with named_address(args.host, args.port):
@@ -143,4 +130,4 @@ def run(args: argparse.Namespace) -> None:
     if args.host not in LOCAL and not args.api_key:
         logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
-    Draining(config).run(sockets=[own])
+    program.run(sockets=[own])

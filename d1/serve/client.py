@@ -140,8 +140,8 @@ def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
     """(count,) numbers. Raises ValueError for anything else."""
     try:
         tensor = torch.as_tensor(values).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}") from error
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.tensor(0)
     if tensor.dim() != 1 or tensor.dtype == torch.bool:
         raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}")
     if count not in (None, len(tensor)):
@@ -161,43 +161,21 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
 
 # --- SGLang's dialect: its requests, and its answers in the form of `d1 serve` ----------------------------------------
 
-START = "python -m sglang.launch_server --model-path MODEL --dllm-algorithm D1 --max-running-requests 64"
 
-
-def probe(mask_token_id: int) -> dict[str, Any]:
-    """A request whose answer shows whether SGLang runs the plugin: one prompt with two names, at temperature 1."""
-    prompt, params = [int(mask_token_id == 0)], {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
-    return {"input_ids": [prompt, prompt], "rid": [uuid.uuid4().hex, uuid.uuid4().hex], "sampling_params": params}
-
-
-def check_answer(where: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError, with the command that starts a right server, unless these answers to `probe` come from SGLang
-    with the plugin; `where` begins the message."""
-    if all("step_maps" in row["meta_info"] for row in rows):
-        return
-    same = ", and two samples at temperature 1 are identical" if rows[0]["output_ids"] == rows[1]["output_ids"] else ""
-    raise ValueError(
-        f"{where}it does not sample by d1's rules: its answers have no step_maps{same}. Install d1 into its "
-        f"environment (pip install --no-deps) and start it with: {START}"
-    )
-
-
-def sglang_request(
-    texts: Sequence[Sequence[int]],
-    keys: Sequence[Sequence[int]],
-    settings: SamplingSettings,
-    ends: Sequence[int],
-    mask_token_id: int,
-) -> dict[str, Any]:
-    """The body of `/generate` for prompts without padding; `keys` and `ends` as in `Prompts`."""
-    names = {name: value for name, value in asdict(settings).items() if value is not None}
-    length, seed = names.pop("gen_length"), keys[0][0]
-    custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
-    params = {"max_new_tokens": length, "temperature": settings.temperature, "ignore_eos": True}
+def request_of(prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None) -> dict[str, Any]:
+    """The body of `/generate` for the prompts without their padding; SGLang is told the `mask_token_id`."""
+    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
+    params: dict[str, Any] = {"max_new_tokens": names.pop("gen_length"), "ignore_eos": True}
+    rids, seed, ends = ["-".join(map(str, key[1:])) for key in prompts.keys], prompts.keys[0][0], [*prompts.ends]
+    if mask_token_id is None:
+        params |= names | {"sampling_seed": seed, "eos_stop": ends}
+        body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "padded_to": prompts.ids.shape[1]}
+        return body | {"return_logprob": True, "return_step_maps": True}
+    custom = {"settings": names, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
+    params |= {"temperature": prompts.settings.temperature, "custom_params": custom}
     # SGLang refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the point.
     own = uuid.uuid4().hex
-    rids = [f"{'-'.join(map(str, key[1:]))}.{own}" for key in keys]
-    return {"input_ids": [*texts], "rid": rids, "sampling_params": params | {"custom_params": custom}}
+    return {"input_ids": [*texts], "rid": [f"{rid}.{own}" for rid in rids], "sampling_params": params}
 
 
 def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
@@ -304,14 +282,10 @@ class RolloutServer:
         told = f"{url} answered {answer.status_code}: {answer.text[:500]}"
         if answer.status_code in BUSY:
             raise Unavailable(told)
-        if answer.status_code == 401:
-            raise ValueError(f"{told} (set {KEY} for this run)")
         if answer.status_code != 200:
-            raise ValueError(told)
-        if "json" not in answer.headers.get("content-type", ""):
-            return answer.text
+            raise ValueError(f"{told} (set {KEY} for this run)" if answer.status_code == 401 else told)
         try:
-            return answer.json()
+            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
         except ValueError as error:
             raise ValueError(f"{url} answered what is no JSON: {answer.text!r:.60}") from error
 
@@ -331,13 +305,10 @@ class RolloutServer:
             if mask != mask_token_id:
                 raise ValueError(f"{self.url} hides tokens by {mask}, and this run by {mask_token_id}")
             if self.folders == []:
-                raise ValueError(
-                    f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
-                    "this run can write to"
-                )
+                told = "start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that this run can write to"
+                raise ValueError(f"{self.url} loads no weights: {told}")
             if "mask_token_id" not in facts and self.problem:  # SGLang, which may have restarted
-                rows = self.ask("POST", "/generate", probe(mask_token_id))
-                explained(f"{self.url}: ", check_answer, rows)
+                self.check_plugin(int(mask_token_id == 0))
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
@@ -350,14 +321,22 @@ class RolloutServer:
                     raise Unavailable(f"{self.url} took weights and has {found} now, not {weights.version}")
             self.version = weights.version
 
+    def check_plugin(self, token: int) -> None:
+        """Raises ValueError, with the command that starts a right server, unless SGLang answers with the plugin."""
+        params = {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
+        rows = self.ask("POST", "/generate", {"input_ids": [[token]], "sampling_params": params})
+        if not explained(f"{self.url}: ", lambda where: "step_maps" in rows[0]["meta_info"]):
+            raise ValueError(
+                f"{self.url}: it does not sample by d1's rules: its answers have no step_maps. Install d1 into its "
+                "environment (pip install --no-deps) and start it with: python -m sglang.launch_server --model-path "
+                "MODEL --dllm-algorithm D1 --max-running-requests 64"
+            )
+
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
         """`rollout` of the prompts by the server, in a batch of their own, with these weights and no others."""
         ids, settings, ends = prompts.ids, prompts.settings, prompts.ends
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        if self.mask_token_id is None:
-            body = request_of(prompts, texts)
-        else:
-            body = sglang_request(texts, prompts.keys, settings, ends, self.mask_token_id)
+        body = request_of(prompts, texts, self.mask_token_id)
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
             found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
@@ -429,16 +408,6 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     if type(fed) is not int or not passes <= fed <= passes * most:
         raise ValueError(f"{where}forward_tokens is {fed!r:.40}: expected {passes} to {passes * most}")
     return columns | {"passes": torch.tensor(passes), "forward_tokens": torch.tensor(fed)}
-
-
-def request_of(prompts: Prompts, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The body of `/generate` of `d1 serve`, for the prompts without their padding."""
-    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
-    params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": prompts.keys[0][0]}
-    params |= {"ignore_eos": True, "eos_stop": [*prompts.ends]}
-    rids = ["-".join(map(str, key[1:])) for key in prompts.keys]
-    body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "padded_to": prompts.ids.shape[1]}
-    return body | {"return_logprob": True, "return_step_maps": True}
 
 
 def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:
