@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     port = Range(0, 65535, integer=True)
     server.add_argument("--port", type=port, default=30000, help="0: any that is free (default: %(default)s)")
-    names = "names by which clients call this server, besides localhost and HOST (default: none; '*': all; with an API "
-    names += "key: all)"
+    names = "names by which clients call this server, besides localhost and HOST ('*': all; with an API key: all)"
     server.add_argument("--allowed_hosts", nargs="+", metavar="NAME", default=[], help=names)
     server.add_argument("--api_key", default=os.environ.get(KEY), help=f"key that clients must send (default: ${KEY})")
     server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
@@ -66,13 +65,11 @@ def named_address(host: str, port: int) -> Iterator[None]:
 
 
 def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """The names in the header `Host` of requests to a server that listens on `host`. If that is all addresses, the
-    machine's name is one of them."""
-    names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower().strip("[]") for name in more)]
-    if host in ("", "0.0.0.0", "::"):
-        own = socket.gethostname().lower()
-        names += [own, own.partition(".")[0]]
-    return tuple(dict.fromkeys(names))
+    """The names in the header `Host` of requests to a server that listens on `host`; if that is all addresses, also the
+    machine's own."""
+    own = socket.gethostname().lower()
+    names = [own, own.partition(".")[0]] if host in ("", "0.0.0.0", "::") else [host.lower()]
+    return (*LOCAL, *names, *(name.lower().strip("[]") for name in more))
 
 
 def served_model(args: argparse.Namespace) -> Any:

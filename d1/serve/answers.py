@@ -14,28 +14,20 @@ from d1.serve.engine import Completed, Revealed, Row
 from d1.show.film import chip, piece
 
 
-def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool, step_maps: bool) -> dict[str, Any]:
+def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool) -> dict[str, Any]:
     """The answer of `/generate`: up to and including the first end, if it is `cut_off`; else the whole canvas."""
     end = first_end(done.ids, row.ends if cut_off else ())
     count = min(end + 1, len(done.ids))
     why: dict[str, Any] = {"type": "length", "length": count}
     if end < len(done.ids):
         why = {"type": "stop", "matched": done.ids[end]}
-    meta: dict[str, Any] = {
-        "id": row.rid,
-        "finish_reason": why,
-        "prompt_tokens": len(row.ids),
-        "completion_tokens": count,
-        "weight_version": done.weight_version,
-        "forward_passes": done.passes,
-        "forward_tokens": done.forward_tokens,
-    }
+    meta: dict[str, Any] = {"id": row.rid, "finish_reason": why, "weight_version": done.weight_version}
+    meta |= {"prompt_tokens": len(row.ids), "completion_tokens": count, "step_maps": step_map(done)[:count]}
+    meta |= {"forward_passes": done.passes, "forward_tokens": done.forward_tokens}
     if logprobs:
         pairs = zip(done.logps[:count], done.ids, strict=False)
         meta["output_token_logprobs"] = [[logp, token, None] for logp, token in pairs]
         meta["output_token_entropies"] = done.entropies[:count]
-    if step_maps:
-        meta["step_maps"] = step_map(done)[:count]
     return {"output_ids": done.ids[:count], "meta_info": meta}
 
 

@@ -124,7 +124,7 @@ def sglang_routes(server: Server) -> Any:
         rows = await asyncio.to_thread(server.rows_to_generate, body)
 
         def answer(done: list[Any]) -> Any:
-            given = not body.sampling_params.ignore_eos, body.return_logprob, body.return_step_maps
+            given = not body.sampling_params.ignore_eos, body.return_logprob
             answers = [generated(row, one, *given) for row, one in zip(rows, done, strict=True)]
             several = isinstance(body.input_ids[0], list) or len(rows) > 1
             return JSONResponse(answers if several else answers[0])
@@ -225,7 +225,6 @@ def pages(server: Server) -> Any:
             "rows_at_work": len(engine.rows),
             "forward_passes_total": engine.passes,
             "row_passes_total": engine.row_passes,  # rows, summed over forward passes
-            "forward_tokens_total": engine.forward_tokens,  # processed, of rows that ended
             "tokens_total": engine.tokens,  # of canvases that ended
         }
         return PlainTextResponse("".join(f"d1_{name} {value}\n" for name, value in numbers.items()))

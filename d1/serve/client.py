@@ -34,23 +34,15 @@ ROUNDING = 1e-3  # nats by which a log-probability may be above 0, or an entropy
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of rows before they are sampled.
+    """What is known of rows before they are sampled."""
 
-    Attributes:
-        vocabulary: tokens of the model.
-        mask_token_id: the token that no completion holds.
-        ends: token ids that end a completion.
-        settings: how the rows are sampled; they say how many tokens a canvas has.
-        aligned: blocks are counted from a text's first token, as a block-causal model's are.
-        by_our_rules: this library's samplers reveal the tokens, so the number of tokens per step is known, and the EOS
-            stop fills whole blocks with the first of `ends`. Otherwise the steps need only lie in the right blocks.
-    """
-
-    vocabulary: int
-    mask_token_id: int
-    ends: Sequence[int]
-    settings: SamplingSettings
-    aligned: bool = False
+    vocabulary: int  # tokens of the model
+    mask_token_id: int  # which no completion holds
+    ends: Sequence[int]  # token ids that end a completion
+    settings: SamplingSettings  # how the rows are sampled; they say how many tokens a canvas has
+    aligned: bool = False  # blocks are counted from a text's first token, as a block-causal model's are
+    # This library's samplers reveal the tokens, so the number of tokens per step is known, and the EOS stop fills whole
+    # blocks with the first of `ends`. Otherwise the steps need only lie in the right blocks.
     by_our_rules: bool = True
 
 
@@ -119,11 +111,10 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
 def check_counts(what: str, taken: Tensor, due: Tensor, rule: str | None) -> None:
     """Raises ValueError unless the steps of a block revealed `due` tokens each or, with a `rule`, one or more each and
     after each step at least the sum of `due`."""
-    if rule is None:
-        possible = taken.tolist() == due.tolist()
-    else:
-        possible = len(taken) <= len(due) and bool((taken > 0).all())
-        possible = possible and bool((taken.cumsum(0) >= due[: len(taken)].cumsum(0)).all())
+    possible = taken.tolist() == due.tolist()
+    if rule is not None:
+        enough = (taken > 0).all() and len(taken) <= len(due)
+        possible = bool(enough and (taken.cumsum(0) >= due[: len(taken)].cumsum(0)).all())
     if not possible:
         words = "" if rule is None else f" at least, one or more in each (rule {rule})"
         raise ValueError(f"{what} reveal {taken.tolist()!s:.60} tokens: expected {due.tolist()!s:.60}{words}")
@@ -169,8 +160,8 @@ def request_of(prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: 
     rids, seed, ends = ["-".join(map(str, key[1:])) for key in prompts.keys], prompts.keys[0][0], [*prompts.ends]
     if mask_token_id is None:
         params |= names | {"sampling_seed": seed, "eos_stop": ends}
-        body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "padded_to": prompts.ids.shape[1]}
-        return body | {"return_logprob": True, "return_step_maps": True}
+        body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "return_logprob": True}
+        return body | {"padded_to": prompts.ids.shape[1]}
     custom = {"settings": names, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
     params |= {"temperature": prompts.settings.temperature, "custom_params": custom}
     # SGLang refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the point.
@@ -220,22 +211,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows to sample: the arguments of `rollout`.
+    """Rows to sample: the arguments of `rollout`."""
 
-    Attributes:
-        ids, mask: (rows, prompt), padded on the left.
-        keys: of each row's generator, as `keyed_generator` takes it: the seed, then two numbers at least.
-        ends: of the EOS stop; none: no stop.
-        aligned: the model's blocks are counted from a text's first token, as a block-causal model's are.
-        vocabulary, mask_token_id: the model's number of tokens, and the one that no completion holds.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    keys: Sequence[Sequence[int]]
+    ids: Tensor  # (rows, prompt), padded on the left
+    mask: Tensor  # (rows, prompt)
+    keys: Sequence[Sequence[int]]  # of each row's generator, as `keyed_generator` takes it: the seed, then two or more
     settings: SamplingSettings
-    ends: Sequence[int]
-    aligned: bool
+    ends: Sequence[int]  # of the EOS stop; none: no stop
+    aligned: bool  # as in `Expected`
     vocabulary: int
     mask_token_id: int
 
@@ -246,21 +229,14 @@ class Prompts:
 
 
 class RolloutServer:
-    """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words.
-
-    Attributes:
-        problem: why no rows go to it now; None: it may get some.
-        folders: below which it loads weights; None: anywhere.
-        mask_token_id: that of the run, for SGLang, which is not asked for its own; None for `d1 serve`.
-        dtype: what it says that it computes in, such as "float32"; None: it does not say.
-    """
+    """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words."""
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url.rstrip("/"), ""
-        self.problem: str | None = "it was not asked yet"
-        self.folders: list[str] | None = []
-        self.mask_token_id: int | None = None
-        self.dtype: str | None = None
+        self.problem: str | None = "it was not asked yet"  # why no rows go to it now; None: it may get some
+        self.folders: list[str] | None = []  # below which it loads weights; None: anywhere
+        self.mask_token_id: int | None = None  # the run's, for SGLang, which is not asked for its own; else None
+        self.dtype: str | None = None  # in which it computes, such as "float32"; None: it does not say
         self.lock = threading.Lock()  # one thread at a time talks about weights
 
     @property
@@ -387,10 +363,7 @@ def meta_of(where: str, row: Any, rid: str, text: Sequence[int]) -> dict[str, An
 
 def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected: Expected) -> dict[str, Tensor]:
     """What `check_row` returns for an answer to the prompt `text`, and the numbers of passes and of their tokens.
-
-    Raises:
-        ValueError: as `check_row`; or the parts of the answer contradict each other.
-    """
+    Raises ValueError as `check_row` does, or if the parts of the answer contradict each other."""
     meta, ids, length = row["meta_info"], row["output_ids"], expected.settings.gen_length
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     steps = meta["step_maps"]

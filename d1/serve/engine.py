@@ -145,11 +145,8 @@ class Row:
 
 
 def weights_below(roots: Sequence[Path], path: str) -> Path:
-    """The folder of weights that a request names; a relative name is looked for in each of `roots`.
-
-    Raises:
-        ValueError: it does not lie below one of `roots` with all of its files.
-    """
+    """The folder of weights that a request names; a relative name is looked for in each of `roots`. Raises ValueError
+    unless it lies below one of `roots` with all of its files."""
     if not roots:
         raise ValueError("this server loads no weights: start it with --weights_dir FOLDER")
     for top in [root.resolve() for root in roots]:
@@ -217,7 +214,7 @@ class Engine:
         self.rows: dict[int, Row] = {}  # at work; only the engine's thread removes them
         self.lanes: dict[Lane, Stream] = {}
         self.numbers = count()
-        self.passes = self.forward_tokens = self.tokens = self.row_passes = 0  # so far
+        self.passes = self.tokens = self.row_passes = 0  # so far
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     def submit(self, rows: Sequence[Row]) -> None:
@@ -257,13 +254,8 @@ class Engine:
 
     def replace_model(self, load: Callable[[Any], Any], version: str) -> Future[None]:
         """Replaces the model by `load(model)` once no row is at work; new rows wait until then. If `load` raises, the
-        future does, and the old model stays. A second call for the same version gets the same future.
-
-        Raises:
-            QueueFull: an update to another version is under way.
-            ValueError: rows are at work and will stay there.
-            ConnectionError: the engine has ended.
-        """
+        future does, and the old model stays. A second call for the same version gets the same future. Raises QueueFull
+        during an update to another version, ValueError if rows are paused, ConnectionError after the engine's end."""
         with self.changed:
             self.check_serves()
             if self.update is not None:
@@ -398,7 +390,6 @@ class Engine:
             blocks = [*map(sum, row.settings.schedule(inside))]
             lists = [of[-row.settings.gen_length :] for of in lists]
             self.tokens += row.settings.gen_length
-            self.forward_tokens += forward_tokens
             row.tell(Completed(*lists, blocks, passes, forward_tokens, self.version))
 
     def advance(self, key: Lane, new: Sequence[Row]) -> None:

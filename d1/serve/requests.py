@@ -84,7 +84,6 @@ class Generate(Strict):
     rid: Rid | Annotated[list[Rid], Many] | None = None
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
-    return_step_maps: bool = False
     # Sample the rows as a batch of their own, whose prompts are padded to this number of tokens: log-probabilities and
     # entropies are then those of `rollout` for such a batch, to the bit.
     padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
@@ -146,25 +145,18 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/]+)(:\d*)?")  # of a header: the n
 
 @dataclass(frozen=True)
 class Server:
-    """What requests are answered with.
-
-    Attributes:
-        name: of the model.
-        max_gen_length: largest canvas; None: the model's room.
-        loader: where there is a `weights_dir`.
-        allowed_hosts: the names of this server in a request's `Host`, where there is no `api_key`; "*" allows all.
-    """
+    """What requests are answered with."""
 
     engine: Engine
     tokenizer: Any
-    name: str
+    name: str  # of the model
     defaults: SamplingSettings
     seed: int = 0
-    max_gen_length: int | None = None
+    max_gen_length: int | None = None  # largest canvas; None: the model's room
     weights_dir: tuple[Path, ...] = ()
-    loader: Loader | None = None
+    loader: Loader | None = None  # where there is a `weights_dir`
     api_key: str | None = None
-    allowed_hosts: tuple[str, ...] = LOCAL
+    allowed_hosts: tuple[str, ...] = LOCAL  # in a request's `Host`, where there is no `api_key`; "*" allows all
 
     def is_called(self, host: str) -> bool:
         """Whether this server allows requests whose header `Host` is this. A page of another site is found by a name,
@@ -218,16 +210,8 @@ class Server:
         if count > (most := CHARACTERS * self.room):
             raise ValueError(f"too long: {count} characters of text, and this model takes at most {most}")
 
-    def rows(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        rids: Sequence[str],
-        settings: SamplingSettings,
-        ends: Sequence[int],
-        seed: int | None,
-    ) -> list[Row]:
-        """`n` rows per prompt. Raises ValueError for a prompt that the model does not read."""
+    def rows(self, prompts: Any, rids: Sequence[str], settings: SamplingSettings, ends: Any, seed: Any) -> list[Row]:
+        """As many rows per prompt as there are names. Raises ValueError for a prompt that the model does not read."""
         config = self.engine.model.config
         for ids in prompts:
             if not ids:
@@ -237,25 +221,21 @@ class Server:
             if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:
                 raise ValueError(f"token {wrong[0]} is none of the model's {config.vocab_size}, numbered from 0")
         seed = self.seed if seed is None else seed
-        asked = [ids for ids in prompts for _ in range(n)]
+        asked = [ids for ids in prompts for _ in range(len(rids) // len(prompts))]
         return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, asked, strict=True)]
 
     def rows_to_generate(self, body: Generate) -> list[Row]:
         """The rows of a request in SGLang's dialect: `n` per prompt."""
-        asked: Any = body.input_ids
-        params, several = body.sampling_params, bool(asked) and isinstance(asked[0], list)
-        prompts = asked if several else [asked]
+        params, prompts = body.sampling_params, list[Any](body.input_ids)
+        if not (prompts and isinstance(prompts[0], list)):
+            prompts = [prompts]
         self.check_count(prompts, params.n)
-        count = len(prompts) * params.n
-        rid = body.rid if body.rid is not None else uuid.uuid4().hex
-        rids = rid if isinstance(rid, list) else [f"{rid}-{row}" for row in range(count)]
-        if isinstance(rid, str) and count == 1:
-            rids = [rid]
+        count, rid = len(prompts) * params.n, uuid.uuid4().hex if body.rid is None else body.rid
+        rids = rid if isinstance(rid, list) else [rid] if count == 1 else [f"{rid}-{row}" for row in range(count)]
         if len(rids) != count:
             raise ValueError(f"{count} completions need as many rid, got {len(rids)}")
         ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
-        settings = self.settings(params, params.max_new_tokens)
-        rows = self.rows(prompts, params.n, rids, settings, ends, params.sampling_seed)
+        rows = self.rows(prompts, rids, self.settings(params, params.max_new_tokens), ends, params.sampling_seed)
         if body.padded_to is not None:
             self.put_together(rows, body.padded_to)
         return rows
@@ -295,7 +275,7 @@ class Server:
         rid = body.rid or ("seed" if body.seed is not None else uuid.uuid4().hex)
         rids = [f"{rid}-{row}" for row in range(len(ids) * body.n)]
         ends = () if body.ignore_eos else end_ids(self.tokenizer)
-        rows = self.rows(ids, body.n, rids, settings, ends, body.seed)
+        rows = self.rows(ids, rids, settings, ends, body.seed)
         # A stop string ends a row early, by its finished blocks.
         watches = "steps" if body.stream and body.stream_steps else "blocks" if body.stream or body.stops else ""
         for row in rows:
@@ -308,7 +288,6 @@ def plain(content: str | list[Part]) -> str:
 
 
 # --- Events of rows, from the engine's thread to the event loop -------------------------------------------------------
-
 
 Events = asyncio.Queue[tuple[int, Event]]  # each with the number of its row
 
@@ -331,11 +310,7 @@ async def read(
     engine: Engine, rows: Sequence[Row], events: Events, choices: Sequence[Choice] = ()
 ) -> AsyncGenerator[tuple[int, Event]]:
     """The events of submitted rows, after the choices have read them, until all rows have ended. Rows that nobody reads
-    any more, or that have a stop string, are dropped.
-
-    Raises:
-        Stopped: a row ended without a completion.
-    """
+    any more, or that have a stop string, are dropped. Raises `Stopped` for a row that ended without a completion."""
     over: set[int] = set()
     try:
         while len(over) < len(rows):
@@ -370,10 +345,9 @@ async def streamed(
 ) -> AsyncGenerator[str]:
     """The server-sent events of OpenAI's streams. What a pass revealed is a chunk without text, with a `step`. A row
     that began again with other weights, after some of its text was passed on, ends the stream with an error."""
-    chat = name.startswith("chat")
-    delta = "delta" if chat else ""
+    delta = "delta" if name.startswith("chat") else ""
     versions: dict[int, str] = {}  # of the weights that gave what was passed on
-    head = partial(envelope, f"{name}.chunk" if chat else name, server.name, rows)
+    head = partial(envelope, f"{name}.chunk" if delta else name, server.name, rows)
     async with aclosing(read(server.engine, rows, submit(server.engine, rows), choices)) as events:
         yield server_sent(head([choice_of(index, "", None, delta) for index in range(len(rows))]))
         try:

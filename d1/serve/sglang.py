@@ -200,15 +200,9 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
         raise ValueError(f"{min(unknown)} is no setting of a sampler: known are {', '.join(sorted(NAMES))}")
     settings = SamplingSettings(**{**given, "gen_length": length})
     if settings.block_length != block_size:
-        raise ValueError(
-            f"this model's blocks have {block_size} tokens: block_length must be {block_size}, not "
-            f"{settings.block_length}"
-        )
+        raise ValueError(f"block_length must be {block_size}, not {settings.block_length}: it is that of the model")
     if settings.cfg_scale > 0 or settings.cache is not None:
-        raise ValueError(
-            "SGLang makes no unconditional passes for guidance, and has a cache of its own: use d1 serve, or "
-            "the samplers exact and parallel without cfg_scale"
-        )
+        raise ValueError("SGLang does no guidance and has a cache of its own: use d1 serve for cfg_scale and kv_cache")
     return settings
 
 
