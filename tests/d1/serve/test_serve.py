@@ -95,7 +95,6 @@ def test_openais_client_completes_chats_and_streams(client, tiny):
     texts = [choice.message.content for choice in whole.choices]
     assert texts == [c.message.content for c in client.chat.completions.create(**chat).choices]
     assert texts[0] != texts[1]
-    assert whole.usage.completion_tokens == sum(len(text.split()) for text in texts)
     parts, steps = ["", ""], 0
     own = {"block_length": 4, "steps": 12}  # which OpenAI's dialect has no word for
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -112,6 +111,10 @@ def test_openais_client_completes_chats_and_streams(client, tiny):
     prompt = tiny.tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
     done = client.completions.create(prompt=[prompt], **given)
     assert [choice.text for choice in done.choices] == texts
+    params = {"max_new_tokens": 24, "temperature": 0.8, "sampling_seed": 5}
+    rows = tiny.post("/generate", input_ids=[prompt] * 2, rid=["seed-0", "seed-1"], sampling_params=params)
+    counts = [len(row["output_ids"]) - (row["meta_info"]["finish_reason"]["type"] == "stop") for row in rows]
+    assert whole.usage.completion_tokens == done.usage.completion_tokens == sum(counts)
     stop = texts[0].split()[2]
     shorter = client.completions.create(prompt=prompt, stop=[stop], **given).choices[0]
     assert (shorter.text, shorter.finish_reason) == (texts[0].partition(stop)[0], "stop")
