@@ -48,11 +48,7 @@ SHELL = sorted(  # those of tests prepare, and launch nothing
 YAML = sorted(path for room in (*LAUNCHED, "launch", "recipes") for path in (ROOT / room).rglob("*.yaml"))
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-NAMES = {module_of(path): path for path in MODULES}
+NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -155,21 +151,11 @@ def test_every_module_imports_in_silence_without_optional_packages(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tests_reach_no_private_name():
-    for path in (path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_trl_bridge.py"):
-        attributes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
-        offered = ("torch.ops.", "torch.Tensor._make_wrapper_subclass")  # for whoever writes a kind of tensor
-        names = {node.attr for node in attributes if not ast.unparse(node).startswith(offered)}
-        for name in imports_of(path):
-            names |= {*re.sub(r"utils\._(python_dispatch|pytree)", "", name).split(".")}
-        assert not [name for name in names if re.match(r"_(?!_)", name)], path
-
-
 @pytest.mark.parametrize("path", [*SHELL, *YAML], ids=lambda path: path.name)
 def test_shell_scripts_and_configs_launch_what_exists_with_flags_it_knows(path):
     if path.suffix != ".yaml":
         assert re.search(r"^(set -e|exec )", path.read_text(), re.MULTILINE)
-        check_script(f"bash {path.name}" + " ../runs/grpo" * (path.name == "eval_checkpoints.sh"), path.parent)
+        check_script(f"bash {path.name}", path.parent)
     elif "distributed_type" not in path.read_text():  # Accelerate's are in tests/launch
         stages = {"preference": "prefer --train_data f", "distill": "distill --train_data f", "sft": "sft"}
         stage = stages.get(path.stem.rpartition("-")[2], "rl --dataset sudoku")
@@ -192,7 +178,6 @@ def test_launch_lines_in_headers_and_docstrings_work():
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        ("python eval.py --model_path m --dataset sudoku --no_such_flag 1", "no_such_flag"),
         ("python eval.py --model_path m \\\n  --dataset sudoku # fine\npython eval.py --batch 4 | tee log", "required"),
         ("cd ../diffu-grpo; CUDA_VISIBLE_DEVICES=0,1 bash run.sh --no_such_field 1", "no_such_field"),
         ("cd ../diffu-grpo && NO_SUCH_SETTING=1 bash run.sh", "does not read"),
