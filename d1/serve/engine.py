@@ -388,9 +388,9 @@ class Engine:
                 continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
-            lists = [of[-row.settings.gen_length :] for of in lists]
+            ids, logps, entropies, steps = (of[-row.settings.gen_length :] for of in lists)
             self.tokens += row.settings.gen_length
-            row.tell(Completed(*lists, blocks, passes, forward_tokens, self.version))
+            row.tell(Completed(ids, logps, entropies, steps, blocks, passes, forward_tokens, self.version))
 
     def advance(self, key: Lane, new: Sequence[Row]) -> None:
         """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block)."""
