@@ -567,11 +567,8 @@ def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
             raise ValueError(f"{name}={value!r} would be ignored here: leave it at {only!r}")
     if model_args.load_in_8bit:
         raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
-    if model_args.load_in_4bit and not (torch.cuda.is_available() and model_args.use_peft):
-        raise ValueError(
-            "--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: leave it out on a CPU, and add --use_peft "
-            "on a GPU, because 4-bit weights are not trained themselves"
-        )
+    if model_args.load_in_4bit and not model_args.use_peft:
+        raise ValueError("--load_in_4bit (NF4) needs --use_peft: 4-bit weights are not trained themselves")
     if model_args.attn_implementation == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:

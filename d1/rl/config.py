@@ -230,7 +230,7 @@ class DiffuGRPOConfig(GRPOConfig):
                 raise
             raise ValueError(
                 "these settings are for a GPU (bf16), and PyTorch finds none on this machine: check `nvidia-smi`, or "
-                "train a small model on the CPU with --bf16 false --dtype float32 --load_in_4bit false"
+                "train a small model on the CPU with --use_cpu true, in float32 with --bf16 false --dtype float32"
             ) from error
         check_choices(self)
         check_combination(self)
