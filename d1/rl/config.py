@@ -134,6 +134,9 @@ class DiffuGRPOConfig(GRPOConfig):
     rollout_server_timeout: Annotated[float, POSITIVE] = setting(
         240.0, "Seconds to wait while no rollout server answers; then the run ends."
     )
+    rollout_own_batch: bool | None = setting(
+        None, "`d1 serve` samples a request alone, as the trainer would to the bit. Unset: if it computes in float32."
+    )
     rollout_staleness: Annotated[int, NATURAL] = setting(
         0, "Of rollout_mode server: sample with the weights of this many rollouts ago, while the trainer learns."
     )

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d1.models.adapters import base_digest
 from d1.runs.cli import one_line
 from d1.serve.answers import Choice, choice_of, envelope, generated, usage
 from d1.serve.engine import QueueFull, Stopped, weights_below
@@ -116,7 +117,7 @@ def sglang_routes(server: Server) -> Any:
     @router.get("/model_info")
     async def model_info() -> Any:
         facts = {"model_path": server.name, "weight_version": engine.version, "mask_token_id": engine.mask_token_id}
-        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch.")}
+        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "base": base_digest(engine.model)}
         return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
     @router.post("/generate")

@@ -153,15 +153,18 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
 # --- SGLang's dialect: its requests, and its answers in the form of `d1 serve` ----------------------------------------
 
 
-def request_of(prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None) -> dict[str, Any]:
-    """The body of `/generate` for the prompts without their padding; SGLang is told the `mask_token_id`."""
+def request_of(
+    prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None, own_batch: bool = True
+) -> dict[str, Any]:
+    """The body of `/generate` for the prompts without their padding; SGLang is told the `mask_token_id`, and `d1 serve`
+    whether the rows are a batch of their own."""
     names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
     params: dict[str, Any] = {"max_new_tokens": names.pop("gen_length"), "ignore_eos": True}
     rids, seed, ends = ["-".join(map(str, key[1:])) for key in prompts.keys], prompts.keys[0][0], [*prompts.ends]
     if mask_token_id is None:
         params |= names | {"sampling_seed": seed, "eos_stop": ends}
         body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "return_logprob": True}
-        return body | {"padded_to": prompts.ids.shape[1]}
+        return body | ({"padded_to": prompts.ids.shape[1]} if own_batch else {})
     custom = {"settings": names, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
     params |= {"temperature": prompts.settings.temperature, "custom_params": custom}
     # SGLang refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the point.
@@ -202,11 +205,16 @@ class Unavailable(OSError):
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights in a folder; the names of all versions of a run begin with `run`."""
+    """Weights in a folder; the names of all versions of a run begin with `run`.
+
+    Attributes:
+        base: `base_digest` of the model that an adapter belongs to; None: the weights are whole.
+    """
 
     run: str
     version: str
     folder: Path
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -231,8 +239,10 @@ class Prompts:
 class RolloutServer:
     """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.version = url.rstrip("/"), ""
+    def __init__(self, url: str, own_batch: bool | None = None) -> None:
+        """With `own_batch`, rows of a request share no batch with others; None: in float32, where they then equal the
+        trainer's to the bit. In 16 bits, fuller batches save passes."""
+        self.url, self.version, self.own_batch = url.rstrip("/"), "", own_batch
         self.problem: str | None = "it was not asked yet"  # why no rows go to it now; None: it may get some
         self.folders: list[str] | None = []  # below which it loads weights; None: anywhere
         self.mask_token_id: int | None = None  # the run's, for SGLang, which is not asked for its own; else None
@@ -288,6 +298,9 @@ class RolloutServer:
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
+            if weights.base is not None and facts.get("base", weights.base) != weights.base:  # SGLang does not say
+                told = "start it with the model, and in the number of bits, that this run trains an adapter on"
+                raise ValueError(f"{self.url} serves another model than that of this run: {told}")
             if facts["weight_version"] != weights.version:
                 if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
                     self.ask("POST", f"/flush_cache?timeout={DRAIN}")
@@ -309,10 +322,11 @@ class RolloutServer:
             )
 
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
-        """`rollout` of the prompts by the server, in a batch of their own, with these weights and no others."""
+        """`rollout` of the prompts by the server, with these weights and no others."""
         ids, settings, ends = prompts.ids, prompts.settings, prompts.ends
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        body = request_of(prompts, texts, self.mask_token_id)
+        own_batch = self.dtype == "float32" if self.own_batch is None else self.own_batch
+        body = request_of(prompts, texts, self.mask_token_id, own_batch)
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
             found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__

@@ -158,6 +158,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
         ({"reward_weights": [1.0, 2.0]}, "task sudoku has 1 rewards, got 2"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True would be ignored"),
         ({"load_in_4bit": True, "use_peft": False}, "needs --use_peft"),
+        ({"load_in_4bit": True, "use_peft": True} | SERVED, "another policy than 4-bit ones"),
         ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' would be ignored"),
         ({"use_peft": True, "sync_ref_model": True}, "sync_ref_model needs a reference model in memory"),
     ],
