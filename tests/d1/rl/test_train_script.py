@@ -142,6 +142,9 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     return diffu_grpo_train.main(args, model_args or ModelConfig(), callbacks)
 
 
+SERVED = {"rollout_mode": "server", "rollout_server_base_url": ["http://127.0.0.1:1"]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
