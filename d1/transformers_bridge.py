@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.serialization import register_package
 from transformers import PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps
@@ -55,6 +56,9 @@ except ImportError:  # before Transformers 5.20. Delete this, and the class, onc
             return Concatenate(self.dim)
 
 
+# Transformers 5.17 reads the optimizer of several processes without a GPU to "cpu:0", which torch does not know. Delete
+# this once 5.18 is the oldest version.
+register_package(9, lambda storage: None, lambda storage, at: storage if at.startswith("cpu:") else None)
 # The argument of a decoder's forward that is its cache; "past_key_values" before Transformers 5.24. Delete the other
 # name once 5.24 is the oldest version.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"

@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import accelerate
 import psutil
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from d1.rl.methods import METHODS
@@ -185,6 +187,7 @@ def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_meth
                 assert other[name] == pytest.approx(entry[name], rel=1e-4, abs=1e-6), (method, name)
 
 
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.15"), reason="an older Accelerate connects them")
 def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_path):
     started = start(tiny_model_dir, tmp_path, launcher="ddp", CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="false")
     said = forks.finish(started, tmp_path / "log", status=1)

@@ -374,7 +374,8 @@ def test_a_resume_keeps_the_method_that_its_rollout_was_made_for(tmp_path, befor
 def test_every_rule_names_a_setting():
     known = {*DiffuGRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__, "world_size"}
     assert grpo_checks.ON_RESUME.fixed.keys() <= known
-    assert all(fnmatch.filter(known, pattern) for pattern in grpo_checks.ON_RESUME.free)
+    unknown = {pattern for pattern in grpo_checks.ON_RESUME.free if not fnmatch.filter(known, pattern)}
+    assert unknown <= {"activation_checkpointing*"}  # its name from Transformers 5.23 on
 
 
 # --- Reports and figures ----------------------------------------------------------------------------------------------

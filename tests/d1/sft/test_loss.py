@@ -182,7 +182,7 @@ def process(kind, model_dir, folder):
     state = trainer.accelerator.state
     assert state.distributed_type.value == ("MULTI_CPU" if kind == "MULTI_CPU" else "DEEPSPEED")
     assert kind == "MULTI_CPU" or state.deepspeed_plugin.zero_stage == int(kind[-1])
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 @pytest.fixture(scope="module")
