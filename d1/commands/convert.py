@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from d1.models.kinds import KINDS
 from d1.ranges import COUNT
@@ -61,6 +62,7 @@ def say_written(out: str, what: str) -> None:
     from d1.models.kinds import raw_config
     from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
-    count, kind = sum(elements for *_, elements, _ in stored_weights(out)), raw_config(out)["model_type"]
+    count = sum(elements for *_, elements, _ in stored_weights(out))
+    kind = raw_config(out)["model_type"] if Path(out, "config.json").is_file() else "an adapter"
     dtype = str(checkpoint_dtype(out)).removeprefix("torch.")
     sys.stderr.write(f"Written: {out} ({kind}, {count:,} parameters in {dtype}): {what}\n")

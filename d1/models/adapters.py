@@ -5,25 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from d1.files import check_files, read_object, reading
+from d1.files import check_files, give_usual_mode, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models.formats.released import rename
-from d1.models.kinds import KINDS, kind_of, learnt_fields
+from d1.models.kinds import KINDS, kind_of, learnt_fields, native_config
 from d1.transformers_bridge import file_of
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
+WEIGHTS_FILE = "adapter_model.safetensors"
+JOINED = "query_key_value"  # LLaDA2's projection of queries, keys and values in one
 LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has no config.json
 
 
@@ -100,13 +105,14 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     config = peft_config(folder)
     with reading(folder, "a file of weights is damaged or cut off"):
         weights = load_peft_weights(folder, device="cpu")
-    native = {native_name(name, model.config.model_type): weight for name, weight in weights.items()}
+    native = native_weights(weights, model.config, folder)
     if native.keys() != weights.keys():
-        if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
+        joined = parts_of(folder)
+        if not isinstance(config, LoraConfig) or (not joined and (config.rank_pattern or config.alpha_pattern)):
             raise ValueError(
                 f"adapter {folder}: with names of a released format, only plain LoRA (one rank, one alpha) is supported"
             )
-        weights, config.auto_mapping = native, None
+        weights, config.auto_mapping, config.rank_pattern, config.alpha_pattern = native, None, {}, {}
         config.target_modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in native})
     config.inference_mode = False
     with reading(folder, "PEFT cannot make the adapter of its adapter_config.json"):
@@ -138,6 +144,94 @@ def native_name(name: str, model_type: str) -> str:
         if kind.becomes == model_type and kind.names and name.startswith(PREFIX):
             name = PREFIX + rename(name.removeprefix(PREFIX), kind.names)
     return name
+
+
+def native_weights(weights: Mapping[str, Tensor], config: Any, folder: str) -> dict[str, Tensor]:
+    """An adapter's weights by the names of the native class. LoRA on a joined projection becomes one on each part: all
+    have its A, and their own rows of its B; or, if `export_adapter` joined them, what they were before."""
+    parts, found = parts_of(folder), dict[str, Tensor]()
+    for name, weight in weights.items():
+        own = native_name(name, config.model_type)
+        if f".{JOINED}.lora_" not in own:
+            found[own] = weight
+            continue
+        sizes, columns = joined_sizes(config), weight.shape["lora_A" not in own]
+        rank = columns // len(parts) if parts else columns
+        for number, part in enumerate(parts or sizes):
+            ranks = slice(number * rank, (number + 1) * rank) if parts else slice(None)
+            first = sum(size for other, size in sizes.items() if [*sizes].index(other) < [*sizes].index(part))
+            piece = weight[ranks] if "lora_A" in own else weight[first : first + sizes[part], ranks]
+            found[own.replace(JOINED, part)] = piece.contiguous()
+    return found
+
+
+def joined_sizes(config: Any) -> dict[str, int]:
+    """The projections that a released format joins in `JOINED`, from the top, and the rows of each."""
+    heads, pairs = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {"q_proj": heads, "k_proj": pairs, "v_proj": pairs}
+
+
+def parts_of(folder: str) -> list[str]:
+    """The projections that `export_adapter` joined in an adapter's file; empty for other files."""
+    path = file_of(folder, WEIGHTS_FILE, needs_answer=False)
+    if path is None:
+        return []
+    with safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get("parts", "").split()
+
+
+def export_adapter(source: str, out: Path, kind: str) -> None:
+    """Write the LoRA adapter `source` with the module names of a released format, for PEFT on that format's own code.
+
+    LoRAs on projections that the format joins become one of their ranks together: A below A, and the Bs in blocks on
+    the diagonal, which has the same effect. `add_adapter` gives back what `source` had, to the bit.
+
+    Raises:
+        ValueError: It is no plain LoRA, or it is on the stacks of experts, which have no released name.
+    """
+    config, weights = peft_config(source), load_peft_weights(source, device="cpu")
+    plain = isinstance(config, LoraConfig) and not (config.rank_pattern or config.alpha_pattern)
+    if not plain or any(".experts." in name for name in weights):
+        raise ValueError(f"adapter {source}: only plain LoRA (one rank, one alpha, no experts) has released names")
+    entry, model = KINDS[kind], native_config(adapter_chain(source, None)[0])[0]
+    sizes = joined_sizes(model) if entry.joins else {}
+    parts = [part for part in sizes if any(f".{part}.lora_" in name for name in weights)]
+    written: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        module, _, last = name.removeprefix(PREFIX).partition(".lora_")
+        before, _, part = module.rpartition(".")
+        if part in parts and part != parts[0]:
+            continue  # it goes with the first one
+        if part in parts:
+            pieces = [weights[name.replace(f".{part}.", f".{other}.")] for other in parts]
+            module, weight = (
+                f"{before}.{JOINED}",
+                torch.cat(pieces) if last[0] == "A" else rows_of(pieces, parts, sizes),
+            )
+        released = next(entry.apart(f"{module}.weight", {f"{module}.weight": weight}))[0].removesuffix(".weight")
+        written[f"{PREFIX}{released}.lora_{last}"] = weight.contiguous()
+    modules = sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in written})
+    if parts:
+        times = len(parts) ** (0.5 if config.use_rslora else 1.0)  # the scale stays alpha / r, or alpha / sqrt(r)
+        joined = {name for name in modules if name.rpartition(".")[2] == JOINED}
+        config.rank_pattern = dict.fromkeys(sorted(joined), config.r * len(parts))
+        config.alpha_pattern = dict.fromkeys(sorted(joined), config.lora_alpha * times)
+    config.target_modules, config.auto_mapping = modules, None
+    config.save_pretrained(str(out))
+    save_file(written, out / WEIGHTS_FILE, metadata={"format": "pt", "parts": " ".join(parts)})
+    give_usual_mode([out / WEIGHTS_FILE])
+
+
+def rows_of(pieces: Sequence[Tensor], parts: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+    """(rows of all `sizes`, ranks of all pieces): the Bs of `parts`, each in its own rows and columns."""
+    blocks = dict(zip(parts, pieces, strict=True))
+    rank = pieces[0].shape[1]
+    return torch.cat(
+        [
+            torch.cat([blocks[part] if one == part else pieces[0].new_zeros(size, rank) for one in parts], 1)
+            for part, size in sizes.items()
+        ]
+    )
 
 
 def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:

@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
+from transformers.utils import find_adapter_config_file
 
 from d1.files import give_usual_mode, writing
-from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
+from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter
 from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
 from d1.models.kinds import KINDS, is_encoder, learnt_fields, native_config, raw_config, released_kind
@@ -79,9 +80,12 @@ def save_tokenizer(source: str, folder: Path) -> None:
 
 
 def export(source: str, out: str, kind: str) -> None:
-    """Write a model with the config and weight names of a released format (an entry of `KINDS`), for the format's own
-    code; ValueError if the format cannot represent this model."""
+    """Write a model with the config and weight names of a released format (an entry of `KINDS`), or an adapter with its
+    module names, for the format's own code; ValueError if the format cannot represent it."""
     folder = fresh_folder(out)
+    if find_adapter_config_file(source) is not None:
+        export_adapter(source, folder, kind)
+        return
     write_released(load_whole(source), kind, source, folder)
 
 

@@ -11,12 +11,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
+from d1.models.convert import export
+from d1.models.kinds import KINDS
 from d1.rl import train as rl
 from d1.sft import train as sft
+from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
 from tests.d1.conftest import write_kind
 from tests.d1.released import IDS, logits_of
@@ -161,6 +164,66 @@ def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_pat
     assert json.loads((rl / "adapter_config.json").read_text())["base_model_name_or_path"] == str(sft)
     for again in (load_model(rl), load_model(base, adapter=[sft, rl]), load_model(sft, adapter=rl)):
         torch.testing.assert_close(logits_of(again), expected, atol=1e-6, rtol=0)
+
+
+def with_released_names(folder: Path) -> nn.Module:
+    """Nothing but the modules of a released checkpoint, under its own names: what its own code has for PEFT."""
+    root = nn.Module()
+    for name, _, _, file in stored_weights(str(folder)):
+        with safe_open(file, "pt") as weights:
+            weight = weights.get_tensor(name)
+        *path, last = name.removesuffix(".weight").split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        if weight.ndim == 2:
+            module.add_module(last, nn.Linear(*weight.shape[::-1], bias=False))
+    return root
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream", "sdar", "llada2_moe"])
+@pytest.mark.parametrize("targets", ["attention", "v_proj"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_with_released_names_changes_the_same_weights_and_comes_back(
+    kind_dirs, tmp_path, kind, targets, rslora
+):
+    """PEFT alone puts it on the released modules; a joined projection changes by its parts' changes, one below the
+    other."""
+    base = kind_dirs[kind]
+    model: Any = load_model(base)
+    options = {"r": 4, "lora_alpha": 12, "use_rslora": rslora, "init_lora_weights": False}
+    own = get_peft_model(model, LoraConfig(target_modules=lora_targets(model, targets), **options))
+    own.save_pretrained(tmp_path / "own")
+    export(str(tmp_path / "own"), str(tmp_path / "out"), kind)
+    theirs: Any = PeftModel.from_pretrained(with_released_names(base), str(tmp_path / "out"))
+    deltas = {name: of.get_delta_weight("default") for name, of in theirs.named_modules() if hasattr(of, "lora_A")}
+    found: dict[str, Tensor] = {}
+    for layer in range(3):
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            name = f"model.layers.{layer}.self_attn.{part}.weight"
+            found |= {new: of for new, of in KINDS[kind].apart(name, Deltas(own)) if of.any()}
+    assert len(deltas) == len(found) == (3 if targets == "v_proj" else 6 if kind == "llada2_moe" else 12)
+    for name, expected in found.items():
+        delta = deltas[f"base_model.model.{name.removesuffix('.weight')}"]
+        torch.testing.assert_close(delta, expected, atol=1e-6, rtol=1e-6)
+    again = load_model(base, adapter=tmp_path / "out")
+    for (name, weight), (other, same) in zip(own.named_parameters(), again.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(weight, same), name
+    assert torch.equal(logits_of(again), logits_of(own.eval()))
+
+
+class Deltas(dict):
+    """The change of each weight of a model, by the weight's name; zeros without an adapter."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __missing__(self, name: str) -> Tensor:
+        module = self.model.get_base_model().get_submodule(name.removesuffix(".weight"))
+        return module.get_delta_weight("default") if hasattr(module, "lora_A") else torch.zeros_like(module.weight)
 
 
 def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_writer):
