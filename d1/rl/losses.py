@@ -150,9 +150,7 @@ MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
 
 
 def averaged(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean that `settings.loss_type` names. Raises ValueError for means that only TRL's loss has."""
-    if settings.loss_type not in MEANS:
-        raise ValueError(f"only TRL's loss has loss_type {settings.loss_type}: use one of {', '.join(MEANS)}")
+    """The mean that `settings.loss_type` names."""
     return MEANS[settings.loss_type](sums_RV, inputs, settings)
 
 
@@ -173,7 +171,8 @@ class Objective:
         loss: returns the loss of one micro-batch, a scalar, and metrics to log, of this process's rows. The loss of a
             step is the mean over its micro-batches. None is TRL's own loss.
         reads_old: it reads log-probabilities of the policy that sampled; if False, these are not scored.
-        over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`.
+        over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`; needs
+            `reads_old`.
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
@@ -198,10 +197,6 @@ class Objective:
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
     idle: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.over_group and not self.reads_old:
-            raise ValueError("an Objective with over_group compares with the old policy: it needs reads_old=True")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> Loss:
         """The loss and its metrics. Raises ValueError if the function returned something else."""
@@ -231,10 +226,6 @@ class Penalty:
     settings: tuple[str, ...] | None = None
     by_view: bool = False
     reads_steps: bool = False
-
-    def __post_init__(self) -> None:
-        if self.to not in ("reference", "old"):
-            raise ValueError(f"a Penalty must have to='reference' or to='old', got {self.to!r}")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> Tensor:
         """The penalty. Raises ValueError if the function did not return a scalar with a gradient."""
