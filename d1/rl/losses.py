@@ -118,9 +118,7 @@ class LossInputs:
 def known(view_logps: Tensor | None) -> Tensor:
     """Old or reference log-probabilities, which are there if the entry in use asked for them (else ValueError)."""
     if view_logps is None:
-        raise ValueError(
-            "these log-probs are not scored: the entry must say reads_old=True, or to='old' or 'reference'"
-        )
+        raise ValueError("these log-probs are not scored: an entry needs reads_old=True, to='old' or to='reference'")
     return view_logps
 
 
@@ -171,8 +169,7 @@ class Objective:
         loss: returns the loss of one micro-batch, a scalar, and metrics to log, of this process's rows. The loss of a
             step is the mean over its micro-batches. None is TRL's own loss.
         reads_old: it reads log-probabilities of the policy that sampled; if False, these are not scored.
-        over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`; needs
-            `reads_old`.
+        over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`.
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
@@ -197,6 +194,10 @@ class Objective:
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
     idle: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.over_group and not self.reads_old:
+            raise ValueError("an Objective with over_group compares with the old policy: it needs reads_old=True")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> Loss:
         """The loss and its metrics. Raises ValueError if the function returned something else."""

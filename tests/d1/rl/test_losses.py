@@ -17,6 +17,7 @@ from d1.rl.losses import (
     PENALTIES,
     LossInputs,
     evidence_bounds,
+    likely,
     sequence_log_ratios,
 )
 from tests.losses import (
@@ -193,6 +194,23 @@ def test_gdsd_as_it_is_written_is_reinforce_inside_its_clamp_and_nothing_outside
     factors = -20 * inputs.advantages / inputs.lengths / 6  # the mean over draws of a bound, times their number
     expected = inside * 2 * factors[:, None, None] * inputs.weights
     torch.testing.assert_close(gradient(loss, inputs), expected, rtol=1e-5, atol=1e-4 * inside)
+
+
+def test_likely_tokens_are_those_that_a_state_revealed_and_those_with_a_probability_of_six_tenths():
+    inputs = random_inputs()
+    inputs = replace(inputs, view_logps=(0.3 * inputs.view_logps).detach().requires_grad_())
+    counts, expected = likely(inputs), torch.zeros_like(inputs.scored)
+    for row, view in inputs.scored.any(-1).nonzero().tolist():
+        tokens = inputs.scored[row, view].nonzero().flatten().tolist()
+        first = min(inputs.reveal_steps[row, k] for k in tokens)
+        for k in tokens:
+            expected[row, view, k] = (
+                inputs.reveal_steps[row, k] == first or inputs.view_logps[row, view, k].exp() >= 0.6
+            )
+    assert torch.equal(counts, expected)
+    share = OBJECTIVES["rldf"](inputs, settings())[1]["likely"]
+    assert share == pytest.approx(counts.sum().item() / inputs.scored.sum().item(), rel=1e-6)
+    assert len({one.exp().item() for one in inputs.view_logps[counts] if 0.6 <= one.exp() < 0.7}) > 0
 
 
 def bounds_written_out(inputs: LossInputs, beta: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -381,7 +399,7 @@ CENTRED = torch.tensor(REWARDS, dtype=torch.float64)
 CENTRED = CENTRED - CENTRED.mean(1, keepdim=True)
 
 
-# Of completion i of a group with rewards r: arXiv 2402.14740, 2507.08838 (for rows that are averaged), 2509.06949; RLDF.
+# Of completion i of a group with rewards r: arXiv 2402.14740, 2507.08838 (of rows that are averaged), 2509.06949, RLDF.
 FORMULAS = {
     "leave_one_out": lambda r, i: r[i] - fmean(r[:i] + r[i + 1 :]),
     "signed_softmax": lambda r, i: (

@@ -124,9 +124,9 @@ def test_a_canvas_that_was_given_is_not_made_shorter():
         ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
         ({"num_generations": 3}, "divisible by num_generations"),
         ({"remasking": "margin"}, "low_confidence, random, entropy"),
-        ({"min_p": 0.1}, "min_p=0.1 belongs to autoregressive decoding"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 belongs"),
-        ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
+        ({"min_p": 0.1}, "min_p=0.1 would be ignored here: leave it at None"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 would"),
+        ({"cache_implementation": "static"}, "cache_implementation='static' would"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
         ({"use_vllm": True}, "use_vllm"),
         ({"loss_type": "best"}, "the objective trl has no loss_type best: use one of grpo, bnpo"),
@@ -171,13 +171,6 @@ def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, monkeypatc
     own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_main(tmp_path, ModelConfig(**of_model), **own)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is to do without a GPU")
-def test_a_recipe_says_what_it_needs_without_a_gpu(tmp_path):
-    words = ["--config", str(STAGE.parent / "recipes/llada-1.5-rl.yaml"), "--output_dir", str(tmp_path)]
-    with pytest.raises(ValueError, match=r"for a GPU \(bf16\), and PyTorch finds none .*: check `nvidia-smi`"):
-        diffu_grpo_train.make_parser().parse_args_and_config(words)
 
 
 def test_missing_validation_rows_are_asked_for_by_their_own_flag(tmp_path):
