@@ -1,6 +1,7 @@
 # make demo [SEED=1]   the whole method on the pocket model, with a report; a stopped demo continues;
 #                      TASK=countdown or TASK=arithmetic replaces Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
+# make test-versions  models, sampling, scoring, SFT and RL with the oldest and the newest versions (14 GB); an hour
 # make test-sglang     RL and sampling on SGLang, on a CPU, in an environment of its own (2 GB); ten minutes
 # make leaderboard     every RL method at the same compute, 13 hours; ARGS="--hours 8" starts no run after 8 hours
 # make studies         the tables of the studies' pages, from the data in studies/*/data
@@ -17,19 +18,30 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test test-sglang bench leaderboard studies docs lint clean
+.PHONY: demo test test-versions test-sglang bench leaderboard studies docs lint clean
 
 # One thread is fastest for models this small; do not access the network.
-demo test test-sglang bench leaderboard: export OMP_NUM_THREADS = 1
-demo test test-sglang bench leaderboard: export OMP_WAIT_POLICY = PASSIVE
-demo test test-sglang bench leaderboard: export HF_HUB_OFFLINE = 1
-demo test test-sglang bench leaderboard: export WANDB_MODE = disabled
+demo test test-versions test-sglang bench leaderboard: export OMP_NUM_THREADS = 1
+demo test test-versions test-sglang bench leaderboard: export OMP_WAIT_POLICY = PASSIVE
+demo test test-versions test-sglang bench leaderboard: export HF_HUB_OFFLINE = 1
+demo test test-versions test-sglang bench leaderboard: export WANDB_MODE = disabled
 
 demo: .venv/.demo
 	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
 
 test: .venv/.test
 	python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-versions: .venv-oldest/.made .venv-newest/.made
+	for end in oldest newest; do \
+	    .venv-$$end/bin/python -m pytest -n 2 --dist loadfile tests/d1/models tests/d1/sampling tests/d1/scoring \
+	        tests/d1/sft tests/d1/rl $(ARGS) || exit 1; \
+	done
+
+.venv-oldest/.made .venv-newest/.made: .venv-%/.made: pyproject.toml tests/versions/%.txt
+	"$(PYTHON)" -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c tests/versions/$*.txt -e ".[test]"
+	touch $@
 
 test-sglang: .venv/.test .venv-sglang/.made
 	python -m pytest -n 0 -m sglang tests/sglang $(ARGS)
@@ -56,7 +68,7 @@ lint: .venv/.dev
 	mypy
 
 clean:
-	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/pip:
@@ -68,6 +80,6 @@ clean:
 .venv/.test: extra = [test]
 .venv/.dev: extra = [dev]
 .venv/.docs: extra = [docs]
-.venv/.demo .venv/.test .venv/.dev .venv/.docs: pyproject.toml | .venv/bin/pip
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".$(extra)"
+.venv/.demo .venv/.test .venv/.dev .venv/.docs: pyproject.toml constraints.txt | .venv/bin/pip
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(extra)"
 	touch $@

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import io
@@ -29,11 +28,8 @@ TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writin
 
 @contextmanager
 def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterator[None]:
-    """Raise an OSError of one line if a file written inside has no room.
-
-    It names the `folder`, `what` is written (e.g. "checkpoint-8"), the room that is left, and `advice`, which may be a
-    function that is called only then.
-    """
+    """Raise an OSError of one line if a file written inside has no room. It names the `folder`, `what` is written (e.g.
+    "checkpoint-8"), the room that is left, and `advice`, which may be a function that is called only then."""
     try:
         yield
     except Exception as error:  # safetensors, PyTorch and shutil have their own classes
@@ -49,9 +45,8 @@ def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterato
 def no_room(error: Exception) -> str:
     """The reason in an error if it is a full disk, a quota or a limit of size; else an empty string."""
     text = str(error)
-    for number in map(int, re.findall(r"(?:os error |Errno )(\d+)", text)):
-        if number in FULL:
-            return os.strerror(number)
+    for number in FULL & {*map(int, re.findall(r"(?:os error |Errno )(\d+)", text))}:
+        return os.strerror(number)
     # PyTorch gives no reason, so any failure of its writing counts.
     unwritten = text.startswith(TORCH) and "Reader" not in text
     return "a file could not be written to its end" if unwritten else ""
@@ -133,7 +128,7 @@ class FileLock:
                 break
             self.release()  # its holder removed the file after it was opened here
         if kind == fcntl.LOCK_EX:
-            with contextlib.suppress(OSError):  # a full disk is reported where something needed is written
+            with suppress(OSError):  # a full disk is reported where something needed is written
                 self.file.truncate(0)
                 self.file.write(f"process {os.getpid()} on {platform.node()}".encode())
 
@@ -158,7 +153,6 @@ class FileLock:
             self.file = None
 
 
-# --- JSON files that may be damaged -----------------------------------------------------------------------------------
 # --- A model's files, which may be damaged ----------------------------------------------------------------------------
 
 SMALL = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")

@@ -1,27 +1,67 @@
 """The only module that uses private names of Transformers: for each, the version checked, and when to delete it. Names
 that are public but have no stable home are imported here, too."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from d1.versions import check_versions
+
+check_versions()  # first, because other versions may lack what is imported next
 
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Split as Split
+from transformers.core_model_loading import Concatenate, ConversionOps
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.masking_utils import eager_mask as eager_mask
 from transformers.masking_utils import sdpa_mask as sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.llama.modeling_llama import rotate_half as rotate_half
 from transformers.utils import cached_file
 
+try:
+    from transformers.core_model_loading import Split as Split
+except ImportError:  # before Transformers 5.20. Delete this, and the class, once 5.20 is the oldest version
+
+    class Split(ConversionOps):  # type: ignore[no-redef]
+        """Cuts a weight into one piece for each target, as long as the target's parameter."""
+
+        def __init__(self, dim: int) -> None:
+            self.dim = dim
+
+        def convert(
+            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        ) -> dict[str, Any]:
+            (weights,) = input_dict.values()
+            whole = weights[0] if isinstance(weights, list) else weights
+            model, name = kwargs["model"], kwargs["full_layer_name"]
+            named = [name.replace(target_patterns[0], target) for target in target_patterns]
+            sizes = [model.get_parameter(target).shape[self.dim] for target in named]
+            pieces = whole.split(sizes, dim=self.dim)
+            return {target: piece.contiguous() for target, piece in zip(target_patterns, pieces, strict=True)}
+
+        @property
+        def reverse_op(self) -> ConversionOps:
+            return Concatenate(self.dim)
+
+
+# The argument of a decoder's forward that is its cache; "past_key_values" before Transformers 5.24. Delete the other
+# name once 5.24 is the oldest version.
+CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
+# The setting of Trainer for gradient checkpointing; "gradient_checkpointing" before Transformers 5.23. Likewise.
+RECOMPUTE = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
@@ -99,6 +139,13 @@ def attention_kernel(config: Any) -> str | None:
     Transformers 5.23 keeps it as `_attn_implementation`. Delete this once the config has a public name for it."""
     kernel = getattr(config, "_attn_implementation", None)
     return kernel and kernel.removeprefix(PACKED)
+
+
+def recomputes_activations(model: Any) -> bool:
+    """Whether gradient checkpointing is on. `is_activation_checkpointing` was called `is_gradient_checkpointing` before
+    Transformers 5.23. Delete this once 5.23 is the oldest version."""
+    new = "is_activation_checkpointing"
+    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing"))
 
 
 def takes_packed_rows(config: Any) -> bool:
@@ -205,7 +252,8 @@ class TrainerHooks(_Trainer):
 
     def mean_loss(self) -> float:
         """The mean loss of all steps of the run or, if a resume did not call `set_loss_sums`, of those since then."""
-        first = 0 if self.resumed_sums else self._initial_global_step
+        # Before Transformers 5.19, the first step is not known. Delete the 0 once 5.19 is the oldest version.
+        first = 0 if self.resumed_sums else getattr(self, "_initial_global_step", 0)
         return self._total_loss_scalar / max(self.state.global_step - first, 1)
 
     def loss_sums(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,15 @@ esac
 def folder_of(room: str) -> Path:
     """Where a reader types the commands of a folder's files: in a stage's folder, as d1's users do, or the root."""
     return ROOT / room if room in LAUNCHED else ROOT
+
+
+def copy_checkout(folder: Path) -> Path:
+    """A copy of the files of the checkout that git does not ignore."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
 def check_script(text: str, folder: Path = ROOT) -> None:
@@ -116,9 +126,6 @@ def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
         parser, arguments = importlib.import_module(STAGES[arguments[0]]).make_parser(), arguments[1:]
     else:
         parser = module_in(script, f"launched_{script.stem}").make_parser()
-    if script.name == "selection.py":  # it forwards flags that it does not know
-        arguments = ["--model_path", "m", "--dataset", "sudoku", *parser.parse_known_args(arguments)[1]]
-        parser = importlib.import_module("d1.eval.run").make_parser()
     if isinstance(parser, TrlParser):
         on_this_machine = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # or bf16 would be refused
         with contextlib.chdir(folder):  # configs are relative to it
@@ -156,8 +163,7 @@ def check_shell_script(settings: dict[str, str], arguments: list[str], folder: P
 def check_make(arguments: list[str]) -> None:
     """The targets exist, the variables are the Makefile's, and its own commands would run."""
     for name in (argument.partition("=")[0] for argument in arguments if "=" in argument):
-        known = re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert known, f"the Makefile has no variable {name}"
+        assert re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no variable {name}"
     environment = {"PATH": os.environ["PATH"]}  # without the variables of a make that runs this test
     said = subprocess.check_output(["make", "-n", *arguments], env=environment, cwd=ROOT, timeout=60, text=True)
     check_script("\n".join(line for line in said.splitlines() if line.startswith("python ")))

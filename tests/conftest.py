@@ -16,14 +16,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 torch.set_num_threads(1)
 
-WORDS = [
-    *"abcdefghijklmnopqrstuvwxyz0123456789",
-    *"+-*/=():,.?!",
-    "<reasoning>",
-    "</reasoning>",
-    "<answer>",
-    "</answer>",
-]
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>", "<user>", "<assistant>", "<system>"]
+WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789+-*/=():,.?!", "<reasoning>", "</reasoning>", "<answer>", "</answer>"]
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}<{{ message['role'] }}>{% generation %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endgeneration %}{% endfor %}"
@@ -36,39 +30,22 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    special = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>", "<user>", "<assistant>", "<system>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *WORDS])}
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"</?[a-z]+>|."), "isolated")]
     )
+    named = {f"{token[1:-1]}_token": token for token in SPECIAL[:5]}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        mask_token="<mask>",
-        unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>", "<system>"],
-        padding_side="left",
+        tokenizer_object=backend, **named, additional_special_tokens=SPECIAL[5:], padding_side="left"
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        is_causal=False,
-        initializer_range=0.2,
-    )
+    sizes = {"vocab_size": len(vocabulary), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(**sizes, **ids, is_causal=False, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

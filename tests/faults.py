@@ -129,52 +129,48 @@ def no_lie(rows: Rows) -> Any:
     return rows
 
 
-class Liar:
+class Liar(ThreadingHTTPServer):
     """A proxy of a server: `lie` changes the rows that `/generate` answers; everything else passes through."""
 
-    def __init__(self, url: str) -> None:
-        self.target, self.lie = url, no_lie
-        liar = self
+    def __init__(self, target: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.target, self.lie, self.url = target, no_lie, f"http://127.0.0.1:{self.server_address[1]}"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                liar.answer(self, "GET", b"")
 
-            def do_POST(self) -> None:
-                liar.answer(self, "POST", self.rfile.read(int(self.headers.get("content-length", 0))))
+class Handler(BaseHTTPRequestHandler):
+    server: Liar
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.program = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.program.server_address[1]}"
-
-    def answer(self, handler: BaseHTTPRequestHandler, method: str, body: bytes) -> None:
-        kept = {name: handler.headers[name] for name in ("content-type", "authorization") if name in handler.headers}
-        told = requests.request(method, self.target + handler.path, data=body, headers=kept, timeout=300)
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        kept = {name: self.headers[name] for name in ("content-type", "authorization") if name in self.headers}
+        told = requests.request(self.command, self.server.target + self.path, data=body, headers=kept, timeout=300)
         content = told.content
-        if handler.path == "/generate" and told.status_code == 200:
-            lied = self.lie(told.json())
+        if self.path == "/generate" and told.status_code == 200:
+            lied = self.server.lie(told.json())
             content = lied if isinstance(lied, bytes) else json.dumps(lied).encode()
-        handler.send_response(told.status_code)
-        handler.send_header("content-type", told.headers["content-type"])
-        handler.send_header("content-length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+        self.send_response(told.status_code)
+        self.send_header("content-type", told.headers["content-type"])
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *args: Any) -> None:
+        pass
 
 
 @contextmanager
 def lying_server(url: str) -> Iterator[Liar]:
     """A proxy of the server at `url`, which tells the truth until its `lie` is set."""
-    liar = Liar(url)
-    thread = threading.Thread(target=liar.program.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield liar
-    finally:
-        liar.program.shutdown()
-        liar.program.server_close()
-        thread.join()
+    with Liar(url) as liar:
+        thread = threading.Thread(target=liar.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield liar
+        finally:
+            liar.shutdown()
+            thread.join()
 
 
 PER_TOKEN = ("output_token_logprobs", "output_token_entropies", "step_maps")  # of `meta_info`
@@ -253,10 +249,9 @@ def failing_sandbox(times: int | None, failure: str = NO_PROCESS) -> Iterator[No
         for number in range(times or 0):
             (fails / str(number)).touch()
         once = f"for file in {fails}/*; do rm $file 2>/dev/null && {{ {failure}; }}; done"  # rm: one start per file
-        lines = ["#!/bin/sh", failure if times is None else once]
-        wrapper = folder / "bwrap"
-        wrapper.write_text("\n".join([*lines, f'exec {shutil.which("bwrap")} "$@"\n']))
-        wrapper.chmod(0o755)
+        line = failure if times is None else once
+        (folder / "bwrap").write_text(f'#!/bin/sh\n{line}\nexec {shutil.which("bwrap")} "$@"\n')
+        (folder / "bwrap").chmod(0o755)
         os.environ["PATH"] = f"{folder}:{before}"
         try:
             yield

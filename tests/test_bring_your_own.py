@@ -14,16 +14,8 @@ from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
-    "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "block_length": 4,
-    "diffusion_steps": 8,
-    "max_steps": 4,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "report_to": "none",
-    "seed": 1,
+    **{"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 4, "learning_rate": 1e-3, "seed": 1},
+    **{"max_completion_length": 8, "block_length": 4, "diffusion_steps": 8, "logging_steps": 1, "report_to": "none"},
     "task": str(ROOT / "tests" / "d1" / "rl" / "letters_task.py"),
     "method": str(ROOT / "tests" / "my_method.py"),
 }

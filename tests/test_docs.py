@@ -17,9 +17,7 @@ from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, Vi
 from tests.commands import ROOT
 from tests.tiny_grpo import make_trainer
 
-API, CONCEPTS, OWN, STABLE = (
-    (ROOT / f"docs/{name}.md").read_text() for name in ("api", "concepts", "write_your_own", "stable")
-)
+API, OWN, STABLE = ((ROOT / f"docs/{name}.md").read_text() for name in ("api", "write_your_own", "stable"))
 STABLE_ROOMS = ("d1.models", "d1.sampling", "d1.scoring", "d1.sft", "d1.rl", "d1.eval")  # what these export is stable
 DTYPES = {"bool": (torch.bool,), "int": (torch.int32, torch.int64), "float": (torch.float32, torch.float64)}
 
@@ -33,15 +31,6 @@ def table(page: str, heading: str) -> list[list[str]]:
 def documented(heading: str) -> dict[str, str]:
     """The names in the first column of the table with this heading -> the second column."""
     return {name: row[1] for row in table(OWN, heading) for name in re.findall(r"`(\w+)`", row[0])}
-
-
-def test_the_glossary_defines_each_word_once_and_those_of_the_picture():
-    words = re.findall(r"^\| (?:\*\*|`)(.+?)(?:\*\*|`) \| \S", CONCEPTS, re.MULTILINE)
-    assert len(set(words)) == len(words) > 20
-    shown = " ".join(re.findall(r">([^<]+)</text>", (ROOT / "docs/concepts.svg").read_text()))
-    for word in ("view", "canvas", "block", "pass", "draw", "update"):
-        assert word in words
-        assert re.search(rf"\b{word}\b", shown)
 
 
 def test_the_stable_names_are_those_that_the_packages_export():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from tests import forks
@@ -29,8 +28,6 @@ tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="right", trus
 model = load_model(model_name)
 data = load_dataset("json", data_files=train_data, split="train")
 train_data, eval_data = preprocess_dataset(data, tokenizer, max_length)
-print("Train data length: ", len(train_data))
-print("Eval data length: ", len(eval_data))
 train_dataset = dLLMSFTDataset(train_data, tokenizer, max_length)
 eval_dataset = dLLMSFTDataset(eval_data, tokenizer, max_length, eval=True)
 training_args = TrainingArguments(
@@ -38,13 +35,9 @@ training_args = TrainingArguments(
     eval_strategy="steps", eval_steps=2, logging_steps=2, save_total_limit=20, learning_rate=1e-3, weight_decay=0.1,
     max_grad_norm=1.0, load_best_model_at_end=True, report_to="none", remove_unused_columns=False, use_cpu=True,
 )
-trainer = dLLMTrainer(
-    model=model,
-    args=training_args,
-    data_collator=dLLMDataCollator(tokenizer=tokenizer, mask_token_id=3, max_length=max_length),
-    train_dataset=train_dataset,
-    eval_dataset=eval_dataset,
-)
+collator = dLLMDataCollator(tokenizer=tokenizer, mask_token_id=3, max_length=max_length)
+data = {"data_collator": collator, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+trainer = dLLMTrainer(model=model, args=training_args, **data)
 trainer.train()
 asked = tokenizer.decode(tokenizer(SYSTEM_PROMPT, add_special_tokens=False)["input_ids"])
 assert asked in tokenizer.decode(train_data[0]["input_ids"])
@@ -78,49 +71,26 @@ def test_stages_are_commands_and_modules(words, tmp_path):
 
 def test_accelerate_launches_a_stage():
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "d1.rl.train", "--help"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("usage: d1.rl.train ")
+    said = subprocess.check_output(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=120)
+    assert said.startswith("usage: d1.rl.train ")
 
 
-KINDS = {  # distributed type, processes, precision, on the CPU
-    "launch/cpu.yaml": ("NO", 1, "no", True),
-    "launch/single_gpu.yaml": ("NO", 1, "bf16", False),
-    "launch/ddp.yaml": ("MULTI_GPU", 2, "bf16", False),
-    "launch/zero3.yaml": ("DEEPSPEED", 8, "bf16", False),
-    "launch/fsdp2.yaml": ("FSDP", 8, "bf16", False),
-    "SFT/ddp_config.yaml": ("DEEPSPEED", 2, "bf16", False),
-    "diffu-grpo/accelerate.yaml": ("DEEPSPEED", 8, "bf16", False),
+KINDS = {  # distributed type, processes, precision, on the CPU, stage of ZeRO
+    "launch/cpu.yaml": ("NO", 1, "no", True, None),
+    "launch/single_gpu.yaml": ("NO", 1, "bf16", False, None),
+    "launch/ddp.yaml": ("MULTI_GPU", 2, "bf16", False, None),
+    "launch/zero3.yaml": ("DEEPSPEED", 8, "bf16", False, 3),
+    "launch/fsdp2.yaml": ("FSDP", 8, "bf16", False, None),
+    "SFT/ddp_config.yaml": ("DEEPSPEED", 2, "bf16", False, 2),
+    "diffu-grpo/accelerate.yaml": ("DEEPSPEED", 8, "bf16", False, 2),
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_configuration(name: str) -> None:
-    config = load_config_from_file(str(ROOT / name))  # refuses keys that it does not know
-    kind = (config.distributed_type, config.num_processes, config.mixed_precision, config.use_cpu)
-    assert kind == KINDS[name]
-
-
-def test_every_configuration_is_there_once() -> None:
-    texts = {}
-    for room in ("launch", "SFT", "diffu-grpo"):
-        for path in (ROOT / room).rglob("*.yaml"):
-            content = yaml.safe_load(path.read_text())
-            if "distributed_type" in content:
-                texts[str(path.relative_to(ROOT))] = yaml.safe_dump(content)
-    assert texts.keys() == KINDS.keys()
-    assert len(set(texts.values())) == len(texts)
-
-
-def test_strategies() -> None:
-    def section(name: str, key: str) -> dict:
-        return yaml.safe_load((ROOT / name).read_text())[key]
-
-    sft, rl = (section(f"{name}.yaml", "deepspeed_config") for name in ("SFT/ddp_config", "diffu-grpo/accelerate"))
-    assert (sft["zero_stage"], sft["offload_optimizer_device"]) == (2, "cpu")
-    assert (rl["zero_stage"], rl["offload_optimizer_device"]) == (2, "none")
-    zero3 = section("launch/zero3.yaml", "deepspeed_config")
-    assert (zero3["zero_stage"], zero3["zero3_save_16bit_model"]) == (3, True)
-    assert section("launch/fsdp2.yaml", "fsdp_config")["fsdp_version"] == 2
+def test_every_configuration_is_one_of_accelerate() -> None:
+    yamls = [path for room in ("launch", "SFT", "diffu-grpo") for path in (ROOT / room).rglob("*.yaml")]
+    found = {}
+    for path in (path for path in yamls if "distributed_type" in path.read_text()):
+        config = load_config_from_file(str(path))  # refuses keys that it does not know
+        kind = (config.distributed_type, config.num_processes, config.mixed_precision, config.use_cpu)
+        found[str(path.relative_to(ROOT))] = (*kind, config.deepspeed_config.get("zero_stage"))
+    assert found == KINDS

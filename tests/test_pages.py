@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, folder_of
+from tests.commands import ROOT, copy_checkout, folder_of
 from tests.test_readme import DOCUMENTS, FENCE, HISTORY
 
 # Results name the commands that gave them, of hours; recipes need a GPU; test_readme.py runs the README's commands.
@@ -34,6 +32,7 @@ ELSEWHERE = {  # commands that are not run here -> why
     r"^python -m pocket\.demo": "ten minutes and more; tests/pocket/test_demo.py runs it",
     r"^cd \.\. && python -m pytest": "a test of this suite",
 }
+NOT_HERE = "|".join(f"(?:{pattern})" for pattern in ELSEWHERE)
 LONGEST = 900  # seconds for one command; those of the pages take up to four minutes on two idle cores
 Command = tuple[int, str]  # the number of its block, and the command
 
@@ -56,13 +55,9 @@ def commands_of(page: str) -> list[Command]:
     return found
 
 
-def reasons(command: str) -> list[str]:
-    return [why for pattern, why in ELSEWHERE.items() if re.search(pattern, command)]
-
-
 def runnable(page: str) -> list[Command]:
     """The commands of blocks with something to run here; `cd` is part of its block."""
-    here = [(number, command) for number, command in commands_of(page) if not reasons(command)]
+    here = [(number, command) for number, command in commands_of(page) if not re.search(NOT_HERE, command)]
     working = {number for number, command in here if not re.fullmatch(r"cd \S+\s*", command)}
     return [(number, command) for number, command in here if number in working]
 
@@ -74,16 +69,6 @@ def test_each_reason_to_leave_a_command_out_is_needed():
     assert sum(len(runnable(page)) for page in PAGES) > 40
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the tracked files of the checkout."""
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    return tmp_path
-
-
 def answers(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -93,7 +78,7 @@ Servers = dict[int, "subprocess.Popen[bytes]"]  # by port
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    server.send_signal(signal.SIGTERM)
+    server.terminate()
     server.wait(60)
 
 
@@ -121,11 +106,12 @@ def servers() -> Iterator[Servers]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
-def test_the_commands_of_a_page_run_in_their_order(page, copy, servers):
+def test_the_commands_of_a_page_run_in_their_order(page, tmp_path, servers):
     """One session per page: files stay, each block starts in the page's folder, and servers run until its end.
 
     A Python block that begins with the comment "# NAME.py" is the file NAME.py.
     """
+    copy = copy_checkout(tmp_path)
     kept = {**os.environ, "PYTHONPATH": str(copy), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     kept |= {"WANDB_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     start = copy / folder_of(page.partition("/")[0]).relative_to(ROOT)

@@ -4,18 +4,18 @@ import ast
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import OUTPUTS, ROOMS, ROOT, check_script, folder_of
+from tests.commands import OUTPUTS, ROOMS, ROOT, check_script, copy_checkout, folder_of
 
 HISTORY = ("CHANGELOG.md", "WHAT_DID_NOT_WORK.md")  # these name commands that are removed or fail
 FOUND = [*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))]
-DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in FOUND if not OUTPUTS & {*path.parts})
+NAMES = [path.relative_to(ROOT) for path in FOUND]
+DOCUMENTS = sorted(str(name) for name in NAMES if not OUTPUTS & {*name.parts})
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.*<-])[\w.-][\w./-]*\.(?:py|sh|ya?ml|md)\b")
@@ -98,18 +98,14 @@ def test_the_tree_names_what_exists_and_every_room():
 @pytest.mark.slow
 def test_the_readmes_installation_and_every_command_for_any_machine_run_in_a_fresh_environment(tmp_path):
     """In a copy of the checkout: the installation, then the blocks that need neither a GPU nor a hub, in order."""
-    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
-        (tmp_path / "d1" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "d1" / name)
+    folder = copy_checkout(tmp_path / "d1")
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     path = f"{tmp_path}/venv/bin{os.pathsep}{os.environ['PATH']}"
-    options = {"cwd": tmp_path / "d1", "env": kept | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}}
+    options = {"cwd": folder, "env": kept | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}}
     _, install, pocket, _, tools = fences("README.md", "bash")
     local = "".join(line for line in tools.splitlines(keepends=True) if "GSAI-ML" not in line)
     for commands in (install, pocket, local):
         subprocess.run(["bash", "-euo", "pipefail", "-c", commands], check=True, **options)
-    assert "sudoku" in (tmp_path / "d1" / "watch.html").read_text()
-    subprocess.run(
-        [tmp_path / "venv" / "bin" / "python", "-c", fences("README.md", "python")[0]], check=True, **options
-    )
+    assert "sudoku" in (folder / "watch.html").read_text()
+    subprocess.run([tmp_path / "venv/bin/python", "-c", fences("README.md", "python")[0]], check=True, **options)

@@ -3,6 +3,7 @@
 import functools
 import os
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
@@ -73,18 +74,8 @@ def is_even(completions, **columns):
 is_even.only_watched = True
 
 
-def make_trainer(
-    model_dir,
-    folder,
-    cls=DiffuGRPOTrainer,
-    reward=letter_share,
-    model=None,
-    base=SETTINGS,
-    peft_config=None,
-    callbacks=None,
-    rollout_func=None,
-    **changes,
-):
+def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, reward=letter_share, model=None, base=SETTINGS, **changes):
+    of_trainer = {name: changes.pop(name, None) for name in ("peft_config", "callbacks", "rollout_func")}
     return cls(
         model=load_model(str(model_dir)) if model is None else model,
         reward_funcs=reward,
@@ -92,9 +83,7 @@ def make_trainer(
         train_dataset=rows(),
         eval_dataset=rows(4),
         processing_class=load_tokenizer(str(model_dir)),
-        peft_config=peft_config,
-        callbacks=callbacks,
-        rollout_func=rollout_func,
+        **of_trainer,
     )
 
 
@@ -187,5 +176,13 @@ def logged(trainer):
 
 
 def clockless(log_history):
-    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory")
+    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory", "profiling/")
     return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in log_history]
+
+
+def assert_same(one, other):
+    """Two trainers have the same weights, to the bit, and logged the same."""
+    expected, found = weights(one.model), weights(other.model)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert clockless(one.state.log_history) == clockless(other.state.log_history)

@@ -28,19 +28,12 @@ Read = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Seen:
-    """Texts in several states, and the positions of their canvas to read there.
+    """Texts in several states, and the positions of their canvas to read there, in the order of `nonzero`."""
 
-    Attributes:
-        ids: (rows, prompt + canvas) clean.
-        visible: (rows, prompt + canvas), 0 at padding.
-        noise: (rows, states, canvas) bool, what each state hides of the canvas; the prompt is always shown.
-        positions: (rows, states, canvas) bool, on the host. What is read has the order of `positions.nonzero()`.
-    """
-
-    ids: Tensor
-    visible: Tensor
-    noise: Tensor
-    positions: Tensor
+    ids: Tensor  # (rows, prompt + canvas) clean
+    visible: Tensor  # (rows, prompt + canvas), 0 at padding
+    noise: Tensor  # (rows, states, canvas) bool, what each state hides of the canvas; the prompt is always shown
+    positions: Tensor  # (rows, states, canvas) bool, on the host
 
 
 def read_positions(
@@ -105,29 +98,18 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
 
 # --- Targets: (settings, logits, own ids) -> tensors ------------------------------------------------------------------
 
-Logged = dict[str, Tensor]  # values, whose mean is logged
-
 
 @dataclass(frozen=True)
 class Compared:
-    """The positions of a micro-batch.
+    """The positions of a micro-batch; `weights` and `picks` (those of a position's state) as in `States`."""
 
-    Attributes:
-        row, state: (n,) the numbers of each position's row and state.
-        ids: (n,) own tokens.
-        weights: (n,) as in `States`.
-        picks: (n,) those of each position's state, as in `States`.
-        rows: number of rows of the micro-batch.
-        target: what the target read, (n, ...) each.
-    """
-
-    row: Tensor
-    state: Tensor
-    ids: Tensor
-    weights: Tensor
-    picks: Tensor
-    rows: int
-    target: tuple[Tensor, ...] = ()
+    row: Tensor  # (n,) the number of each position's row
+    state: Tensor  # (n,) and of its state
+    ids: Tensor  # (n,) own tokens
+    weights: Tensor  # (n,)
+    picks: Tensor  # (n,)
+    rows: int  # number of rows of the micro-batch
+    target: tuple[Tensor, ...] = ()  # what the target read, (n, ...) each
 
 
 def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -181,11 +163,6 @@ def read_discriminator(
     return token_logps(logits, ids), token_logps(logits, rivals)
 
 
-def count_nothing(seen: Compared) -> Tensor:
-    """For divergences that divide only by the rows of the step."""
-    return torch.zeros((), device=seen.ids.device)
-
-
 def by_row(values: Tensor, seen: Compared) -> Tensor:
     """(rows,) means over each row's positions; 0 for rows without one."""
     zeros = values.new_zeros(seen.rows)
@@ -235,22 +212,18 @@ def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: A
 
 @dataclass(frozen=True)
 class Divergence:
-    """An entry of `DIVERGENCES`.
+    """An entry of `DIVERGENCES`."""
 
-    Attributes:
-        read: (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients.
-        totals: (positions) -> counts, which are summed over the optimizer step before the loss sees them.
-        loss: (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the step's
-            loss, and what is logged.
-    """
-
+    # (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients
     read: Callable[..., tuple[Tensor, ...]]
-    totals: Callable[[Compared], Tensor]
-    loss: Callable[..., tuple[Tensor, Logged]]
+    # (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the loss, and its logs
+    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    # (positions) -> counts, which are summed over the optimizer step before the loss sees them
+    totals: Callable[[Compared], Tensor] = lambda seen: torch.zeros((), device=seen.ids.device)
 
 
 DIVERGENCES = {
-    "certainty": Divergence(read_certainty, count_certainty, certainty),
-    "discriminator": Divergence(read_discriminator, count_nothing, discriminator),
-    "reverse_kl": Divergence(read_reverse_kl, count_nothing, reverse_kl),
+    "certainty": Divergence(read_certainty, certainty, count_certainty),
+    "discriminator": Divergence(read_discriminator, discriminator),
+    "reverse_kl": Divergence(read_reverse_kl, reverse_kl),
 }

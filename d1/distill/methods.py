@@ -13,28 +13,17 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Method:
-    """An entry of `METHODS`.
+    """An entry of `METHODS`. A setting that only the `values` of other entries name is an error for this entry, because
+    it would be ignored."""
 
-    Attributes:
-        states: which parts of a trace are hidden; a name in `STATES` (`d1/distill/states.py`).
-        target: what the model is compared with at hidden positions; a name in `TARGETS` (`d1/distill/losses.py`).
-        divergence: a name in `DIVERGENCES` (`d1/distill/losses.py`).
-        teacher: which model gives the target: the trained one, or the reference (`reference_steps`).
-        paper: where it is from.
-        values: settings of `DistillConfig` where the user gives none. A setting that only other entries name is an
-            error for this entry, because it would be ignored.
-        on_policy: traces are sampled during the training; otherwise once, before it.
-        looks_ahead: the teacher sees tokens of later blocks, which a block-causal model cannot.
-    """
-
-    states: str
-    target: str
-    divergence: str
-    teacher: Literal["itself", "reference"]
+    states: str  # which parts of a trace are hidden; a name in `STATES` (`d1/distill/states.py`)
+    target: str  # what the model is compared with at hidden positions; a name in `TARGETS` (`d1/distill/losses.py`)
+    divergence: str  # a name in `DIVERGENCES` (`d1/distill/losses.py`)
+    teacher: Literal["itself", "reference"]  # the model that gives the target; the reference has `reference_steps`
     paper: str
-    values: Mapping[str, Any]
-    on_policy: bool = False
-    looks_ahead: bool = False
+    values: Mapping[str, Any]  # settings of `DistillConfig` where the user gives none
+    on_policy: bool = False  # traces are sampled during the training; otherwise once, before it
+    looks_ahead: bool = False  # the teacher sees tokens of later blocks, which a block-causal model cannot
 
 
 METHODS = {

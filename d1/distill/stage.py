@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,23 @@ from d1.distill.config import READ_BY_SOME, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
-from d1.distill.trainer import DistillTrainer, TraceDataset, collate
+from d1.distill.trainer import DistillTrainer
 from d1.models.kinds import block_size, check_room
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
-from d1.runs.stage import Stage, cap_batch, evaluation, on_resume, stage_of, trainer_arguments
+from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling import SamplingSettings
-from d1.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
-SAMPLING = (  # settings of the traces; with those of the model and the data they name the traces' folder
+# Settings of the traces; with those of the model, its dtype and the data they name the traces' folder.
+SAMPLING = (
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
     *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
 )
 ALSO = (
-    *("model_name", "train_data", "seed", "plain_chat_template", "bad_rows"),
-    *("dtype", "load_in_4bit", "full_finetuning"),  # the dtype of the weights that sample
+    *("model_name", "dtype", "load_in_4bit", "full_finetuning"),
+    *("train_data", "seed", "plain_chat_template", "bad_rows"),
 )
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
 ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("save_steps", "views_at_once"))
@@ -39,16 +37,7 @@ ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("s
 
 def stage(args: DistillConfig) -> Stage:
     training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
-    following = partial(next_command, args, str(training.output_dir))
-    return stage_of(args, training, prepare, ON_RESUME, next_command=following)
-
-
-def next_command(args: DistillConfig, folder: str) -> str:
-    """The command that evaluates the model on the task of the run, with its sampling; without a task, a chat."""
-    if args.train_data not in TASKS and not args.train_data.endswith(".py"):
-        return f"python -m d1 chat {shlex.quote(folder)}"
-    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
-    return evaluation(folder, args.train_data, flags | {"diffusion_steps": args.diffusion_steps})
+    return stage_of(args, training, prepare, ON_RESUME)
 
 
 def prepare(
@@ -58,14 +47,10 @@ def prepare(
     makes its trainer."""
     method = METHODS[args.method]
     if method.looks_ahead and block_size(config) is not None:
-        raise ValueError(
-            f"--method {args.method} shows the teacher tokens of later blocks, which a block-causal model cannot see: "
-            "use another method"
-        )
+        problem = "shows the teacher tokens of later blocks, which a block-causal model cannot see"
+        raise ValueError(f"--method {args.method} {problem}: use another method")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
-    options: dict[str, Any] = {"max_prompt_length": args.max_prompt_length, "count": args.num_prompts}
-    options |= {"seed": args.seed, "bad_rows": args.bad_rows}
-    prompts = load_prompts(args.train_data, args.data_file, tokenizer, **options)
+    prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:
         raise ValueError(f"--keep right needs a task that judges completions: {args.train_data} is none; --keep all")
     longest = max(map(len, prompts.ids))
@@ -80,18 +65,8 @@ def prepare(
         if not method.on_policy:
             rows, traces, compute = sampled_before(args, training, sampler, model)
         cap_batch(training, len(rows))
-        return DistillTrainer(
-            settings=args,
-            sampler=sampler,
-            rows=rows,
-            traces=traces,
-            compute=compute,
-            model=model,
-            args=training,
-            data_collator=collate,
-            train_dataset=TraceDataset(len(rows)),
-            processing_class=tokenizer,
-        )
+        trainers: dict[str, Any] = {"model": model, "args": training, "processing_class": tokenizer}
+        return DistillTrainer(args, sampler, rows, traces, compute=compute, **trainers)
 
     return {"paper": method.paper, ROWS + "train_data": prompts.rows}, make_trainer
 
@@ -99,11 +74,8 @@ def prepare(
 def sampled_before(
     args: DistillConfig, training: TrainingArguments, sampler: TraceSampler, model: Any
 ) -> tuple[list[int], Traces, int]:
-    """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed.
-
-    Traces of the same settings, model, task and prompts that are in the run's folder are read, not sampled again.
-    Raises ValueError if no trace is left.
-    """
+    """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed. Traces of
+    the same settings, model, task and prompts in the run's folder are read, not sampled again."""
     known = {name: getattr(args, name) for name in (*SAMPLING, *ALSO)} | {ROWS + "train_data": sampler.prompts.rows}
     name = from_rank_0(lambda: of_values(known | of_settings(known)))
     folder = Path(str(training.output_dir)) / "traces" / name

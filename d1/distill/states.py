@@ -16,31 +16,23 @@ from torch import Generator, Tensor
 from d1.masking import draw_mask, noise_level
 from d1.sampling import SamplingSettings, eos_cut
 
+COLUMNS = ("ids", "steps", "blocks", "right")  # of `Traces`
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of a block that T3D hides
 
 
 @dataclass(frozen=True)
 class Traces:
-    """Completions as they were sampled, on the host.
+    """Completions as they were sampled, on the host."""
 
-    Attributes:
-        ids: (rows, canvas).
-        steps: (rows, canvas), the row's forward pass, from 0, that revealed each token; -1 after the EOS stop.
-        blocks: (rows, canvas), the number of each token's block, from 0.
-        right: (rows,) bool, whether the row is trained on.
-        eos_token_id: ends a completion.
-    """
-
-    ids: Tensor
-    steps: Tensor
-    blocks: Tensor
-    right: Tensor
+    ids: Tensor  # (rows, canvas)
+    steps: Tensor  # (rows, canvas), the row's forward pass, from 0, that revealed each token; -1 after the EOS stop
+    blocks: Tensor  # (rows, canvas), the number of each token's block, from 0
+    right: Tensor  # (rows,) bool, whether the row is trained on
     eos_token_id: int
 
     def at(self, rows: Tensor) -> Traces:
         """The traces with these indices (n,)."""
-        columns = {name: getattr(self, name)[rows] for name in ("ids", "steps", "blocks", "right")}
-        return replace(self, **columns)
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     @property
     def lengths(self) -> Tensor:
@@ -59,23 +51,14 @@ class Traces:
 
 @dataclass(frozen=True)
 class States:
-    """The states in which a batch is compared, and the positions; on the host.
+    """The states in which a batch is compared, and the positions; on the host."""
 
-    Attributes:
-        ids: (rows, canvas) the tokens of the text, which are the own tokens to compare with.
-        noise: (rows, states, canvas) bool, what each state hides.
-        positions: (rows, states, canvas) bool, hidden positions where student and target are compared.
-        weights: (rows, states, canvas) of a position, where the divergence reads weights.
-        picks: (rows, states) how many of a state's positions count, where the divergence chooses among them.
-        teacher_noise: what the teacher's states hide; None: the same.
-    """
-
-    ids: Tensor
-    noise: Tensor
-    positions: Tensor
-    weights: Tensor
-    picks: Tensor
-    teacher_noise: Tensor | None = None
+    ids: Tensor  # (rows, canvas) the tokens of the text, which are the own tokens to compare with
+    noise: Tensor  # (rows, states, canvas) bool, what each state hides
+    positions: Tensor  # (rows, states, canvas) bool, hidden positions where student and target are compared
+    weights: Tensor  # (rows, states, canvas) of a position, where the divergence reads weights
+    picks: Tensor  # (rows, states) how many of a state's positions count, where the divergence chooses among them
+    teacher_noise: Tensor | None = None  # what the teacher's states hide; None: the same
 
 
 def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:

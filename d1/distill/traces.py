@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from d1.distill.states import Traces, blocks_of_canvas
-from d1.files import give_usual_mode, writing
+from d1.distill.config import DistillConfig
+from d1.distill.states import COLUMNS, Traces, blocks_of_canvas
+from d1.files import give_usual_mode, reading, writing
 from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.kinds import block_size
 from d1.models.tokenizer import as_messages, encode_prompt, render_prompt
-from d1.runs.checkpoints import reading
 from d1.runs.data import load_rows, problem_of, usable_rows
 from d1.runs.record import of_rows, of_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
@@ -39,38 +39,21 @@ class Prompts:
     rows: str  # the fingerprint of the ids and of the rows that they come from
 
 
-def load_prompts(
-    train_data: str,
-    data_file: str | None,
-    tokenizer: Any,
-    *,
-    max_prompt_length: int,
-    count: int | None,
-    seed: int,
-    bad_rows: str = "error",
-) -> Prompts:
-    """The training prompts of a task, or those of a file's column `prompt`: text or chat messages.
-
-    Args:
-        count: the largest number of usable rows, drawn by the seed.
-
-    Raises:
-        ValueError: there is no column prompt; bad rows, unless they are skipped and counted; or nothing is left.
-    """
-    task = load_task(train_data) if train_data in TASKS or train_data.endswith(".py") else None
-    if data_file is not None and task is None:
-        raise ValueError(f"--data_file is for a task, and --train_data {train_data} is none")
-    rows: Dataset = load_rows(train_data, TASKS) if task is None else task.load_rows("train", data_file)
+def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
+    """The training prompts of a task, or those of a file's column `prompt`: text or chat messages; at most
+    `--num_prompts` of the usable ones, drawn by the seed. ValueError for bad rows, unless they are skipped."""
+    name = args.train_data
+    task = load_task(name) if name in TASKS or name.endswith(".py") else None
+    if args.data_file is not None and task is None:
+        raise ValueError(f"--data_file is for a task, and --train_data {name} is none")
+    rows: Dataset = load_rows(name, TASKS) if task is None else task.load_rows("train", args.data_file)
     if "prompt" not in rows.column_names:
-        raise ValueError(f"the rows of {train_data} have no column prompt, only {', '.join(rows.column_names)}")
-    ids, problems = [], []
-    for row in rows.select_columns(["prompt"]):
-        found, problem = prompt_ids(row, tokenizer, max_prompt_length)
-        ids.append(found)
-        problems.append(problem)
-    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, bad_rows)
-    if count is not None and count < len(usable):
-        usable = sorted(random.Random(seed).sample(usable, count))
+        raise ValueError(f"the rows of {name} have no column prompt, only {', '.join(rows.column_names)}")
+    prompts = [prompt_ids(row, tokenizer, args.max_prompt_length) for row in rows.select_columns(["prompt"])]
+    ids, problems = [found for found, _ in prompts], [problem for _, problem in prompts]
+    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, args.bad_rows)
+    if args.num_prompts is not None and args.num_prompts < len(usable):
+        usable = sorted(random.Random(args.seed).sample(usable, args.num_prompts))
     kept = rows.select(usable)
 
     def judge(text: str, number: int) -> bool:
@@ -96,11 +79,8 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
 
 @dataclass(frozen=True)
 class TraceSampler:
-    """Samples traces with the library's exact sampler.
-
-    Attributes:
-        tries: completions of a prompt, at most, until `judge` calls one right; without a judge, the first is kept.
-    """
+    """Samples traces with the library's exact sampler: at most `tries` completions of a prompt, until `judge` calls one
+    right; without a judge, the first is kept."""
 
     prompts: Prompts
     settings: SamplingSettings
@@ -110,14 +90,8 @@ class TraceSampler:
 
     @torch.no_grad()
     def sample(self, model: Any, numbers: Sequence[int], keys: Sequence[tuple[int, ...]]) -> tuple[Traces, Tensor, int]:
-        """Traces of these prompts, on the host.
-
-        Args:
-            keys: of each row's random numbers, which depend on nothing else.
-
-        Returns:
-            The traces; (rows,) tries of each row; and the tokens processed, as `Rollout.forward_tokens`.
-        """
+        """Traces of these prompts, on the host; (rows,) tries of each row; and the tokens processed, as
+        `Rollout.forward_tokens`. `keys` are those of each row's random numbers, which depend on nothing else."""
         training = model.training
         model.eval()
         end, prompts, compute = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers], 0
@@ -129,15 +103,9 @@ class TraceSampler:
             if not len(left):
                 break
             ids, mask = left_padded([prompts[row] for row in left], self.tokenizer.pad_token_id)
-            sampled = rollout(
-                model,
-                ids.to(model.device),
-                mask.to(model.device),
-                self.settings,
-                mask_token_id=self.tokenizer.mask_token_id,
-                generator=[keyed_generator(*keys[row], attempt, device=model.device) for row in left],
-                eos_token_ids=[end],
-            )
+            options = {"mask_token_id": self.tokenizer.mask_token_id, "eos_token_ids": [end]}
+            options["generator"] = [keyed_generator(*keys[row], attempt, device=model.device) for row in left]
+            sampled = rollout(model, ids.to(model.device), mask.to(model.device), self.settings, **options)
             compute += int(sampled.forward_tokens.sum())
             canvas[:, left] = torch.stack([sampled.ids[:, ids.shape[1] :], sampled.reveal_steps]).cpu()
             right[left], tries[left] = self.are_right(canvas[0, left], [numbers[row] for row in left]), attempt + 1
@@ -151,10 +119,7 @@ class TraceSampler:
         if self.judge is None:
             return torch.ones(len(completions)).bool()
         kept = eos_cut(completions, [self.tokenizer.eos_token_id], including=False)
-        texts = [
-            self.tokenizer.decode(row[own], skip_special_tokens=True)
-            for row, own in zip(completions, kept, strict=True)
-        ]
+        texts = self.tokenizer.batch_decode([row[own] for row, own in zip(completions, kept, strict=True)], True)
         return torch.tensor([self.judge(text, number) for text, number in zip(texts, numbers, strict=True)])
 
 
@@ -171,7 +136,7 @@ def sample_once(
             continue
         numbers = range(len(sampler.prompts.ids))[first : first + batch]
         traces, tries, compute = sampler.sample(model, numbers, [(seed, TRACES, number) for number in numbers])
-        columns = {"ids": traces.ids, "steps": traces.steps, "blocks": traces.blocks, "right": traces.right}
+        columns = {name: getattr(traces, name) for name in COLUMNS}
         staging = path.with_suffix(".part")
         with writing(folder, "the traces", "make room and start the same command again: it keeps the traces there"):
             save_file(columns | {"tries": tries, "compute": torch.tensor(compute)}, staging)
@@ -183,7 +148,7 @@ def read_traces(folder: Path, eos_token_id: int) -> tuple[Traces, int]:
     """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed."""
     parts = []
     for path in sorted(folder.glob("*.safetensors")):
-        with reading(path):
+        with reading(path, "these traces are damaged: delete the file, and the same command samples them again"):
             parts.append(load_file(path))
-    columns = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "steps", "blocks", "right")}
+    columns = {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
     return Traces(**columns, eos_token_id=eos_token_id), sum(int(part["compute"]) for part in parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from d1.distill.traces import TRACES, TraceSampler
 from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.head import run_inside
-from d1.runs.checkpoints import reading
+from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.data import IGNORED, BatchRow, GlobalBatchSampler
 from d1.runs.trainer import SummingTrainer, own_part
 
@@ -42,21 +42,19 @@ def trained_parts(model: Any) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step.
-
-    Passes of the reference exchange them with the model's, so no second model is needed.
-    """
+    """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step. Passes of the
+    reference exchange them with the model's, so no second model is needed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.weights = {name: part.clone() for name, part in trained_parts(model).items()}
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[Any]:
-        """The model with the copied weights; afterwards it has its own again."""
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the copied weights."""
         self.exchange()
         try:
-            yield self.model
+            yield
         finally:
             self.exchange()
 
@@ -73,26 +71,26 @@ class Reference:
                 weight.partition()
 
     def file(self, folder: Path, process: int) -> Path:
-        return folder / (f"reference_rank{process}.safetensors" if self.is_split() else "reference.safetensors")
-
-    def is_split(self) -> bool:
-        """Whether each process holds only a part of the weights."""
-        return any(own_part(weight) is not weight for weight in self.model.parameters())
+        """The copy's file in a checkpoint: one for all processes, unless each holds only a part of the weights."""
+        split = any(own_part(weight) is not weight for weight in self.model.parameters())
+        return folder / (f"reference_rank{process}.safetensors" if split else "reference.safetensors")
 
     def save(self, folder: Path, process: int) -> None:
         """Write the copy into a checkpoint. Every process must call this."""
-        if process == 0 or self.is_split():
-            save_file({name: part.contiguous() for name, part in self.weights.items()}, self.file(folder, process))
+        path = self.file(folder, process)
+        if process == 0 or path != self.file(folder, 0):
+            save_file({name: part.contiguous() for name, part in self.weights.items()}, path)
 
     def load(self, folder: Path, process: int) -> None:
         """Read the copy. ValueError if the file is missing, damaged, or from another number of processes."""
         path = self.file(folder, process)
-        with reading(path):
+        with reading_checkpoint(path):
             found = load_file(path)
             for name, part in self.weights.items():
                 part.copy_(found[name])
 
 
+@dataclass(eq=False)
 class RepeatedBatches(GlobalBatchSampler):
     """Each global batch several times: all optimizer steps of a rollout. Empty rows fill the last batch."""
 
@@ -108,7 +106,7 @@ class RepeatedBatches(GlobalBatchSampler):
 
 
 class TraceDataset(torch.utils.data.Dataset):
-    """A row is its `BatchRow` and label: the trainer looks up its prompt and trace."""
+    """A row is its `BatchRow`: the trainer looks up its prompt and trace."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -116,29 +114,23 @@ class TraceDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, chosen: BatchRow) -> dict[str, Any]:
-        return {"batch_row": chosen, "label": IGNORED if chosen.row < 0 else 1}
+    def __getitem__(self, chosen: BatchRow) -> BatchRow:
+        return chosen
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def collate(rows: list[BatchRow]) -> dict[str, Any]:
     """The `batch_rows`, and `labels` (rows,), which Trainer counts."""
-    return {"batch_rows": [row["batch_row"] for row in rows], "labels": torch.tensor([row["label"] for row in rows])}
+    return {"batch_rows": rows, "labels": torch.tensor([IGNORED if one.row < 0 else 1 for one in rows])}
 
 
 class DistillTrainer(SummingTrainer, Trainer):
-    """Trainer with an entry of `METHODS`.
+    """Trainer with an entry of `METHODS`; `train` raises FloatingPointError for a loss that is not finite.
 
     Args:
-        settings: of the run.
         sampler: of traces, and the prompts.
-        rows: the numbers of the prompts that are trained on, in the order of `train_dataset`.
+        rows: the numbers of the prompts that are trained on.
         traces: of these rows; None for an on-policy method.
-        **kwargs: `compute`, tokens that sampling these traces processed; and Trainer's: `train_dataset` is a
-            `TraceDataset`, `data_collator` is `collate`.
-
-    Raises:
-        ValueError: the model was not prepared.
-        FloatingPointError: from `train`, a loss that is not finite; names the file with its rows.
+        **kwargs: `compute`, tokens that sampling these traces processed; and Trainer's.
     """
 
     sums_file = "distill_sums.json"
@@ -146,26 +138,18 @@ class DistillTrainer(SummingTrainer, Trainer):
     def __init__(
         self, settings: DistillConfig, sampler: TraceSampler, rows: list[int], traces: Traces | None, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(data_collator=collate, train_dataset=TraceDataset(len(rows)), **kwargs)
         self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
-        self.method = METHODS[settings.method]
+        self.method, self.cycle = METHODS[settings.method], settings.num_iterations or 1  # optimizer steps per rollout
         self.divergence = DIVERGENCES[self.method.divergence]
         self.reference: Reference | None = None
         self.rollouts: list[Traces] = []  # of the micro-batches of this cycle of `num_iterations` steps
         self.totals: Tensor = torch.zeros(())
 
-    @property
-    def cycle(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.settings.num_iterations or 1
-
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
         own = super().train_sampler(dataset)
-        if self.cycle == 1:
-            return own
-        repeated = RepeatedBatches(**{**vars(own), "multiple": own.batch_size})
-        repeated.times = self.cycle
-        return repeated
+        whole = vars(own) | {"multiple": own.batch_size}
+        return own if self.cycle == 1 else RepeatedBatches(**whole, times=self.cycle)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
@@ -193,10 +177,10 @@ class DistillTrainer(SummingTrainer, Trainer):
         # (rows, 1, 1), to multiply (rows, states, canvas)
         trained = (traces.right & (labels.cpu() != IGNORED)).view(-1, 1, 1)
         seen, compared = self.seen(states, states.positions & trained, rows)
-        with torch.no_grad(), self.teacher() as model:
+        with torch.no_grad(), contextlib.nullcontext() if self.reference is None else self.reference.in_place():
             noise = states.noise if states.teacher_noise is None else states.teacher_noise
             shown = replace(seen, noise=noise.to(seen.ids.device))
-            target = self.read(model, shown, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
+            target = self.read(self.model, shown, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
         return {"labels": labels, "seen": seen, "compared": replace(compared, target=target), "rows": rows}
 
     def traces_of(self, chosen: list[BatchRow], rows: list[int], number: int) -> Traces:
@@ -215,8 +199,7 @@ class DistillTrainer(SummingTrainer, Trainer):
 
     def seen(self, states: States, positions: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
         """What a pass needs on the device, and the positions in the order in which passes read them."""
-        device = self.args.device
-        sampler = self.sampler
+        device, sampler = self.args.device, self.sampler
         prompts, visible = left_padded([sampler.prompts.ids[row] for row in rows], sampler.tokenizer.pad_token_id)
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
@@ -226,13 +209,6 @@ class DistillTrainer(SummingTrainer, Trainer):
         there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
         seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
         return seen, Compared(**there, rows=len(rows))
-
-    @contextlib.contextmanager
-    def teacher(self) -> Iterator[Any]:
-        """The model that gives the target."""
-        frozen = self.reference if self.method.teacher == "reference" else None
-        with contextlib.nullcontext() if frozen is None else frozen.in_place():
-            yield self.model
 
     def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
@@ -244,11 +220,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         return found
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The batch's part of the step's loss, times the number of processes, over which gradients are averaged."""
         compared: Compared = inputs["compared"]
@@ -256,11 +228,11 @@ class DistillTrainer(SummingTrainer, Trainer):
         columns = self.read(model, inputs["seen"], read, (compared.ids, *compared.target))
         loss, logged = self.divergence.loss(compared, columns, self.totals, num_items_in_batch, self.settings)
         loss = loss * self.accelerator.num_processes
-        self.require_finite(loss.detach(), lambda: self.rows_to_blame(inputs))
+        self.require_finite(loss.detach(), lambda: self.texts_of(inputs))
         self.add_means({name: values.detach() for name, values in logged.items()})
         return (loss, {}) if return_outputs else loss
 
-    def rows_to_blame(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    def texts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         texts = self.sampler.tokenizer.batch_decode(inputs["seen"].ids)
         return [{"prompt": row, "text": text} for row, text in zip(inputs["rows"], texts, strict=True)]
 

@@ -25,6 +25,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -37,7 +38,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from d1.files import FileLock, Held, read_object, write_atomically
+from d1.files import FileLock, Held, read_object, write_atomically, writing
 from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
 from d1.models.fit import check_memory
@@ -227,11 +228,10 @@ class Journal:
 
     def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
         """Refuse (ValueError) results of another run than `identity`; the message names the differences."""
-        # Versions up to 0.3.0 also had a hash of parts of the "weights", which `contents of model_path` includes.
         changed = [
             f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
             for name in known | identity
-            if known.get(name) != identity.get(name) and name != "weights"
+            if known.get(name) != identity.get(name)
         ]
         if changed:
             raise ValueError(
@@ -258,35 +258,29 @@ class Journal:
     def append(self, entry: dict[str, Any]) -> None:
         """Append one completion, with the fields of `ENTRY`, to this process's journal in a single write."""
         line = json.dumps(entry).encode() + b"\n"
-        try:
-            if self.lock.file is None:
-                self.take_lock(fcntl.LOCK_SH)
+        if self.lock.file is None:
+            self.take_lock(fcntl.LOCK_SH)
+        with self.writing():
             if self.lines is None:
                 self.lines = io.FileIO(self.folder / f"rank_{self.rank}.jsonl", "ab")
                 if os.fstat(self.lines.fileno()).st_size:
                     line = b"\n" + line  # ends a line that a kill may have cut off
             if self.lines.write(line) < len(line):
+                self.lines = None
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self.lines = None
-            raise self.stopped(error) from error
 
     def finish(self, results: dict[str, Any], record: dict[str, Any]) -> None:
         """Write the results and the record, and remove the journal (rank 0, when everything is done)."""
-        try:
+        with self.writing():
             write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
             write_atomically(self.record, json.dumps(record, indent=1, default=str))
-        except OSError as error:
-            raise self.stopped(error) from error
         shutil.rmtree(self.folder)
         self.lock.release()
 
-    def stopped(self, error: OSError) -> OSError:
-        """The error of a run that can no longer write."""
-        return OSError(
-            f"could not write to {self.output_dir} ({error.strerror or error}): {len(self.read())} completions are "
-            f"safe in {self.folder}. Make room and start the same command again: it continues from there"
-        )
+    def writing(self) -> AbstractContextManager[None]:
+        """Raises an OSError of one line if there is no room for what is written inside."""
+        safe = "{} are safe in {}: make room and start the same command again".format
+        return writing(self.output_dir, "completions", lambda: safe(len(self.read()), self.folder))
 
 
 # --- Processes and their shared queue ---------------------------------------------------------------------------------

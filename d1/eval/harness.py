@@ -106,15 +106,6 @@ def batches(
         order = order[len(same) :]
 
 
-def check_likelihood(config: Any) -> None:
-    """Refuse (ValueError) a model for which the bound does not hold."""
-    if size := block_size(config):
-        raise ValueError(
-            f"this {config.model_type} fills blocks of {size} tokens from left to right, but the bound is for models "
-            "that reveal tokens in any order: use tasks that generate"
-        )
-
-
 @torch.no_grad()
 def log_likelihoods(
     model: Any,
@@ -138,7 +129,6 @@ def log_likelihoods(
     Raises:
         NotFiniteError: a pair's log-probabilities are not finite.
     """
-    yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
     for numbers, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
         length = answers.shape[1]
         own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[number]))) for number in numbers]
@@ -182,7 +172,6 @@ def are_greedy(
     Raises:
         NotFiniteError: a pair's log-probabilities are not finite.
     """
-    yield from ((i, True) for i, (_, answer) in enumerate(pairs) if not answer)
     for numbers, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):
         length = wanted.shape[1]
         settings = SamplingSettings(gen_length=length, block_length=length, steps=length)
@@ -199,7 +188,6 @@ def are_greedy(
 
 # --- The command ------------------------------------------------------------------------------------------------------
 
-MISSING = "lm-evaluation-harness is not installed: pip install -e '.[harness]' in the checkout, or pip install lm-eval"
 DEFAULT_LENGTH = 256  # tokens per completion if neither the flags nor the task name a number, as in the harness
 READ = ("until", "max_gen_toks", "do_sample", "temperature")  # the supported part of a task's generation_kwargs
 ONLY_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")  # these have no effect on greedy decoding
@@ -274,13 +262,9 @@ def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
 @lru_cache
 def register() -> type:
     """Register the model with the harness as "d1", for `lm_eval.simple_evaluate(model="d1", ...)`; return its class."""
-    try:
-        from lm_eval.api.model import TemplateLM
-        from lm_eval.api.registry import register_model
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "lm_eval":
-            raise
-        raise ImportError(MISSING) from error
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+
     return register_model("d1")(type("D1", (HarnessModel, TemplateLM), {}))
 
 
@@ -305,8 +289,6 @@ class HarnessModel:
         **flags: Any,
     ) -> None:
         super().__init__()
-        if not str(batch_size).isdecimal() or max_batch_size is not None:
-            raise ValueError(f"--batch_size must be a number, got {batch_size!r}: automatic sizes are not supported")
         self.args = parse_settings(make_parser(), {"model_path": model_path, **flags})
         self.batch_size = int(batch_size)
         known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
@@ -383,21 +365,21 @@ class HarnessModel:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """LLaDA's bound for each (texts, prompt, answer), and whether greedy sampling gives the answer."""
-        check_likelihood(self.model.config)
+        if size := block_size(self.model.config):
+            raise ValueError(f"the bound is for any order of tokens, not for blocks of {size}: use tasks that generate")
         if self.args.cfg_scale:
             raise ValueError("--cfg_scale works only with tasks that generate: log-likelihoods have no guidance")
         pairs: list[Pair] = [(prompt, answer) for _, prompt, answer in requests]
         longest = max((len(prompt) + len(answer) for prompt, answer in pairs), default=0)
         if longest > self.max_length:
             raise ValueError(
-                f"a prompt and its answer have {longest} tokens, but the model reads only {self.max_length}: use fewer "
-                "examples (--num_fewshot)"
+                f"prompt and answer have {longest} tokens, the model reads {self.max_length} (--num_fewshot)"
             )
         ids = {"mask_token_id": self.tokenizer.mask_token_id, "pad_token_id": self.tokenizer.pad_token_id}
         how: dict[str, Any] = {**ids, "batch_size": self.batch_size}
         bounds = log_likelihoods(self.model, pairs, draws=self.args.mc_num, seed=self.args.draw_seed, **how)
         both = zip(bounds, are_greedy(self.model, pairs, **how), strict=True)  # in the same order
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)  # what stays for an empty answer
         for (number, bound), (_, is_greedy) in tqdm(both, total=len(pairs), disable=disable_tqdm or self.rank != 0):
             results[number] = (bound, is_greedy)
             self.cache_hook.add_partial("loglikelihood", requests[number][0], results[number])
@@ -431,8 +413,5 @@ def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tupl
     read |= {name for name, off in OFF.items() if name in kwargs and kwargs[name] in (None, off)}
     unknown = {name: value for name, value in kwargs.items() if name not in read}
     if unknown:
-        raise ValueError(
-            f"the task's generation_kwargs ask for {unknown}, which is not supported for masked diffusion models: turn "
-            "it off in the task's file or with --gen_kwargs"
-        )
+        raise ValueError(f"generation_kwargs: {unknown} is not supported here: turn it off with --gen_kwargs")
     return kwargs["max_gen_toks"], temperature, tuple(kwargs["until"])

@@ -144,19 +144,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     # These imports take seconds, and `--help` does not need them.
     with quick_imports():
-        from d1.eval.completions import (
-            Journal,
-            complete,
-            config_of,
-            join_processes,
-            leave_processes,
-            load_model_for,
-            load_tokenizer_for,
-            read_prompts,
-            run_identity,
-            setup_name,
-            task_name,
-        )
+        from d1.eval import completions
         from d1.models.tokenizer import check_chat_template
         from d1.runs.cli import from_rank_0
 
@@ -165,25 +153,25 @@ def run(args: argparse.Namespace) -> list[Row]:
     args.few_shot = shots_of(task, args.few_shot)
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
-    config = config_of(args.model_path, args.checkpoint_path)
+    config = completions.config_of(args.model_path, args.checkpoint_path)
     runs = runs_of(args, config)
-    rank, _ = join_processes()
-    tokenizer = load_tokenizer_for(args)
+    rank, _ = completions.join_processes()
+    tokenizer = completions.load_tokenizer_for(args)
     check_chat_template(tokenizer, args.model_path)
-    prompts = read_prompts(runs[0], task, tokenizer)
+    prompts = completions.read_prompts(runs[0], task, tokenizer)
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
     output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
     # Rank 0 checks all setups before the model is loaded; an error there ends every process.
-    journals = [Journal(output_dir, setup_name(one), rank) for one in runs]
-    identities = from_rank_0(lambda: [run_identity(one, prompts) for one in runs])
+    journals = [completions.Journal(output_dir, completions.setup_name(one), rank) for one in runs]
+    identities = from_rank_0(lambda: [completions.run_identity(one, prompts) for one in runs])
     setups = zip(journals, identities, strict=True)
     incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
-    model = functools.cache(lambda: load_model_for(args))
+    model = functools.cache(lambda: completions.load_model_for(args))
     for one, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):
         if to_do:
-            complete(one, model, tokenizer, prompts, journal)
+            completions.complete(one, model, tokenizer, prompts, journal)
             if rank == 0:
-                results = generation_file(one, task_name(one), prompts, journal.read())
+                results = generation_file(one, completions.task_name(one), prompts, journal.read())
                 paths = {"model_path": one.model_path, "checkpoint_path": one.checkpoint_path}
                 journal.finish(results, {**paths, "settings": vars(one), "identity": identity, **run_record()})
         elif rank == 0:
@@ -191,13 +179,13 @@ def run(args: argparse.Namespace) -> list[Row]:
     scored = []
     if rank == 0:
         found = {setup.name: setup for setup in read_setups(output_dir)}
-        own_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
+        own_tasks = {} if args.dataset in TASKS else {completions.task_name(args): as_d1}
         scored = [score_setup(found[journal.setup], "strict", own_tasks)[0] for journal in journals]
         if args.dont_save:
             shutil.rmtree(output_dir)
         else:
             logger.info("Completions: %s", ", ".join(str(journal.results) for journal in journals))
-    leave_processes()
+    completions.leave_processes()
     return scored
 
 
@@ -214,15 +202,16 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse (ValueError, FileNotFoundError) arguments that contradict each other."""
-    for flag in ("add_reasoning", "dont_use_box"):
-        if getattr(args, flag) and args.prompt_protocol != "d1":
-            raise ValueError(
-                f"--{flag} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
-            )
-    if args.num_samples > 1 and not args.temperature:
-        raise ValueError(f"--num_samples {args.num_samples} needs --temperature above 0: greedy completions are equal")
-    if args.few_shot and args.dont_use_box:
-        raise ValueError("--dont_use_box contradicts --few_shot, which shows boxed answers")
+    protocol = args.prompt_protocol
+    of_d1 = f"belongs to d1's prompts: leave it out with --prompt_protocol {protocol}"
+    for wrong, message in (
+        (args.add_reasoning and protocol != "d1", f"--add_reasoning {of_d1}"),
+        (args.dont_use_box and protocol != "d1", f"--dont_use_box {of_d1}"),
+        (args.dont_use_box and args.few_shot, "--dont_use_box contradicts --few_shot, which shows boxed answers"),
+        (args.num_samples > 1 and not args.temperature, "--num_samples above 1 needs --temperature above 0"),
+    ):
+        if wrong:
+            raise ValueError(message)
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
 

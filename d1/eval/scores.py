@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
 from d1.runs.cli import OneLineParser, run_script
+from d1.show.tables import aligned_table
 from d1.show.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 
@@ -162,9 +163,7 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
         for name, sign in (("corrected by edits", 1), ("spoiled by edits", -1)) if gains else ():
             row.metrics[name] = 100 * fmean(sign * gain > 0 for gain in gains)
     row.accuracy = 100 * share
-    by_problem: dict[str, list[float]] = {}
-    for problem, detail in zip(problems, details, strict=True):
-        by_problem.setdefault(problem, []).append(detail["accuracy"])
+    by_problem = grouped(details, problems)
     # Several completions of one problem are no independent trials: intervals count problems.
     several = row.scoring == "strict" and len(by_problem) < len(details)
     row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, len(by_problem) if several else row.n))
@@ -180,7 +179,10 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
 
 def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
     """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
-    a, b = (by_question(details) for details in (details_a, details_b))
+    a, b = (
+        {question: fmean(values) for question, values in grouped(details, [one["question"] for one in details]).items()}
+        for details in (details_a, details_b)
+    )
     shared = [question for question in a if question in b]
     if not shared:
         raise ValueError(f"{name_a} and {name_b} have no problem in common")
@@ -201,12 +203,12 @@ def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b
     }
 
 
-def by_question(details: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean accuracy of each question's completions."""
+def grouped(details: list[dict[str, Any]], keys: list[str]) -> dict[str, list[float]]:
+    """The accuracies of the completions of each key."""
     found: dict[str, list[float]] = {}
-    for detail in details:
-        found.setdefault(detail["question"], []).append(detail["accuracy"])
-    return {question: fmean(values) for question, values in found.items()}
+    for key, detail in zip(keys, details, strict=True):
+        found.setdefault(key, []).append(detail["accuracy"])
+    return found
 
 
 # --- Published scoring ------------------------------------------------------------------------------------------------
@@ -446,7 +448,8 @@ def as_table(rows: list[Row]) -> str:
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    lines = [("setup", "accuracy %", "95% interval", "coverage", "tokens", "forward passes", "also %")]
+    header = ("setup", "accuracy %", "95% interval", "coverage", "tokens", "forward passes", "also %")
+    lines = []
     for row in rows:
         passes = [f"{name} {value:.2f} [{low:.2f}, {high:.2f}]" for name, (value, low, high) in row.pass_at.items()]
         lines.append(
@@ -460,11 +463,7 @@ def as_table(rows: list[Row]) -> str:
                 ", ".join([*(f"{name} {value:.2f}" for name, value in row.metrics.items()), *passes]),
             )
         )
-    columns = []
-    for name, *texts in zip(*lines, strict=True):
-        width = max(map(len, (name, *texts)))
-        columns.append([f"{text:{'<' if name in ('setup', 'also %') else '>'}{width}}" for text in (name, *texts)])
-    return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))
+    return aligned_table(header, lines)
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:

@@ -10,7 +10,6 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
@@ -76,10 +75,9 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
             raise ValueError(f"adapter {path} names itself as its base")
         adapters.insert(0, path)
         base = peft_config(path).base_model_name_or_path
-        if not base:
-            raise ValueError(f"adapter {path} names no base model: use load_model(base, adapter=...)")
-        if not isinstance(base, str):
-            raise ValueError(f"adapter {path}: base_model_name_or_path in adapter_config.json is {base!r}, no folder")
+        if not base or not isinstance(base, str):
+            name = f"base_model_name_or_path in adapter_config.json is {base!r}"
+            raise ValueError(f"adapter {path} names no base model: {name}: use load_model(base, adapter=...)")
         path = base
         check_there(path)
     return path, adapters
@@ -98,10 +96,8 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         ValueError: The model does not have a weight of the adapter, or the adapter lacks one that the model expects.
     """
     config = peft_config(folder)
-    try:
+    with reading(folder, "a file of weights is damaged or cut off"):
         weights = load_peft_weights(folder, device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: a file of weights is damaged or cut off ({error})") from error
     native = {native_name(name, model.config.model_type): weight for name, weight in weights.items()}
     if native.keys() != weights.keys():
         if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
@@ -122,21 +118,16 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ValueError(
             f"adapter {folder} does not fit the model: missing {missing}, unexpected {list(result.unexpected_keys)}"
         )
-    load_learnt(model, folder)
+    if path := file_of(folder, LEARNT_FILE, needs_answer=False):
+        for name, value in learnt_fields(read_object(Path(path))).items():
+            setattr(model.config, name, value)
     return peft
 
 
 def save_learnt(model: Any, folder: str | Path) -> None:
-    """Write what the model of an adapter learnt next to it; nothing for a model whose own config is saved."""
+    """Write what the model of an adapter learnt next to it, for `add_adapter`; other models save their own config."""
     if isinstance(model, PeftModel) and (fields := learnt_fields(model.config)):
         (Path(folder) / LEARNT_FILE).write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def load_learnt(model: Any, folder: str) -> None:
-    """Put what `save_learnt` wrote into the model's config."""
-    if path := file_of(folder, LEARNT_FILE, needs_answer=False):
-        for name, value in learnt_fields(read_object(Path(path))).items():
-            setattr(model.config, name, value)
 
 
 def native_name(name: str, model_type: str) -> str:

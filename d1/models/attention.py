@@ -12,44 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 
 from d1.models.kinds import attention_name, block_size, is_encoder, kind_of, windowed
 from d1.transformers_bridge import attention_kernel
 
-# For each text of a packed row, in order: its tokens, and how many of its last tokens follow again as noised copies.
-Segments = Sequence[tuple[int, int]]
-KERNELS = ("sdpa", "eager", "flex_attention")  # kernels that take a mask over queries
-
-
-class Tokens(NamedTuple):
-    """The tokens of some rows, in the order of their keys."""
-
-    text: Tensor  # (rows, keys) the number of each token's text within its row; -1 at padding
-    position: Tensor  # (rows, keys)
-    copied: Tensor  # (keys,) bool, whether this is a noised copy of an earlier token, at that token's position
-
-    @classmethod
-    def of_rows(cls, visible: Tensor, noised: int = 0) -> Tokens:
-        """The tokens of `visible` (rows, length), one text per row, then copies of the last `noised` tokens."""
-        text, position = visible.long() - 1, count_positions(visible)
-        if noised:
-            text, position = (torch.cat([values, values[:, -noised:]], dim=1) for values in (text, position))
-        return cls(text, position, torch.arange(position.shape[1], device=visible.device) >= visible.shape[1])
-
-    @classmethod
-    def of_texts(cls, segments: Segments, device: Any) -> Tokens:
-        """The tokens of a packed row, where each text is followed by its copies."""
-        counts = torch.tensor([length + noised for length, noised in segments], device=device)
-        text = torch.arange(len(segments), device=device).repeat_interleave(counts)
-        position = torch.cat([torch.cat([torch.arange(n), torch.arange(n - noised, n)]) for n, noised in segments])
-        copied = torch.cat([torch.arange(n + noised) >= n for n, noised in segments])
-        return cls(text[None], position.to(device)[None], copied.to(device))
+KERNELS = ("sdpa", "eager")  # kernels that take a mask over queries
 
 
 @dataclass(frozen=True)
@@ -67,44 +39,35 @@ class Attention:
     fields: tuple[str, ...] = ()  # the fields of the config that `sees` reads; each must be a positive whole number
     caches: tuple[str, ...] | None = ()  # names of the approximate caches that are valid with it; None: all of them
 
-    def rule(self, config: Any, tokens: Tokens, queries: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The mask as a function of the numbers of row, query and key, the form that flex attention takes.
+    def mask(self, config: Any, visible: Tensor, noised: int, queries: int) -> Tensor:
+        """The mask over the last `queries` of the tokens `visible`, followed by copies of the last `noised` of them.
 
-        The queries are the last of the `tokens`; padding among them sees what a token at its position sees. A copy sees
-        the copies of its own block and the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv
-        2503.09573, section 3.2).
+        Padding among the queries sees what a token at its position sees. A copy sees the copies of its own block and
+        the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv 2503.09573, section 3.2).
         """
-        text, position, copied = tokens
-        first, size, sees = position.shape[1] - queries, block_size(config), self.sees
-
-        def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            query = query + first
-            own, other = position[row, query], position[row, key]
-            seen = text[row, key] == text[row, query].clamp(min=0)
-            if sees is not None:
-                seen = seen & sees(config, own, other)
-            if size is None:
-                return seen
+        real, position = (with_copies(values, noised) for values in (visible.bool(), count_positions(visible)))
+        first, size = position.shape[1] - queries, block_size(config)
+        own, other = position[:, first:, None], position[:, None]
+        seen = real[:, None].expand(-1, queries, -1)
+        if self.sees is not None:
+            seen = seen & self.sees(config, own, other)
+        if size is not None:
             # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
-            same = own // size == other // size
-            seen = seen & torch.where(copied[key], copied[query] & same, ~(copied[query] & same))
-            return seen | copied[query] & (query == key)  # if padding saw nothing, attention would divide by zero
+            key = torch.arange(position.shape[1], device=visible.device)
+            copied = key >= visible.shape[1]
+            in_own = copied[first:, None] & (own // size == other // size)
+            seen = seen & torch.where(copied, in_own, ~in_own)
+            # If padding saw nothing, attention would divide by zero.
+            seen = seen | copied[first:, None] & (key[first:, None] == key)
+        return seen.unsqueeze(1)
 
-        return rule
-
-    def mask(self, config: Any, tokens: Tokens, queries: int) -> Tensor:
-        """The mask over the last `queries` of the `tokens`."""
-        (rows, keys), device = tokens.position.shape, tokens.position.device
-        row, query, key = (torch.arange(n, device=device) for n in (rows, queries, keys))
-        return self.rule(config, tokens, queries)(row[:, None, None], query[:, None], key).unsqueeze(1)
-
-    def mask_for(self, body: PreTrainedModel, tokens: Tokens, queries: int) -> Any:
+    def mask_for(self, body: PreTrainedModel, visible: Tensor, noised: int, queries: int) -> Tensor:
         """The same mask in the form that the kernel of `body` takes."""
-        if attention_kernel(body.config) != "flex_attention":
-            return as_taken(body, self.mask(body.config, tokens, queries))
-        rule, (rows, keys) = self.rule(body.config, tokens, queries), tokens.position.shape
-        device = tokens.position.device
-        return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
+        mask = self.mask(body.config, visible, noised, queries)
+        if attention_kernel(body.config) == "sdpa":
+            return mask
+        # Eager attention adds the mask to the scores.
+        return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -120,11 +83,11 @@ ATTENTION: dict[str, Attention] = {
 
 def attention_of(config: Any) -> Attention:
     """The entry of `ATTENTION` of a model with this config."""
-    name, known = attention_name(config), ", ".join(ATTENTION)
+    name = attention_name(config)
     if name not in ATTENTION:
         raise ValueError(
-            f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are {known}; to use your "
-            "own, add an entry to d1.models.attention.ATTENTION before you load the model"
+            f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are "
+            f"{', '.join(ATTENTION)}, and what you add to d1.models.attention.ATTENTION before you load the model"
         )
     return ATTENTION[name]
 
@@ -156,8 +119,18 @@ def check_rule(config: Any, name: str) -> None:
 
 
 def count_positions(mask: Tensor) -> Tensor:
-    """Position ids (rows, length) that count the real tokens of `mask` only."""
+    """Positions (rows, length) that count the real tokens of `mask` only."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def with_copies(values: Tensor, noised: int) -> Tensor:
+    """The `values` (rows, length) of tokens, followed by those of the last `noised` again."""
+    return torch.cat([values, values[:, values.shape[1] - noised :]], dim=1)
+
+
+def position_ids(config: Any, positions: Tensor) -> Tensor:
+    """The ids that the model's class has for `positions`."""
+    return positions + config.pad_token_id + 1 if kind_of(config).positions_after_padding else positions
 
 
 def left_padded(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -182,19 +155,6 @@ def takes_masks_over_queries(config: Any) -> bool:
 def over_queries(visible: Tensor, queries: int) -> Tensor:
     """The mask (rows, 1, queries, keys) of queries that all see the keys `visible` (rows, keys)."""
     return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
-
-
-def within_window(length: int, window: int, device: Any) -> Tensor:
-    """The mask (1, 1, length, length) of tokens that see `window` tokens on either side, as in Transformers."""
-    position = torch.arange(length, device=device)
-    return ((position[:, None] - position).abs() <= window)[None, None]
-
-
-def as_taken(body: PreTrainedModel, mask: Tensor) -> Tensor:
-    """A mask over queries in the form that sdpa takes, or that eager attention adds to the scores (0 where seen)."""
-    if attention_kernel(body.config) == "sdpa":
-        return mask
-    return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
 PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets
@@ -229,26 +189,22 @@ def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[
     given = given_tokens(args, kwargs)
     visible = torch.ones_like(given[:, noised:], dtype=torch.long) if mask is None else mask
     if kwargs.get("position_ids") is None:
-        positions = count_positions(visible)
-        positions = torch.cat([positions, positions[:, -noised:]], dim=1) if noised else positions
-        kwargs["position_ids"] = positions + first_position(body.config)
+        kwargs["position_ids"] = position_ids(body.config, with_copies(count_positions(visible), noised))
     if attention.sees is None:
         return args, kwargs
     before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, given)
     kwargs["token_before"] = before
-    kwargs["attention_mask"] = attention.mask_for(body, Tokens.of_rows(visible, noised), given.shape[1])
+    kwargs["attention_mask"] = attention.mask_for(body, visible, noised, given.shape[1])
     return args, kwargs
 
 
-def first_position(config: Any) -> int:
-    """The position id of a text's first token."""
-    return config.pad_token_id + 1 if kind_of(config).positions_after_padding else 0
-
-
-def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
+def before_in_two_streams(visible: Tensor, noised: int, size: int | None) -> Tensor:
     """`real_before` (rows, keys + noised), with noised copies of the last keys: the token before the first noised one
     of a block is clean."""
-    before, block = real_before(visible, visible), count_positions(visible) // size
+    before = real_before(visible, visible)
+    if not noised or size is None:
+        return before
+    block = count_positions(visible) // size
     # The token before is read from the noised copy if it lies in the same block, else from the clean text.
     is_noised = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # in the copy
     return torch.cat([before, torch.where(is_noised, before + noised, before)[:, -noised:]], dim=1)
@@ -269,9 +225,9 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
 
 def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
     """`real_before` of the `tokens`, which `attend` or `place_packed` may have computed already."""
-    known, mask = kwargs.get("token_before"), kwargs.get("attention_mask")
-    if known is not None:
+    if (known := kwargs.get("token_before")) is not None:
         return known  # type: ignore[no-any-return]
+    mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() > 2:  # over queries: each real token is seen, at least by itself
         mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
     return real_before(mask, tokens)
@@ -296,9 +252,6 @@ def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
 
 def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of an encoder's body: adds `logits_to_keep`, which Transformers has for decoders only."""
-    keep = kwargs.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor):
-        output.last_hidden_state = output[0][:, keep]
-    elif keep:
-        output.last_hidden_state = output[0][:, -keep:]
+    keep = kwargs.get("logits_to_keep", 0)  # 0: all
+    output.last_hidden_state = output[0][:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
     return output

@@ -32,7 +32,6 @@ from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_token
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
 SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
-OUT_AGAIN = "make room, delete that folder and start the same command again"
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,8 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     model.name_or_path = path
     kind = released_kind(raw_config(path))
     if KINDS[kind].release is None:
-        save_native(model, folder)
+        with saving(folder):
+            model.save_pretrained(folder)
         save_tokenizer(path, folder)
     else:
         write_released(model, kind, path, folder)
@@ -177,10 +177,11 @@ def write_weights(model: Any, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def save_native(model: Any, folder: Path) -> None:
-    """Save a model in the format of its class. Raises OSError if the disk is full."""
-    with writing(folder, "the model", OUT_AGAIN):
-        model.save_pretrained(folder)
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Inside, weights are written to `folder`. Raises OSError if the disk is full."""
+    with writing(folder, "the model", "make room, delete that folder and start the same command again"):
+        yield
     give_usual_mode(folder.glob("*.safetensors"))
 
 
@@ -193,10 +194,9 @@ def save_shards(weights: dict[str, Any], folder: Path) -> None:
         max_shard_size=SHARD_BYTES,
     )
     for file, names in plan.filename_to_tensors.items():
-        part = {name: weights[name].contiguous() for name in names}
-        with writing(folder, "the model", OUT_AGAIN):
+        with saving(folder):
+            part = {name: weights[name].contiguous() for name in names}
             save_file(part, folder / file, metadata={"format": "pt"})
-    give_usual_mode(folder.glob("*.safetensors"))
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -205,23 +205,18 @@ def save_shards(weights: dict[str, Any], folder: Path) -> None:
 def check_autoregressive(source: str, mask_token: str) -> None:
     """Raise ValueError for a model that attends both ways already, or has another mask token than `mask_token`."""
     path = adapter_chain(source, None)[0]
-    config, kind = native_config(path)
-    raw = raw_config(path)
+    (config, kind), raw = native_config(path), raw_config(path)
+    own = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token if has_tokenizer(path) else None
     says = {
         f"it is an encoder, {config.model_type}": is_encoder(config),
         f"its kind is {released_kind(raw)}": bool(kind.becomes),
         **{f"its config.json has a {name}": raw.get(name) is not None for name in ("mask_token_id", "block_size")},
         "its config.json says is_causal false": raw.get("is_causal") is False,
+        f"its tokenizer has a mask token (if it is autoregressive, name it: --mask_token '{own}')": own
+        not in (None, mask_token),
     }
     if why := [reason for reason, is_so in says.items() if is_so]:
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder: {why[0]}")
-    if has_tokenizer(path):
-        own = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
-        if own not in (None, mask_token):
-            raise ValueError(
-                f"{source}: its tokenizer has the mask token {own!r}, so it may be a masked model already; if it is "
-                f"autoregressive, name this token: --mask_token '{own}'"
-            )
 
 
 def a2d(
@@ -270,5 +265,6 @@ def a2d(
     config.pad_token_id = tokenizer.pad_token_id
     if keep_shift:
         config.predicts_next_token = True
-    save_native(model, folder)
+    with saving(folder):
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

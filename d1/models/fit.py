@@ -8,17 +8,15 @@ layers and rows. Not included: fragmentation, and communication beyond DeepSpeed
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
 import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,12 +29,12 @@ from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
 from d1.models.kinds import block_size, experts, native_config
 from d1.models.load import auto_class, named_dtype, prepare
 from d1.models.packing import two_stream_states
+from d1.transformers_bridge import CACHE
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
 ROWS = 32  # rows of a fake step, enough for activations to determine its peak with any vocabulary
-CGROUP = Path("/sys/fs/cgroup")  # of a container: the limits of its processes
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte per block of 64, an fp32 per 256 blocks (QLoRA, section 3)
 
@@ -135,15 +133,6 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     return model.train(training)
 
 
-def fill_with_fakes(model: Any) -> None:
-    """Replace meta tensors by fake CPU tensors of the active mode; on meta tensors attention takes another kernel."""
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    inner.tie_weights()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-
-
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states.
 
@@ -153,9 +142,16 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     training, size = settings.stage != "eval", block_size(config)
     mixed = training and settings.dtype != "float32"
     model = build(with_layers(config, layers), settings)
-    grouped = patch("torch.nn.functional.grouped_mm", lambda tokens, weights, **_: Grouped.apply(tokens, weights))
+    grouped = patch(
+        "torch.nn.functional.grouped_mm", lambda tokens, weights, **_: Grouped.apply(tokens, weights), create=True
+    )
     with FakeTensorMode(), grouped:
-        fill_with_fakes(model)
+        # On meta tensors attention would take another kernel than on fake tensors of a CPU.
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner.tie_weights()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # The mask of a batch with padding: attention falls back to kernels that take a mask.
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
@@ -166,7 +162,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
                 states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
             else:
-                states = body(ids, mask, **({"past_key_values": DynamicCache()} if size else {}))
+                states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training:
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
@@ -278,27 +274,14 @@ def check_memory(path: str, dtype: str | None = None, adapter: Any = None) -> No
     """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
     if torch.cuda.is_available():
         return
-    size, copies = named_dtype(dtype).itemsize, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    name = str(named_dtype(dtype)).removeprefix("torch.")
+    name, copies = str(named_dtype(dtype)).removeprefix("torch."), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     config, _ = native_config(adapter_chain(path, adapter)[0])
-    needed, free = copies * resident_bytes(config, FitSettings("eval", dtype=name))["weights"], free_memory()
+    needed = copies * resident_bytes(config, FitSettings("eval", dtype=name))["weights"]
+    free = psutil.virtual_memory().available
     if needed > free:
-        half = "" if size == 2 else "pass --dtype bfloat16, which takes half, or "
+        half = "pass --dtype bfloat16, which takes half, or " if name == "float32" else ""
         each = f" in {copies} processes" if copies > 1 else ""
         raise ValueError(
             f"{path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory are "
             f"free: {half}use a machine with a GPU or with more memory"
         )
-
-
-def free_memory() -> float:
-    """Bytes that this process can still use, in the machine and in its container; infinite if no file says it."""
-    found = math.inf
-    with contextlib.suppress(OSError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found = int(lines["MemAvailable"].split()[0]) * 1024.0
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limit, used, stat = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
-        cached = {name: int(size) for name, size in map(str.split, stat.splitlines())}  # files that can leave memory
-        found = min(found, int(limit) - int(used) + cached["inactive_file"] + cached["active_file"])
-    return found

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import is_encoder, kind_of
-from d1.transformers_bridge import attention_kernel, rotate_half
+from d1.transformers_bridge import CACHE, attention_kernel, recomputes_activations, rotate_half
 
 CHUNK_ELEMENTS = 2**24  # logits in memory at once, positions x vocabulary: 67 MB in fp32
 
@@ -33,7 +33,7 @@ def can_narrow(model: Any) -> bool:
     return (
         not is_encoder(model.config)
         and attention_kernel(model.config) in ("sdpa", "eager")
-        and not (model.training and model.is_activation_checkpointing)
+        and not (model.training and recomputes_activations(model))
     )
 
 
@@ -64,13 +64,13 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may cover only a part of each head
     turned = turned * cos.unsqueeze(1) + rotate_half(turned) * sin.unsqueeze(1)
     keys = torch.cat([turned, plain], -1) if plain.shape[-1] else turned
-    past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    past, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)
     # The layer itself then runs on the chosen positions, and takes the keys of all from what it believes is a cache.
     at = positions.unsqueeze(-1)
     kwargs |= {
-        "past_key_values": AllKeys(keys, values),
+        CACHE: AllKeys(keys, values),
         "position_embeddings": (torch.take_along_dim(cos, at, 1), torch.take_along_dim(sin, at, 1)),
         "position_ids": None,
         "attention_mask": None if mask is None else torch.take_along_dim(mask, at.unsqueeze(1), 2),

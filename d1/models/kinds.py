@@ -24,7 +24,7 @@ from d1.models.formats.llada import (
     qwen3_moe_fields,
     split_projections,
 )
-from d1.models.formats.released import as_released, one_by_one, same_names
+from d1.models.formats.released import ABOUT_FILES, as_released, one_by_one, same_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Kind:
     release: Callable[[Any], dict[str, Any]] | None = None
     code: str = ""  # the hub repository of the code that an `auto_map` points to
     encoder: bool = False  # a masked LM; others are decoders: causal LMs, which also have a key-value cache
-    attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; with "full", the config decides
+    attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; with "full", a `block_size` decides
     block_size: int | None = None  # tokens per block, if the released config does not say
     shift: bool = False  # the logits predict the next token, not the one at their own position
     mask_token_id: int | None = None  # the mask token, if the released config does not say
@@ -63,15 +63,9 @@ class Kind:
     tokenizer: str = "AutoTokenizer"  # the Transformers class for a released tokenizer that has its own code
 
 
-SDAR = Kind(
-    becomes="qwen3",
-    release=as_released,
-    code="JetLM/SDAR-1.7B-Chat",
-    attention="block-causal",
-    block_size=4,
-    mask_token_id=151669,
-    tokenizer="Qwen2Tokenizer",
-)
+OF_QWEN = Kind(release=as_released, tokenizer="Qwen2Tokenizer")
+SDAR = replace(OF_QWEN, becomes="qwen3", code="JetLM/SDAR-1.7B-Chat", block_size=4, mask_token_id=151669)
+MIXTURE = Kind(release=as_released, mask_token_id=156895, tokenizer="PreTrainedTokenizerFast")  # of LLaDA
 KINDS: dict[str, Kind] = {
     "llada": Kind(
         becomes="llama",
@@ -79,49 +73,37 @@ KINDS: dict[str, Kind] = {
         names=FROM_LLADA,
         apart=llada_weights,
         release=llada_from_llama,
+        code="GSAI-ML/LLaDA-8B-Base",
         tokenizer="PreTrainedTokenizerFast",
     ),
-    "Dream": Kind(
-        becomes="qwen2",
-        release=as_released,
-        code="Dream-org/Dream-v0-Instruct-7B",
-        shift=True,
-        tokenizer="Qwen2Tokenizer",
-    ),
+    "Dream": replace(OF_QWEN, becomes="qwen2", code="Dream-org/Dream-v0-Instruct-7B", shift=True),
     "sdar": SDAR,
     "sdar_moe": replace(SDAR, becomes="qwen3_moe", apart=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
-    "Fast_dLLM_Qwen": Kind(
+    "Fast_dLLM_Qwen": replace(
+        OF_QWEN,
         becomes="qwen2",
         fields=lambda raw: {("block_size" if name == "bd_size" else name): value for name, value in raw.items()},
-        release=as_released,
         code="Efficient-Large-Model/Fast_dLLM_v2_7B",
-        attention="block-causal",
         block_size=32,
         shift=True,
         mask_token_id=151665,
-        tokenizer="Qwen2Tokenizer",
     ),
-    "lladamoe": Kind(
+    "lladamoe": replace(
+        MIXTURE,
         becomes="qwen3_moe",
         fields=qwen3_moe_fields,
         apart=one_by_one,
-        release=as_released,
         code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
-        mask_token_id=156895,
-        tokenizer="PreTrainedTokenizerFast",
     ),
-    "llada2_moe": Kind(
+    "llada2_moe": replace(
+        MIXTURE,
         becomes="glm4_moe",
         fields=glm4_moe_fields,
         names=FROM_LLADA2,
         joins=split_projections,
         apart=llada2_weights,
-        release=as_released,
         code="inclusionAI/LLaDA2.0-mini",
-        attention="block-causal",
         block_size=32,
-        mask_token_id=156895,
-        tokenizer="PreTrainedTokenizerFast",
     ),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma", "gemma2", "gemma3_text"), Kind()),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
@@ -129,8 +111,6 @@ KINDS: dict[str, Kind] = {
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
 }
 
-# Fields of a released config that describe its files and code, not the model.
-ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
 # The author's choices for one machine; `load_model` has an argument for them.
 ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 LEARNT = ("edit_noise",)  # what training adds to a config, whatever the format
@@ -219,6 +199,7 @@ def raw_config(path: str) -> dict[str, Any]:
         check_files(Path(path))
     with reading(path, "its config.json cannot be read"):
         raw: dict[str, Any] = PreTrainedConfig.get_config_dict(path)[0]
+    raw.pop("_commit_hash", None)  # which Transformers 5.17 adds
     return raw
 
 

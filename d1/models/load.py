@@ -38,6 +38,7 @@ from d1.models.attention import (
 from d1.models.head import narrow, take_computations
 from d1.models.kinds import attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
+from d1.models.selfcheck import check_environment
 from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -85,8 +86,7 @@ def prepare(model: Model) -> Model:
         body.register_forward_hook(keep_states, with_kwargs=True)
     else:
         body.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
-    # Trainers read it; masked-LM classes have none.
-    if getattr(inner, "generation_config", None) is None:
+    if getattr(inner, "generation_config", None) is None:  # masked-LM classes have none, but trainers read it
         inner.generation_config = GenerationConfig()
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
@@ -121,6 +121,7 @@ def load_model(
     Raises:
         ValueError: The kind is not supported, or weights are missing, unexpected or of another shape.
     """
+    check_environment(prepare)
     base, adapters = adapter_chain(str(path), adapter)
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
@@ -128,9 +129,9 @@ def load_model(
     options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
     if device is not None and torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
-    if quantization not in (None, "nf4"):
-        raise ValueError(f"quantization {quantization!r} is unknown: only 'nf4' is supported")
     if quantization is not None:
+        if quantization != "nf4":
+            raise ValueError(f"quantization {quantization!r} is unknown: only 'nf4' is supported")
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -170,13 +171,11 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
-    except RuntimeError as error:
-        if "conversion of the weights" not in str(error):  # of experts, for example: Transformers' report names them
-            check_buildable(path, config)
-            raise
-        raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
-    except (TypeError, LookupError, AttributeError, ArithmeticError):
-        check_buildable(path, config)
+    except (RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        if "conversion of the weights" in str(error):  # of experts, for example: Transformers' report names them
+            raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
+        with torch.device("meta"), reading(path, "its config.json describes no model that can be built"):
+            auto_class(config).from_config(config)
         raise
     check_loaded(path, report)
     if kind.names is not None or stacked:
@@ -184,12 +183,6 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
     if Path(path).is_dir():  # adapters trained on this model record it as their base
         model.name_or_path = str(Path(path).resolve())
     return prepare(model)
-
-
-def check_buildable(path: str, config: PreTrainedConfig) -> None:
-    """Raise ValueError if Transformers cannot build the model of this config, without its weights."""
-    with torch.device("meta"), reading(path, "its config.json describes no model that can be built"):
-        auto_class(config).from_config(config)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

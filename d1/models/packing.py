@@ -2,16 +2,17 @@
 
 Packed rows hold texts without padding between them, each of which attends only to itself. A prepared model without its
 head takes the ids (1, tokens) of such a row together with its `segments`: for each text, the number of its tokens, and
-how many of its last tokens follow again as noised copies. Flex and flash attention read where texts end; sdpa and eager
-run on one text after the other, so a packed row costs as much as its texts alone.
+how many of its last tokens follow again as noised copies. Flash attention reads where texts end; sdpa and eager run on
+one text after the other, so a packed row costs as much as its texts alone.
 
 With two streams, all blocks of a block-causal model are noised at once: the noised tokens follow the whole clean text.
 Each of them sees the noised tokens of its own block and the clean text of earlier blocks (BD3-LM, arXiv 2503.09573,
-section 3.2; the mask is `Attention.rule`).
+section 3.2; the mask is `Attention.mask`).
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,22 +23,17 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from d1.models.attention import (
-    Segments,
-    Tokens,
-    as_taken,
     attention_of,
     before_in_two_streams,
-    first_position,
+    count_positions,
     given_tokens,
-    real_before,
+    position_ids,
     require_prepared,
-    within_window,
+    with_copies,
 )
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_mask, takes_packed_rows
-
-FULL, WINDOW = "full_attention", "sliding_attention"  # the names of layer types in configs
 
 
 class Texts(NamedTuple):
@@ -45,7 +41,7 @@ class Texts(NamedTuple):
 
     queries: list[int]  # their number per text; after `narrow`, only those whose states are needed
     keys: list[int]  # their number per text
-    masks: dict[str, list[Tensor | None]]  # by layer type, the mask of each text; None: tokens see all of their text
+    masks: list[Tensor | None]  # the mask of each text; None: tokens see all of their text
 
     def at(self, positions: Tensor) -> Texts:
         """The same texts with only the queries at `positions` (1, n) of the row."""
@@ -54,11 +50,8 @@ class Texts(NamedTuple):
         text = torch.bucketize(positions[0], ends, right=True)
         queries = text.bincount(minlength=len(self.keys)).tolist()
         inside = (positions[0] - (ends - ends.diff(prepend=ends.new_zeros(1)))[text]).split(queries)
-        masks = {
-            kind: [None if mask is None else mask[:, :, own] for mask, own in zip(each, inside, strict=True)]
-            for kind, each in self.masks.items()
-        }
-        return Texts(queries, self.keys, masks)
+        masks = zip(self.masks, inside, strict=True)
+        return Texts(queries, self.keys, [None if mask is None else mask[:, :, own] for mask, own in masks])
 
 
 def take_packed_rows(model: Any) -> None:
@@ -75,11 +68,10 @@ def take_packed_rows(model: Any) -> None:
 def check_packed(config: Any, name: str) -> None:
     """Raise ValueError if the attention of this config would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
-    flex = kernel == "flex_attention" and not windowed(config)
-    if not (takes_packed_rows(config) or flex or kernel.startswith("flash_attention")):
+    if windowed(config) or not (takes_packed_rows(config) or kernel.startswith("flash_attention")):
         raise ValueError(
-            f"{name}: rows of several texts run under flash attention, flex attention without windows and, after "
-            f"d1.models.packing.take_packed_rows(model), sdpa and eager: not under {kernel}"
+            f"{name}: rows of several texts need layers without windows, and flash attention or, after "
+            f"d1.models.packing.take_packed_rows(model), sdpa or eager: not {kernel}"
         )
 
 
@@ -90,42 +82,23 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         return args, kwargs
     config, device = body.config, given_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
-    kernel, counts = attention_kernel(config), [length + noised for length, noised in segments]
-    tokens = Tokens.of_texts(segments, device)
-    kwargs["position_ids"] = tokens.position + first_position(config)
+    attention, counts = attention_of(config), [length + noised for length, noised in segments]
+    texts = [(torch.ones(1, length, dtype=torch.long, device=device), noised) for length, noised in segments]
+    positions = [with_copies(count_positions(visible), noised) for visible, noised in texts]
+    kwargs["position_ids"] = position_ids(config, torch.cat(positions, dim=1))
     if getattr(config, "predicts_next_token", False):
-        kwargs["token_before"] = packed_before(segments, block_size(config), device)
-    if kernel in ("sdpa", "eager"):
-        kwargs["texts"] = Texts(counts, counts, text_masks(body, segments, device))
-    elif kernel == "flex_attention":
-        kwargs["attention_mask"] = attention_of(config).mask_for(body, tokens, sum(counts))
+        starts, size = itertools.accumulate(counts, initial=0), block_size(config)
+        before = [before_in_two_streams(*text, size) for text in texts]
+        kwargs["token_before"] = torch.cat([start + own for start, own in zip(starts, before, strict=False)], dim=1)
+    if takes_packed_rows(config):
+        pairs = zip(texts, counts, strict=True)
+        masks = [None if attention.sees is None else attention.mask_for(body, *text, count) for text, count in pairs]
+        kwargs["texts"] = Texts(counts, counts, masks)
     else:
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
         kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(counts))
     return args, kwargs
-
-
-def text_masks(body: PreTrainedModel, segments: Segments, device: Any) -> dict[str, list[Tensor | None]]:
-    """The mask of each text for sdpa or eager; None if its tokens see all of it."""
-    config, attention = body.config, attention_of(body.config)
-    tokens = [(Tokens.of_texts([segment], device), sum(segment)) for segment in segments]
-    masks = {FULL: [None if attention.sees is None else attention.mask_for(body, *text) for text in tokens]}
-    if windowed(config):
-        windows = (within_window(length, config.sliding_window, device) for length, _ in segments)
-        masks[WINDOW] = [as_taken(body, mask) for mask in windows]
-    return masks
-
-
-def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
-    """(1, tokens) `real_before` within each text of a packed row."""
-    found, start = [], 0
-    for length, noised in segments:
-        ones = torch.ones(1, length, dtype=torch.long, device=device)
-        before = before_in_two_streams(ones, noised, size) if noised and size else real_before(None, ones)
-        found.append(start + before)
-        start += length + noised
-    return torch.cat(found, dim=1)
 
 
 def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -138,9 +111,8 @@ def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:
         kernel: Any = own_eager.eager_attention_forward if name == "eager" else AttentionInterface()[name]
         if texts is None:
             return kernel(module, query, key, value, mask, **kwargs)
-        own = texts.masks[FULL if kwargs.get("sliding_window") is None else WINDOW]
         keys, values = key.split(texts.keys, dim=2), value.split(texts.keys, dim=2)
-        parts = zip(query.split(texts.queries, dim=2), keys, values, own, strict=True)
+        parts = zip(query.split(texts.queries, dim=2), keys, values, texts.masks, strict=True)
         return torch.cat([kernel(module, *part, **kwargs)[0] for part in parts if part[0].shape[2]], dim=1), None
 
     return attend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,9 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         ValueError: No mask or EOS token is found; the mask token is another special token or ordinary text, or has
             another id in `config.json`; an id lies outside the embedding; or the kind is unknown and has its own code.
     """
-    folder = tokenizer_folder(str(path))
-    try:
+    folder, raw = tokenizer_folder(str(path)), dict[str, Any]()
+    with suppress(OSError):  # a tokenizer without a model
         raw = raw_config(folder)
-    except OSError:  # a tokenizer without a model
-        raw = {}
     kind = KINDS.get(released_kind(raw), Kind())
     if "auto_map" in raw:
         check_kind(released_kind(raw), folder)
@@ -63,18 +62,13 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
             if path.is_file():
                 read_object(path)  # its error names the damaged file
         raise
-    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw or config_of_base(folder), kind))
+    if not raw:
+        with suppress(OSError, ValueError):  # an adapter's own tokenizer must fit the base
+            raw = raw_config(adapter_chain(folder, None)[0])
+    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
-
-
-def config_of_base(folder: str) -> dict[str, Any]:
-    """The `config.json` of the base of the adapter in `folder`, which its own tokenizer must fit; empty without one."""
-    try:
-        return raw_config(adapter_chain(folder, None)[0])
-    except (OSError, ValueError):
-        return {}
 
 
 def tokenizer_folder(path: str) -> str:
@@ -82,8 +76,7 @@ def tokenizer_folder(path: str) -> str:
     check_there(path)
     folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
     if not has_tokenizer(folder):
-        unknown = "" if Path(folder).is_dir() else " (it is not a folder here, nor a model on the hub or in its cache)"
-        raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}{unknown}")
+        raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}")
     return folder
 
 
@@ -157,9 +150,9 @@ def check_chat_template(
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
     """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
     ValueError, with the template's reason, if it refuses the messages."""
-    options = {"add_generation_prompt": True, **options}
+    options = {"add_generation_prompt": True, "tokenize": False, **options}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(list(messages), **options))
     except Exception as error:  # a template can raise anything
         reason = str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
         raise unreadable(tokenizer, reason, messages[-1]["content"]) from error
@@ -171,10 +164,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no other class
-        if (words := text.split()) != [text]:
-            for word in words:
-                encode_prompt(tokenizer, word)
-            raise unreadable(tokenizer, str(error), text) from error
+        for word in text.split() if text.split() != [text] else ():
+            encode_prompt(tokenizer, word)  # the word alone is named
         tokens = tokenizer.convert_ids_to_tokens(list(range(min(20, len(tokenizer)))))
         reason = f"it has no token for {text!r}, nor one for unknown words; its {len(tokenizer)} tokens are"
         raise unreadable(tokenizer, f"{reason} {', '.join(tokens)}, ...", text) from error
@@ -266,3 +257,14 @@ def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tu
     ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
     new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)
     return ids + new, len(ids)
+
+
+def trained_ids(messages: list[Message], tokenizer: Any, answer: str) -> tuple[list[int], int]:
+    """The ids of a conversation, EOS last, and where its last turn begins. ValueError if it has a mask token, or if
+    that turn, which is called `answer`, has no tokens."""
+    ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
+    if tokenizer.mask_token_id in ids:
+        raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
+    if start == len(ids):
+        raise ValueError(f"{answer} has no tokens")
+    return [*ids, *[tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)], start

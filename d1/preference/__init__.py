@@ -8,16 +8,8 @@ from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.preference.config import PreferenceConfig as PreferenceConfig
-    from d1.preference.data import PreferenceCollator as PreferenceCollator
-    from d1.preference.data import PreferenceDataset as PreferenceDataset
     from d1.preference.methods import METHODS as METHODS
     from d1.preference.trainer import PreferenceTrainer as PreferenceTrainer
 
-HOMES = {
-    "METHODS": "methods",
-    "PreferenceCollator": "data",
-    "PreferenceConfig": "config",
-    "PreferenceDataset": "data",
-    "PreferenceTrainer": "trainer",
-}
+HOMES = {"METHODS": "methods", "PreferenceConfig": "config", "PreferenceTrainer": "trainer"}
 __getattr__ = lazily(__name__, HOMES)

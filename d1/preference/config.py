@@ -47,6 +47,5 @@ class PreferenceConfig(MethodSettings):
             raise ValueError("--train_data is missing: a file or hub name of preference rows")
         if self.antithetic and self.estimator == "counts":
             raise ValueError(
-                "--antithetic needs --estimator espo (exact counts) or elbo: counts draws 1 to all tokens, and the "
-                "opposite of all is none"
+                "--antithetic needs --estimator espo or elbo: counts hides up to all, whose opposite is none"
             )

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import extract_prompt
 
 from d1.masking import keyed_generator
-from d1.models.tokenizer import as_messages, prompt_and_answer, tokenize, whole_turns
+from d1.models.tokenizer import as_messages, trained_ids, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
@@ -27,13 +27,8 @@ from d1.scoring.rollouts import blocks_of
 
 VIEWS = 5  # the second part of the key of the views' random numbers
 FEATURES = Features(
-    {
-        "prompt_ids": List(Value("int32")),
-        "completions": List(List(Value("int32"))),
-        "label": Value("int32"),
-        "status": Value("string"),
-        "problem": Value("string"),
-    }
+    {"prompt_ids": List(Value("int32")), "completions": List(List(Value("int32"))), "label": Value("int32")}
+    | dict.fromkeys(("status", "problem"), Value("string"))
 )
 
 
@@ -47,67 +42,50 @@ def token_rows(
     bad_rows: str = "error",
     num_proc: int | None = None,
 ) -> Dataset:
-    """The rows that can be trained on, as tokens, in their order; the others are an error, or counted and reported.
-
-    Args:
-        data: in one of TRL's formats. Pairs are taken apart if `paired` is False.
+    """The rows that can be trained on, in their order; the others are an error, or counted and reported. Pairs are
+    taken apart if `paired` is False.
 
     Returns:
         A data set with `prompt_ids`; `completions`, each with its EOS: the chosen and the rejected one, or one; and
         `label`, 1 or -1 for a single completion and 1 for a pair.
 
     Raises:
-        ValueError: other columns, bad rows, or nothing left to train on.
+        ValueError: columns of none of TRL's formats, bad rows, or nothing left to train on.
     """
     columns, pairs = set(data.column_names), {"chosen", "rejected"} <= set(data.column_names)
     if not (pairs or (not paired and {"prompt", "completion", "label"} <= columns)):
-        other = "" if paired else "; or prompt, completion and label"
-        raise ValueError(
-            f"the data has the columns {', '.join(sorted(columns))}; needed are chosen and rejected, with prompt or a "
-            f"beginning that both share{other}"
-        )
+        needed = "chosen and rejected, perhaps with prompt" + ("" if paired else "; or prompt, completion and label")
+        raise ValueError(f"the data has the columns {', '.join(sorted(columns))}; needed are {needed}")
     options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
     options |= {"max_completion_length": max_completion_length, "paired": pairs}
     rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows))
     if pairs and not paired:
-        rows = unpaired(rows)
+        rows = rows.map(unpaired, batched=True, remove_columns=["status", "problem"])
     if not paired and len({*rows["label"]}) < 2:
         raise ValueError("all completions have the same label: nothing is preferred to anything")
     return rows
 
 
-def unpaired(rows: Dataset) -> Dataset:
-    """Each pair as two rows with a label."""
-
-    def taken_apart(batch: dict[str, list]) -> dict[str, list]:
-        pairs = list(zip(batch["prompt_ids"], batch["completions"], strict=True))
-        return {
-            "prompt_ids": [prompt for prompt, both in pairs for _ in both],
-            "completions": [[completion] for _, both in pairs for completion in both],
-            "label": [1, -1] * len(pairs),
-        }
-
-    return rows.map(taken_apart, batched=True, remove_columns=["status", "problem"])
+def unpaired(batch: dict[str, list]) -> dict[str, list]:
+    """Each pair of a batch as two rows with a label."""
+    return {
+        "prompt_ids": [prompt for prompt in batch["prompt_ids"] for _ in range(2)],
+        "completions": [[completion] for both in batch["completions"] for completion in both],
+        "label": [1, -1] * len(batch["label"]),
+    }
 
 
 def tokenize_row(
-    row: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
-    max_completion_length: int,
-    paired: bool,
+    row: dict[str, Any], tokenizer: Any, max_prompt_length: int, max_completion_length: int, paired: bool
 ) -> dict[str, Any]:
     """One row of `FEATURES`; `status` is "ok" or "bad", and `problem` says what is wrong."""
-    none: dict[str, Any] = {"prompt_ids": [], "completions": [], "label": 0, "status": "bad"}
     names = ("chosen", "rejected") if paired else ("completion",)
     try:
         label = 1 if paired else sign_of(row["label"])
         if row.get("prompt") is None:
             row = extract_prompt({name: row[name] for name in names})
-        texts = [ids_of(row, name, tokenizer) for name in names]
-        prompts = [prompt for prompt, _ in texts]
-        completions = [completion for _, completion in texts]
+        prompts, completions = zip(*(ids_of(row, name, tokenizer) for name in names), strict=True)
         if prompts[0] != prompts[-1]:
             raise ValueError("chosen and rejected differ before the last turn: they answer different prompts")
         if paired and completions[0] == completions[1]:
@@ -117,31 +95,25 @@ def tokenize_row(
         if (longest := max(map(len, completions))) > max_completion_length:
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
     except Exception as error:  # a chat template may raise anything
-        return none | {"problem": problem_of(error)}
-    return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
+        return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": problem_of(error)}
+    return {"prompt_ids": prompts[0], "completions": [*completions], "label": label, "status": "ok", "problem": ""}
 
 
 def sign_of(label: Any) -> int:
     """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
-    known = {"true": 1, "1": 1, "false": -1, "0": -1}
-    if str(label).lower() not in known:
+    sign = {"true": 1, "1": 1, "false": -1, "0": -1}.get(str(label).lower())
+    if sign is None:
         raise ValueError(f"the label is {label!r}, neither true nor false")
-    return known[str(label).lower()]
+    return sign
 
 
-def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids of a row's prompt and of its completion `name`, which ends with EOS. ValueError for a text without tokens."""
+def ids_of(row: dict[str, Any], name: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids of a row's prompt and of its completion `name`, which ends with EOS."""
     turn = as_messages(row, name, "assistant")
     if not turn or turn[-1].get("role") != "assistant":
         raise ValueError(f"{name} does not end with a message of the assistant")
-    ids, start = tokenize(
-        *prompt_and_answer(whole_turns(as_messages(row, "prompt", "user") + turn), tokenizer), tokenizer
-    )
-    if tokenizer.mask_token_id in ids:
-        raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
-    if start == len(ids):
-        raise ValueError(f"{name} has no tokens")
-    return ids[:start], ids[start:] + [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+    ids, start = trained_ids(whole_turns(as_messages(row, "prompt", "user") + turn), tokenizer, name)
+    return ids[:start], ids[start:]
 
 
 class PreferenceDataset(torch.utils.data.Dataset):
@@ -154,16 +126,14 @@ class PreferenceDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: BatchRow) -> dict[str, Any]:
-        row = self.rows[max(index.row, 0)]
-        empty = {"label": IGNORED} if index.row < 0 else {}
-        return row | empty | {"key": (self.seed, VIEWS, index.epoch, max(index.row, 0))}
+        number = max(index.row, 0)
+        row = self.rows[number] | {"key": (self.seed, VIEWS, index.epoch, number)}
+        return row if index.row >= 0 else row | {"label": IGNORED}
 
 
 class PreferenceCollator:
-    """A batch of tensors, with the views that both models score each completion in.
-
-    Pairs have all chosen completions before all rejected ones. The views of a completion are a function of its item's
-    key alone: neither its batch nor a resume changes them.
+    """A batch of tensors, with the views that both models score each completion in, which are a function of its item's
+    key alone. Pairs have all chosen completions before all rejected ones.
 
     Returns:
         `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `canvas_ids` (rows, canvas); `noise` and
@@ -171,20 +141,14 @@ class PreferenceCollator:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        estimator: Estimator,
-        settings: ViewSettings,
-        block_size: int | None = None,
+        self, tokenizer: Any, estimator: Estimator, settings: ViewSettings, block_size: int | None = None
     ) -> None:
-        self.pad_token_id: Any = tokenizer.pad_token_id
-        self.eos_token_id: Any = tokenizer.eos_token_id
+        self.tokenizer = tokenizer
         self.estimator, self.settings, self.block_size = estimator, settings, block_size
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        sides = range(len(items[0]["completions"]))
         longest = max(len(item["prompt_ids"]) for item in items)
-        rows = [self.row(item, side, longest) for side in sides for item in items]
+        rows = [self.row(item, side, longest) for side in range(len(items[0]["completions"])) for item in items]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return batch | {"labels": torch.tensor([item["label"] for item in items])}
 
@@ -192,7 +156,7 @@ class PreferenceCollator:
         """One completion, its prompt padded to `longest` tokens."""
         canvas, ids = self.settings.gen_length, item["completions"][side]
         prompt, padding = torch.tensor([item["prompt_ids"]]), longest - len(item["prompt_ids"])
-        completion = torch.tensor([ids + [self.eos_token_id] * (canvas - len(ids))])
+        completion = torch.tensor([ids + [self.tokenizer.eos_token_id] * (canvas - len(ids))])
         visible, nothing = torch.ones_like(prompt), torch.zeros(1, canvas)
         sampled = SampledRows(
             prompt_ids=prompt,
@@ -205,11 +169,11 @@ class PreferenceCollator:
             entropies=nothing,
             blocks=blocks_of(visible, canvas, self.block_size),
         )
-        key = (*item["key"], side)
-        random = Randomness([keyed_generator(*key, 0)], keyed_generator(*key, 1), first_row=0, total_rows=1)
+        own, of_all = (keyed_generator(*item["key"], side, part) for part in (0, 1))
+        random = Randomness([own], of_all, first_row=0, total_rows=1)
         views = self.estimator(sampled, random, self.settings)
         return {
-            "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.pad_token_id),
+            "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.tokenizer.pad_token_id),
             "prompt_mask": F.pad(visible[0], (padding, 0)),
             "canvas_ids": completion[0],
             "noise": F.pad(views.noise[0], (padding, 0)),

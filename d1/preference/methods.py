@@ -13,23 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """An entry of `METHODS`.
+    """An entry of `METHODS`."""
 
-    Attributes:
-        loss: its name in `LOSSES` (`d1/preference/losses.py`).
-        paper: where it is from.
-        values: settings of `PreferenceConfig` where the user gives none.
-        paired: rows are pairs (`chosen`, `rejected`); otherwise single completions with a `label`.
-        per_canvas_token: the ratio is divided by the tokens of the canvas.
-        centred: the mean ratio of the optimizer step is subtracted from each ratio, without a gradient.
-    """
-
-    loss: str
-    paper: str
-    values: Mapping[str, Any]
-    paired: bool = True
-    per_canvas_token: bool = False
-    centred: bool = False
+    loss: str  # its name in `LOSSES` (`d1/preference/trainer.py`)
+    paper: str  # where it is from
+    values: Mapping[str, Any]  # settings of `PreferenceConfig` where the user gives none
+    paired: bool = True  # rows are pairs (`chosen`, `rejected`); otherwise single completions with a `label`
+    per_canvas_token: bool = False  # the ratio is divided by the tokens of the canvas
+    centred: bool = False  # the mean ratio of the optimizer step is subtracted from each ratio, without a gradient
 
 
 COMMON = {"estimator": "counts", "lr_scheduler_type": "cosine", "weight_decay": 0.01, "adam_beta2": 0.95}

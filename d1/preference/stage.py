@@ -39,19 +39,14 @@ def prepare(
     """The method's paper and the fingerprint of the run's rows, and a function that makes the trainer of a model."""
     method = METHODS[args.method]
     with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
-        limits = args.max_prompt_length, args.max_completion_length
-        options: dict[str, Any] = {"paired": method.paired, "bad_rows": args.bad_rows, "num_proc": args.num_proc}
-        rows = token_rows(load_rows(args.train_data), tokenizer, *limits, **options)
+        given = load_rows(args.train_data), tokenizer, args.max_prompt_length, args.max_completion_length
+        rows = token_rows(*given, paired=method.paired, bad_rows=args.bad_rows, num_proc=args.num_proc)
     longest = max(map(len, rows["prompt_ids"]))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
     cap_batch(training, len(rows))
     estimator = ESTIMATORS[str(args.estimator)]
-    settings = ViewSettings(
-        gen_length=args.max_completion_length,
-        num_views=args.num_views,
-        antithetic=args.antithetic,
-        stratified=args.spread == "even",
-    )
+    how: dict[str, Any] = {"antithetic": args.antithetic, "stratified": args.spread == "even"}
+    settings = ViewSettings(gen_length=args.max_completion_length, num_views=args.num_views, **how)
     if training.should_save:
         kind = "pairs" if method.paired else "completions"
         logger.info("%d %s, %d views of each completion", len(rows), kind, estimator.views(settings))

@@ -1,8 +1,7 @@
 """DPO and KTO on bounds of log-probabilities, on Transformers' Trainer.
 
 Policy and reference are scored in the same views, so that most of the noise of the two bounds cancels in their ratio.
-The loss of an optimizer step is the mean over all its pairs or completions, of all micro-batches and processes. KTO
-subtracts the mean ratio of the same completions, so all ratios of the step are first computed without gradients. Memory
+The loss of an optimizer step is the mean over all its pairs or completions, of all micro-batches and processes. Memory
 does not grow with the number of draws, because `d1.scoring.score` recomputes each forward pass in the backward pass.
 
 TRL's DPOTrainer and KTOTrainer (1.16) do not fit: their loss calls the model once, on the clean text, for log-probs of
@@ -13,31 +12,48 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Trainer
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import disable_dropout_in_model, use_adapter
 
 from d1.models.head import run_inside
-from d1.preference.losses import LOSSES
 from d1.preference.methods import Method
 from d1.runs.data import IGNORED
 from d1.runs.trainer import SummingTrainer
 from d1.scoring import Views, score
 
 
+def dpo(ratios: Tensor, signs: Tensor, beta: float) -> Tensor:
+    """DPO (arXiv 2305.18290, equation 7), (pairs,): -log sigmoid(beta (chosen ratio - rejected ratio)).
+
+    `ratios` are (2 pairs,), all chosen completions before all rejected ones, so `signs` are not read.
+    """
+    chosen, rejected = ratios.chunk(2)
+    return -F.logsigmoid(beta * (chosen - rejected))
+
+
+def kto(ratios: Tensor, signs: Tensor, beta: float) -> Tensor:
+    """KTO's value function (arXiv 2402.01306, equation 8), weights of 1: 1 - sigmoid(+-beta ratio), for centred ratios.
+
+    All are (completions,); `signs` are 1 for desirable ones and -1 for others.
+    """
+    return 1 - (beta * signs * ratios).sigmoid()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {"dpo": dpo, "kto": kto}  # differentiable
+
+
 class PreferenceTrainer(SummingTrainer, Trainer):
     """Trainer with the loss of an entry of `METHODS`.
 
     Args:
-        method: the entry.
-        beta: weight of the ratios.
-        mask_token_id: the id that hides a token.
         reference: the model to compare with, frozen; None: the trained model without its LoRA adapter.
         views_at_once: draws of a completion per forward pass.
         **kwargs: Trainer's; `train_dataset` is a `PreferenceDataset`, `data_collator` a `PreferenceCollator`.
@@ -105,8 +121,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         return ratios / batch["canvas_ids"].shape[1] if self.method.per_canvas_token else ratios
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """The micro-batches of an optimizer step, with their `reference` bounds (rows,) and the step's mean ratio,
-        `centre`, where the method subtracts it."""
+        """The step's micro-batches, with `reference` bounds (rows,) and the `centre` that the method subtracts."""
         found, count = super().get_batch_samples(*args, **kwargs)
         batches = [self.on_device(batch) for batch in found]
         with torch.no_grad():
@@ -116,8 +131,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             # KTO's centre is the mean over the whole step, so it takes a pass of its own over all micro-batches.
             total = torch.zeros((), device=self.args.device)
             for batch in batches if self.method.centred else []:
-                ratios = self.ratios(self.bounds(self.model, batch), batch)
-                total = total + ratios[batch["labels"] != IGNORED].sum()
+                total = total + self.ratios(self.bounds(self.model, batch), batch)[batch["labels"] != IGNORED].sum()
             centre = self.accelerator.reduce(total, "sum") / count if batches else total
         return [batch | {"centre": centre} for batch in batches], count
 
@@ -163,7 +177,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             self.add(f"logps/{side}", bounds * here)
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
-        parts = [(f"{kind}/{side}", f"n/{side}") for side in ("chosen", "rejected") for kind in ("rewards", "logps")]
-        logs = {name: sums[name] / max(sums[count], 1) for name, count in parts}
+        names = [f"{kind}/{side}" for side in ("chosen", "rejected") for kind in ("rewards", "logps")]
+        logs = {name: sums[name] / max(sums[f"n/{name.split('/')[1]}"], 1) for name in names}
         logs["rewards/margins"] = logs["rewards/chosen"] - logs["rewards/rejected"]
         return logs | {"rewards/accuracies": sums["right"] / max(sums["items"], 1)}

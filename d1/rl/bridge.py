@@ -15,6 +15,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -89,11 +90,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, ...]:
         """Ids and attention mask, (rows, prompt) each, on the device."""
-        tensors = [torch.tensor(ids) for ids in prompt_ids]
-        own = (tensors, self.text_tokenizer.pad_token_id), ([torch.ones_like(row) for row in tensors], 0)
-        side = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        parts = (pad(rows, padding_value=value, **side) for rows, value in own)
-        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in parts)
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        side: Any = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        ids = pad(rows, padding_value=self.text_tokenizer.pad_token_id, **side)
+        mask = pad([torch.ones_like(row) for row in rows], padding_value=0, **side)
+        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in (ids, mask))
 
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
@@ -210,10 +211,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:
         """The model without wrappers; split weights are gathered if the settings ask for it."""
-        options = {
-            "gather_deepspeed3_params": self.args.ds3_gather_for_generation,
-            "gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs,
-        }
+        options = {"gather_deepspeed3_params": self.args.ds3_gather_for_generation}
+        again = "gradient_checkpointing_kwargs"  # TRL 1.15 has no such argument. Delete this once 1.16 is the oldest
+        if again in signature(unwrap_model_for_generation).parameters:
+            options[again] = self.args.gradient_checkpointing_kwargs
         with (
             unwrap_model_for_generation(self.model_wrapped, self.accelerator, **options) as model,
             self._dist.summon_full_params(self.model_wrapped, recurse=False),

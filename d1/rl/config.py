@@ -27,6 +27,7 @@ from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLE
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
+from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +218,8 @@ class DiffuGRPOConfig(GRPOConfig):
             self.dataloader_pin_memory = False  # else torch warns that it cannot
         self.check_groups()
         for part in ("", "_kwargs"):  # Transformers warns of the old names, of which TRL sets the first
-            if getattr(self, f"activation_checkpointing{part}") is None:
-                setattr(self, f"activation_checkpointing{part}", getattr(self, f"gradient_checkpointing{part}"))
+            if getattr(self, f"{RECOMPUTE}{part}") is None:
+                setattr(self, f"{RECOMPUTE}{part}", getattr(self, f"gradient_checkpointing{part}"))
         super().__post_init__()
         check_settings(self)
         try_entries(self)

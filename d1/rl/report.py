@@ -57,8 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
     """The log entries of a run, and its optimizer steps per rollout. Raises FileNotFoundError if the folder holds no
     run, or a run without a checkpoint."""
-    states = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
-    states = [state for state in states if state.exists()]
+    states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
     if not states or not (folder / "run.json").exists():
         raise FileNotFoundError(f"{folder} holds no run of diffu_grpo_train.py with a checkpoint")
     history = max((json.loads(state.read_text())["log_history"] for state in states), key=len)
@@ -69,30 +68,15 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
 
 def series(history: list[dict[str, Any]], name: str, steps_per_rollout: float) -> tuple[list[float], list[float]]:
     """The number of rollouts so far, and the value, of every log entry that has a value for `name`."""
-    points = [
-        (entry["step"] / steps_per_rollout, float(entry[name])) for entry in history if entry.get(name) is not None
-    ]
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def drawn(runs: list[Path], name: str) -> dict[str, bool]:
-    """Which of `LINES` some run has for a metric; there is no KL in validation."""
-    histories = [read_run(run)[0] for run in runs]
-    own, validation = (
-        max((len(series(history, metric, 1)[1]) for history in histories), default=0)
-        for metric in (name, f"eval_{name}")
-    )
-    return {"thin": own > 0, "bold": own > 1, "dashed": validation > 0 and name != "kl"}
+    found = [entry for entry in history if entry.get(name) is not None]
+    return [entry["step"] / steps_per_rollout for entry in found], [float(entry[name]) for entry in found]
 
 
 def panels_of(runs: list[Path]) -> list[str]:
     """The metrics of `PANELS` that some run has logged."""
-    return [name for name in PANELS if any(drawn(runs, name).values())]
-
-
-def keys_of(runs: list[Path]) -> list[str]:
-    """The keys of `LINES` that some panel of these runs has."""
-    return [key for key in LINES if any(drawn(runs, name)[key] for name in PANELS)]
+    entries = [entry for run in runs for entry in read_run(run)[0]]
+    logged = {name for entry in entries for name, value in entry.items() if value is not None}
+    return [name for name in PANELS if logged & {name, f"eval_{name}"}]
 
 
 def draw(runs: list[Path], labels: list[str], output: Path) -> None:
@@ -106,8 +90,7 @@ def draw(runs: list[Path], labels: list[str], output: Path) -> None:
         draw_panel(axis, name, runs, labels)
     for axis in axes[len(names) :]:
         axis.remove()
-    for key in keys_of(runs):
-        label, look = LINES[key]
+    for label, look in LINES.values():
         axes[0].plot([], [], color="0.5", label=label, **look)
     legend(figure)
     save_figure(figure, output)
@@ -134,20 +117,19 @@ def report_page(runs: list[Path], labels: list[str]) -> str:
     names = panels_of(runs)
     figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(names)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
-    keys = "; ".join(f"{key}: {LINES[key][0]}" for key in keys_of(runs))
+    keys = "; ".join(f"{key}: {label}" for key, (label, _) in LINES.items())
     about = "".join(map(about_run, runs, labels))
     scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
     below = ORDER if scenes else "Problems before and after are kept by runs with <code>--report true</code>."
     title = f"What RL did: {', '.join(labels)}"
-    lines = f'<p class="note">Lines: {keys}.</p>' if keys else ""
+    lines = f'<p class="note">Lines: {keys}.</p>' if curves else ""
     return film_page(title, scenes, f'<div class="curves">{curves}</div>{lines}{about}<p>{below}</p>')
 
 
 def about_run(run: Path, label: str) -> str:
     """The panels' metrics, as means over the first and the last tenth of the logs, and all settings, collapsed."""
     history, steps_per_rollout = read_run(run)
-    label = html.escape(label)
-    stats = f"<li>{label}, first and last tenth of the run:</li>"
+    stats = f"<li>{html.escape(label)}, first and last tenth of the run:</li>"
     for name, title in PANELS.items():
         if values := series(history, name, steps_per_rollout)[1]:
             tenth = max(1, len(values) // 10)
@@ -157,10 +139,9 @@ def about_run(run: Path, label: str) -> str:
         before, after = (sum(film.solved is True for film in films) for films in zip(*pairs, strict=True))
         stats += f"<li><span>solved of the {len(pairs)} problems below</span> <b>{before} → {after}</b></li>"
     settings = json.loads((run / "run.json").read_text())["settings"]
-    rows = [
-        f"<li><b>{html.escape(name)}</b> {html.escape(without_folders(value))}</li>" for name, value in settings.items()
-    ]
-    folded = f'<summary>Settings of {label}</summary><ul class="settings">{"".join(rows)}</ul>'
+    shown = {html.escape(name): html.escape(without_folders(value)) for name, value in settings.items()}
+    rows = "".join(f"<li><b>{name}</b> {value}</li>" for name, value in shown.items())
+    folded = f'<summary>Settings of {html.escape(label)}</summary><ul class="settings">{rows}</ul>'
     return f'<ul class="stats">{stats}</ul><details>{folded}</details>'
 
 
@@ -174,22 +155,20 @@ def films_of(run: Path) -> list[tuple[Film, Film]]:
 def scenes_of(run: Path, label: str) -> list[Scene]:
     """One scene per problem, whose title says whether it was solved, in the order that `ORDER` states."""
     numbered = sorted(enumerate(films_of(run), 1), key=lambda one: one[1][0].solved == one[1][1].solved)
-    return [
-        (f"{label}, problem {number}: {verdict(pair[0])} before, {verdict(pair[1])} after", pair)
-        for number, pair in numbered
-    ]
+    scenes: list[Scene] = []
+    for number, (before, after) in numbered:
+        title = f"{label}, problem {number}: {verdict(before)} before, {verdict(after)} after"
+        scenes.append((title, (before, after)))
+    return scenes
 
 
 def main(args: argparse.Namespace) -> None:
     runs = [Path(run) for run in args.runs]
     labels = [run.resolve().name for run in runs]
-    written = []
     if args.html:
         args.html.write_text(report_page(runs, labels), encoding="utf-8")
-        written.append(args.html)
-    if args.output or not args.html:
-        written.append(args.output or runs[0] / "curves.png")
-        draw(runs, labels, written[-1])
-    for path in written:
-        sys.stderr.write(f"Written: {path.resolve()} ({', '.join(PANELS[name] for name in panels_of(runs))} of ")
-        sys.stderr.write(f"{', '.join(labels)})\n")
+    picture = args.output or (None if args.html else runs[0] / "curves.png")
+    if picture:
+        draw(runs, labels, picture)
+    for path in filter(None, (args.html, picture)):
+        sys.stderr.write(f"Written: {path.resolve()}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +25,10 @@ from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_pr
 from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
-from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, check_rollout, is_spent
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
+from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
-from d1.runs.stage import Prepared, Stage, check_start, evaluation
+from d1.runs.stage import Prepared, Stage
 from d1.show.film import Film, judge_of, piece
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
     """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
-    check_start(str(args.model_path))
+    log_to_console()
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
     args.settle_canvas(config)
     return Stage(
@@ -44,7 +46,6 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
         on_resume=ON_RESUME,
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
-        check=lambda checkpoint: check_rollout(checkpoint, args),
         prepare=lambda: prepare(args, model_args, config, callbacks),
         next_command=lambda: next_command(args),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
@@ -58,12 +59,22 @@ def prepare(
     task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
-    args.reward_weights = reward_weights(task, args)
-    tokenizer = tokenizer_of(args)
+    weights = args.reward_weights or [1.0] * len(task.REWARDS)
+    if len(weights) != len(task.REWARDS):
+        count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
+        raise ValueError(f"--reward_weights needs one number per reward: {count}, got {len(weights)}")
+    args.reward_weights = [*weights, 0.0]  # the accuracy is only logged
+    tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
+    check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
+    if args.mask_id is not None:
+        check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
     longest = max(longest_prompt(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
-        log_plan(numbers, args)
+        logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
+        if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
+            why = "each rollout has one optimizer step and every ratio is 1"
+            logger.info("Idle, because %s: %s", why, ", ".join(useless))
 
     def start() -> DiffuGRPOTrainer:
         model = start_model(args, model_args)
@@ -107,34 +118,10 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     return with_shots(task, train, args.data_file, evaluation)
 
 
-def reward_weights(task: ModuleType, args: DiffuGRPOConfig) -> list[float]:
-    """The weights of the task's rewards, and 0 for the accuracy, which is only logged."""
-    weights = args.reward_weights or [1.0] * len(task.REWARDS)
-    if len(weights) != len(task.REWARDS):
-        count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
-        raise ValueError(f"--reward_weights needs one number per reward: {count}, got {len(weights)}")
-    return [*weights, 0.0]
-
-
-def tokenizer_of(args: DiffuGRPOConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, which must have a chat template and a mask token."""
-    tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
-    check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
-    if args.mask_id is not None:
-        check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
-    return tokenizer
-
-
 def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
     """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long."""
     texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
     return check_prompts([len(encode_prompt(tokenizer, text)) for text in texts], args)
-
-
-def log_plan(numbers: dict[str, Any], args: DiffuGRPOConfig) -> None:
-    logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
-    if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
-        logger.info("Idle, because each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless))
 
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
@@ -145,14 +132,14 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
         quantization="nf4" if model_args.load_in_4bit else None,
         attn_implementation=model_args.attn_implementation,
     )
-    if isinstance(model, PeftModel):
-        if model_args.load_in_4bit:
-            raise ValueError(
-                "an adapter cannot be merged into 4-bit weights exactly: first run "
-                f"`python -m d1 merge BASE {args.model_path} OUT` and pass OUT as --model_path"
-            )
-        model = merge_adapter(model, str(args.model_path))
-    return model
+    if not isinstance(model, PeftModel):
+        return model
+    if model_args.load_in_4bit:
+        raise ValueError(
+            "an adapter cannot be merged into 4-bit weights exactly: first run "
+            f"`python -m d1 merge BASE {args.model_path} OUT` and pass OUT as --model_path"
+        )
+    return merge_adapter(model, str(args.model_path))
 
 
 def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
@@ -165,9 +152,10 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
 
 def next_command(args: DiffuGRPOConfig) -> str:
     """The command that evaluates the model on the task of the run, with its sampling."""
-    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
-    flags |= {"diffusion_steps": args.diffusion_steps}
-    return evaluation(str(args.output_dir), args.dataset, flags)
+    flags = {"model_path": args.output_dir, "dataset": args.dataset, "gen_length": args.max_completion_length}
+    flags |= {"block_length": args.block_length, "diffusion_steps": args.diffusion_steps}
+    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "d1", "eval", *words])
 
 
 def write_report(folder: Path) -> None:
@@ -180,7 +168,6 @@ def write_report(folder: Path) -> None:
 
 PROBLEMS = 8  # the first ones
 SHOWN = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
-WRITES = ("steps", "ids", "logps")  # in the record of a sampler that edits
 
 
 class ShowProblems(TrainerCallback):
@@ -188,10 +175,6 @@ class ShowProblems(TrainerCallback):
 
     Both times the random numbers are the same, so that only the weights differ. They are those of evaluations, so a run
     with the report takes the same steps as one without it. A resumed run keeps the films from before training.
-
-    Args:
-        task: judges the completions.
-        rows: the task's rows; the first ones are shown.
     """
 
     def __init__(self, trainer: DiffuGRPOTrainer, task: ModuleType, rows: Dataset) -> None:
@@ -221,21 +204,11 @@ class ShowProblems(TrainerCallback):
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only
-        tensors: dict[str, Any] = {**record_and_costs(sampled)[0]}
-        record = {name: tensor.tolist() for name, tensor in tensors.items()}
+        record: dict[str, Any] = {**record_and_costs(sampled)[0]}
         films = []
-        for index, (prompt, row) in enumerate(zip(prompts, self.rows, strict=True)):
-            ids, *numbers = (record[name][index] for name in SHOWN)
-            tokens = [piece(tokenizer, token) for token in ids]
-            film = Film(when, tokenizer.decode(prompt), "", tokens, *numbers)
-            if "write_ids" in record:
-                film.drafts = drafts_of([record[f"write_{name}"][index] for name in WRITES], tokenizer)
+        columns = (record[name].tolist() for name in SHOWN)
+        for prompt, row, ids, *numbers in zip(prompts, self.rows, *columns, strict=True):
+            film = Film(when, tokenizer.decode(prompt), "", [piece(tokenizer, token) for token in ids], *numbers)
             judge_of(self.task, row, tokenizer, end_ids(tokenizer))(film, ids)
             films.append(film)
         return films
-
-
-def drafts_of(writes: list[list[Any]], tokenizer: Any) -> list[list[list[Any]]]:
-    """`Film.drafts` of a completion, from the steps, ids and log-probabilities written at each position."""
-    of_position = [[write for write in zip(*at, strict=True) if write[0] >= 0] for at in zip(*writes, strict=True)]
-    return [[[step, piece(tokenizer, token), logp] for step, token, logp in of[:-1]] for of in of_position]

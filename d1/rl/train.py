@@ -13,8 +13,6 @@ Add `--resume_from_checkpoint true` to continue a stopped run.
 from __future__ import annotations
 
 import argparse
-import ast
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,14 +66,15 @@ class Parser(TrlParser):
     named: Method | None  # on the command line
     canvas: dict[str, Any]  # the flags of `CANVAS` on the command line
 
-    def __init__(self, config: type[DiffuGRPOConfig], everything: bool, **options: Any) -> None:
+    def __init__(self, everything: bool, **options: Any) -> None:
         """`everything`: the help also lists the flags that are in none of d1's sections and not in `COMMON`."""
         self.everything, title = everything, ""
         self.titles = dict.fromkeys(COMMON, "TRL, Trainer and LoRA")
-        for name in config.__annotations__:
+        for name in DiffuGRPOConfig.__annotations__:
             self.titles[name] = title = SECTIONS.get(name, title)
         self.groups: dict[str, Any] = {}
-        super().__init__((config, ModelConfig), allow_abbrev=False, formatter_class=argparse.HelpFormatter, **options)
+        options |= {"allow_abbrev": False, "formatter_class": argparse.HelpFormatter}
+        super().__init__((DiffuGRPOConfig, ModelConfig), **options)
 
     def add_argument(self, *flags: Any, **options: Any) -> Any:
         """Add a flag to its group; the groups are in the order of `SECTIONS`, and all others come last."""
@@ -97,10 +96,14 @@ class Parser(TrlParser):
         show_defaults(self)
         return super().format_help()
 
-    def no_such(self, words: Sequence[str]) -> str:
-        """The message about words that are not flags."""
-        hints = [nearest(word.partition("=")[0], flags_of(self)) for word in words if word.startswith("--")]
-        return f"there is no such setting: {' '.join(words)}{''.join(hints)} (--help_all lists them)"
+    def refuse(self, words: Sequence[str]) -> None:
+        """Raises ValueError for words that are not flags; it names the successor of an old flag."""
+        names = [word.partition("=")[0] for word in words if word.startswith("--")]
+        if renamed := [f"{name} is now --{RENAMED[name[2:]]}" for name in names if name[2:] in RENAMED]:
+            raise ValueError("; ".join(renamed))
+        if words:
+            hints = [nearest(name, flags_of(self)) for name in names]
+            raise ValueError(f"there is no such setting: {' '.join(words)}{''.join(hints)} (--help_all lists them)")
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
         words = sys.argv[1:] if args is None else args
@@ -112,39 +115,30 @@ class Parser(TrlParser):
             return super().parse_args_and_config(args, *more, **kwargs)
         except yaml.YAMLError as error:
             raise ValueError(f"the --config file is not valid yaml: {error}") from error
-        except ValueError as error:
-            hints = [f"--{old} is now --{new}" for old, new in RENAMED.items() if f"--{old}" in str(error)]
-            unknown = re.search(r"(?:arguments are not used by|Unknown arguments from).*?(\[.*?\])", str(error))
-            if unknown and not hints:
-                hints = [self.no_such([str(word) for word in ast.literal_eval(unknown[1])])]
-            if not hints:
-                raise
-            raise ValueError("; ".join(hints)) from error
 
     def read_method(self, args: list[str]) -> None:
-        """Makes the method named on the command line set the defaults. Raises ValueError for words that are not flags,
-        before any value is checked."""
+        """Makes the method named on the command line set the defaults, before any value is checked."""
         # Flags that are not given are None.
         known, rest = self.parse_known_args(args, argparse.Namespace(method=None, **dict.fromkeys(CANVAS)))
         if "--config" in rest:
             at = rest.index("--config")
             del rest[at : at + 2]
-        if rest and not any(word.partition("=")[0][2:] in RENAMED for word in rest):
-            raise ValueError(self.no_such(rest))
-        found = vars(known)
-        self.named = None if found["method"] is None else find_method(found["method"])
-        self.canvas = {name: found[name] for name in CANVAS if found[name] is not None}
+        self.refuse(rest)
+        self.named = None if known.method is None else find_method(known.method)
+        self.canvas = {name: value for name in CANVAS if (value := getattr(known, name)) is not None}
         if self.named:
             self.set_defaults(**self.named.under(self.canvas))
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Makes the lines of the yaml file defaults; an alias of a flag becomes the name of its field."""
-        for action in self._actions:
-            for other in (option.lstrip("-") for option in action.option_strings if action.nargs != 0):
-                if other in config and other != action.dest:
-                    if action.dest in config:
-                        raise ValueError(f"{other} and {action.dest} in the --config file are one setting: keep one")
-                    config[action.dest] = config.pop(other)
+        actions = [action for action in self._actions if action.nargs != 0]
+        fields = {flag[2:]: action.dest for action in actions for flag in action.option_strings}
+        unknown = {f"--{name}": value for name, value in config.items() if name not in fields}
+        self.refuse([str(part) for pair in unknown.items() for part in pair])
+        for alias in [name for name in config if fields[name] != name]:
+            if fields[alias] in config:
+                raise ValueError(f"{alias} and {fields[alias]} in the --config file are one setting: keep one")
+            config[fields[alias]] = config.pop(alias)
         if self.named:  # the method of the command line overrides the file
             config = self.named.under(self.canvas | config)
         elif "method" in config:  # the file's other lines override its method
@@ -163,7 +157,7 @@ class HelpAll(argparse.Action):
 def make_parser(prog: str = "diffu_grpo_train.py", everything: bool = False) -> TrlParser:
     usage = "%(prog)s [--config FILE] --model_path MODEL --output_dir FOLDER [--FLAG VALUE ...]"
     about = "--config FILE reads flags from a yaml file, NAME: VALUE; flags on the command line override it."
-    parser = Parser(DiffuGRPOConfig, everything, prog=prog, usage=usage, description=about)
+    parser = Parser(everything, prog=prog, usage=usage, description=about)
     all_flags = "list all flags of TRL, Transformers' Trainer and PEFT too"
     parser.add_argument("--help_all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=all_flags)
     return parser
@@ -172,11 +166,8 @@ def make_parser(prog: str = "diffu_grpo_train.py", everything: bool = False) -> 
 def main(
     args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
 ) -> DiffuGRPOTrainer | None:
-    """Trains; returns the trainer, or None if the run was finished already.
-
-    Raises:
-        ValueError, OSError: a setting, a file or a row is wrong. Where possible, raised before the model is loaded.
-    """
+    """Trains; returns the trainer, or None if the run was finished already. Raises ValueError or OSError for a wrong
+    setting, file or row, if possible before the model is loaded."""
     check_ranges(vars(model_args), INHERITED)
     check_output_dir(str(args.output_dir))
     with quick_imports():  # only now: they take seconds, and `--help` does not need them

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
@@ -71,13 +70,12 @@ from d1.rl.engines import (
     differences,
     read_returned,
     record_of,
-    saved_ahead,
     states_of,
     unpadded,
 )
 from d1.rl.losses import OBJECTIVES, PENALTIES, sequence_log_ratios
 from d1.rl.rewards import guarded
-from d1.runs.checkpoints import reading
+from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
 from d1.sampling import Rollout, SamplingSettings, rollout
 from d1.sampling.predict import predict
@@ -92,7 +90,6 @@ STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2,
 
 REFERENCE = "reference.safetensors"  # of a checkpoint whose run syncs the reference
 FORMAT = 5  # of the checkpoint state
-COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
 
 
 class DiffuGRPOTrainer(CanvasGRPOTrainer):
@@ -122,8 +119,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         rollout_func: UserRollout | None = None,
         **kwargs: Any,
     ) -> None:
-        if refused := [name for name in ("tools", "environment_factory") if kwargs.get(name)]:
-            raise ValueError(f"{refused[0]} is not supported: diffusion rollouts are sampled as one canvas")
+        if kwargs.get("tools") or kwargs.get("environment_factory"):
+            raise ValueError("tools and environment_factory: diffusion rollouts are sampled as one canvas")
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
@@ -144,17 +141,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             )
         if not args.has_trls_kl:
             self.beta = 0.0  # so that TRL adds no KL and reads no reference of its own
-        block_causal = block_size(self.model.config) is not None
-        split = self.weights_are_split, self.samples_in_step
-        check_trainer(args, self.sampling, self.reward_funcs, block_causal, *split)
+        of_model = block_size(self.model.config) is not None, self.weights_are_split, self.samples_in_step
+        check_trainer(args, self.sampling, self.reward_funcs, *of_model)
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].after_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.warned_of_scores = False
-        serves = args.rollout_mode == "server"
-        self.servers = PolicyServers(args, self.accelerator, self.mask_token_id) if serves else None
-        staleness = args.rollout_staleness
-        self.ahead = Ahead(self.servers, staleness, self.prompts_of) if self.servers and staleness else None
+        self.servers: PolicyServers | None = None
+        self.ahead: Ahead | None = None
+        if args.rollout_mode == "server":
+            self.servers = PolicyServers(args, self.accelerator, self.mask_token_id)
+            if args.rollout_staleness:
+                self.ahead = Ahead(self.servers, args.rollout_staleness, self.prompts_of)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
@@ -174,14 +172,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
         """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
         over processes and micro-batches."""
-        args, stream = self.args, STREAMS[purpose, self.mode]
+        seed, stream = self.args.seed, STREAMS[purpose, self.mode]
         if self.mode == "eval":
-            return args.seed, stream, self.evaluation_rollouts
+            return seed, stream, self.evaluation_rollouts
         now = self.micro_step if micro_step is None else micro_step
-        step, micro_batch = divmod(now, args.gradient_accumulation_steps)
+        step, micro_batch = divmod(now, self.args.gradient_accumulation_steps)
         # If one optimizer step has several rollouts, each has its own streams.
-        number = micro_batch // self.micro_steps_per_rollout
-        return args.seed, stream + number * len(STREAMS), step
+        return seed, stream + micro_batch // self.micro_steps_per_rollout * len(STREAMS), step
 
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
         """One generator per row: a function of the rollout's key and of the row's number over all processes."""
@@ -228,11 +225,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 return self.servers.rollout(model, self.state.global_step, prompts)
             size = self.args.rollout_batch_size or len(ids)
             parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-            options = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None}
-            sampled = []
-            for part in parts:
-                options["generator"] = generators[part]
-                sampled.append(rollout(model, ids[part], mask[part], self.sampling, **options))
+            options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None}
+            rows = [(ids[part], mask[part], generators[part]) for part in parts]
+            sampled = [rollout(model, of, real, self.sampling, generator=own, **options) for of, real, own in rows]
             return Rollout.joined(sampled)
 
     @property
@@ -249,8 +244,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def prompts_of(self, number: int) -> Prompts | None:
         """The rows of all processes of training rollout `number`; None if the run ends before it."""
         start = number * self.micro_steps_per_rollout
-        beyond = start // self.args.gradient_accumulation_steps >= self.state.max_steps
-        if beyond and number > self.rollout_number:
+        ended = start // self.args.gradient_accumulation_steps >= self.state.max_steps
+        if ended and number > self.rollout_number:
             return None
         ids, mask = self.padded(self.encoded([row["prompt"] for row in self.rows_of(number)]))
         return self.prompts(ids.cpu(), mask.cpu(), self.key("rollout", start), 0)
@@ -259,37 +254,32 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`sample` with older weights: the current rollout, which servers sampled during earlier updates."""
         assert self.ahead is not None
         with self.sampling_model() as model:
-            taken = self.ahead.take(model, self.rollout_number, self.state.global_step)
+            prompts, everyones = self.ahead.take(model, self.rollout_number, self.state.global_step)
         first = self.first_row(len(ids))
         own = slice(first, first + len(ids))
-        if unpadded(taken.prompts.ids[own], taken.prompts.mask[own]) != unpadded(ids, mask):
+        if unpadded(prompts.ids[own], prompts.mask[own]) != unpadded(ids, mask):
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
         self.log_metric("sampling/staleness", self.rollout_number - self.ahead.weights_of(self.rollout_number))
         self.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
         columns: dict[str, Any] = {
-            name: of[own].to(ids.device) for name, of in vars(taken.rollout).items() if isinstance(of, Tensor)
+            name: of[own].to(ids.device) for name, of in vars(everyones).items() if isinstance(of, Tensor)
         }
-        return ServedRollout(**columns, sources=taken.rollout.sources[own])
+        return ServedRollout(**columns, sources=everyones.sources[own])
 
     def user_rollout(self, function: UserRollout, prompts: list, trainer: DiffuGRPOTrainer) -> dict[str, Any]:
-        """What TRL expects of a `rollout_func`; the record of the canvases joins the batch.
-
-        Raises:
-            ValueError: the function returned something else, or not what the method reads.
-        """
+        """What TRL expects of a `rollout_func`; the record of the canvases joins the batch. Raises ValueError if the
+        function returned something else, or not what the method reads."""
         started = time.perf_counter()
-        returned = function(prompts, trainer)
-        given, others = read_returned(returned, len(prompts), self.args, self.accelerator)
-        config, sampling = self.model.config, self.sampling
-        of_model = config.vocab_size, self.mask_token_id, self.eos_token_ids, sampling, block_size(config) is not None
-        expected = Expected(*of_model, by_our_rules=False)
-        self.record = record_of(given, self.args, expected, self.accelerator.device)
-        canvas_ids = self.record["canvas_ids"]
-        completions = completion_ids_of(canvas_ids, self.eos_token_ids)
+        given, others = read_returned(function(prompts, trainer), len(prompts), self.args)
+        config, ends = self.model.config, self.eos_token_ids
+        of_model = config.vocab_size, self.mask_token_id, ends, self.sampling, block_size(config) is not None
+        self.record = record_of(given, self.args, Expected(*of_model, by_our_rules=False), self.accelerator.device)
+        completions = completion_ids_of(self.record["canvas_ids"], ends)
         self.log_rollout(started, self.record, {})
         if {"steps", "logprobs"} <= given.keys() and not self.weights_are_split:
             # A canvas that is cut is left out: its states are not known.
-            whole = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == canvas_ids.shape[1]]
+            length = self.args.max_completion_length
+            whole = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == length]
             ids, mask = self.padded([[*prompt] for prompt in given["prompt_ids"]])
             batch = {"prompt_ids": ids, "prompt_mask": mask, **self.record}
             self.check_scores(batch, whole, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
@@ -305,10 +295,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def check_served(self, batch: Batch, sources: Sequence[str]) -> None:
         """`check_scores` of a rollout; `sources` are the addresses of the servers that sampled its rows."""
         assert self.servers is not None
-        dtypes = {server.url: server.dtype for server in self.servers.servers}
+        dtypes = {server.dtype for server in self.servers.servers if server.url in sources}
         stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
-        fp32 = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
-        exact = fp32 and {dtypes[url] for url in sources} == {"float32"}
+        exact = self.accelerator.mixed_precision == "no" and (self.model.dtype, dtypes) == (torch.float32, {"float32"})
 
         def where(row: int) -> str:
             number = self.first_row(len(sources)) + row
@@ -321,17 +310,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     ) -> None:
         """Scores again one of the `rows` of a rollout that another program sampled: in one forward pass, in some of the
         states in which the row was sampled. Row and states change from rollout to rollout. Model, batch and generators
-        do not change, and the cost is not part of `compute_tokens`.
+        do not change, and the cost is not part of `compute_tokens`. Log-probabilities or entropies that are not those
+        of the model in these states are a ValueError.
 
         Args:
             batch: `prompt_ids` and `prompt_mask` (rows, prompt), and the record of the rollout.
             where: from the number of a row, who sampled it.
             exact: both programs compute in fp32.
-            certain: the weights are those that sampled. A difference is then an error, unless the sampler approximates
-                (a cache, or 4-bit weights in the trainer); otherwise it is a warning.
-
-        Raises:
-            ValueError: log-probabilities or entropies are not those of the model in the states that the steps say.
+            certain: the weights are those that sampled. If they are not, or if the sampler approximates (a cache, or
+                4-bit weights in the trainer), a difference is only a warning.
         """
         if not rows or self.sampling.cfg_scale:  # guidance samples from other log-probabilities
             return
@@ -343,16 +330,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with self.without_checkpointing(), evaluating(self.model):
             scores = self.scores(self.model, one, views, with_entropies=True, views_at_once=STATES)
         self.compute = compute
-        if not (found := differences(one, scores, views, exact and certain)):
-            return
-        if certain:
-            raise ValueError(
-                f"{where(row)}{found}: other weights, settings or tokens than those of the rows sampled them"
-            )
-        if not self.warned_of_scores:
-            message = f"{where(row)}{found}"
-            logger.warning("%s. The sampler approximates, or its weights are older; this is said once.", message)
+        found = differences(one, scores, views, exact and certain)
+        if found and certain:
+            raise ValueError(f"{where(row)}{found}: other weights, settings or tokens sampled them")
+        if found and not self.warned_of_scores:
             self.warned_of_scores = True
+            logger.warning("%s%s. The sampler approximates, or its weights are older; said once.", where(row), found)
 
     # --- Reward and views ---------------------------------------------------------------------------------------------
 
@@ -424,9 +407,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        only_first = self.mode == "eval" or updates_are_alike(
-            batch, self.accelerator.gather
-        )  # equal views have equal scores
+        # Equal views have equal scores.
+        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
         with self.without_checkpointing():
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
@@ -439,10 +421,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
-        own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
-        own["distribution"] = self.sampling.record_distribution
+        own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once} | options
         with self.accelerator.autocast():
-            scores = score_batch(model, batch, views, **own | options)
+            scores = score_batch(model, batch, views, distribution=self.sampling.record_distribution, **own)
         self.compute = self.compute + scores.compute
         return scores
 
@@ -564,25 +545,30 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.ahead.save(folder, -(-self.micro_step // self.micro_steps_per_rollout))
 
     def load_extra(self, folder: Path) -> None:
-        """Puts back what `save_extra` wrote. Raises ValueError as `check_rollout` does, or for a damaged file."""
-        check_rollout(folder, self.args)
-        rank = self.accelerator.process_index
-        tensors_file, counters_file = state_files(folder, rank)
+        """Puts back what `save_extra` wrote. Raises ValueError for a checkpoint that this run cannot continue."""
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         counters = read_counters(folder, rank)
+        if counters.get("format") != FORMAT:
+            raise ValueError(
+                f"{folder} was written by another version, which stores rollouts in another format: finish the run "
+                "with that version, or start a new run from its weights (--model_path, another --output_dir)"
+            )
+        if counters["processes"] != processes:
+            raise ValueError(
+                f"{folder} was written by {counters['processes']} processes, and a rollout in progress cannot continue "
+                f"with {processes}: start the run with {counters['processes']}"
+            )
         batches: list[Batch] = [{} for _ in range(counters["batches"])]
-        with reading(tensors_file):
-            for name, value in load_file(tensors_file).items():
-                index, key = name.split(".", 1)
-                batches[int(index)][key] = value.to(self.accelerator.device)
-        with reading(counters_file):
-            self.set_loss_sums(counters["losses"])
-            self.compute = counters["compute"]
-            self.restore_trl(batches, counters)
+        for name, value in load_file(state_files(folder, rank)[0]).items():
+            index, key = name.split(".", 1)
+            batches[int(index)][key] = value.to(self.accelerator.device)
+        self.set_loss_sums(counters["losses"])
+        self.compute = counters["compute"]
+        self.restore_trl(batches, counters)
         if self.args.sync_ref_model:
-            with reading(folder / REFERENCE):
-                reference = load_file(folder / REFERENCE)
-                for name, value in self.reference_weights():
-                    value.data.copy_(reference[name])
+            reference = load_file(folder / REFERENCE)
+            for name, value in self.reference_weights():
+                value.data.copy_(reference[name])
         if self.ahead is not None and self.accelerator.is_main_process:
             self.ahead.load(folder, self.accelerator.unwrap_model(self.model))
 
@@ -603,15 +589,10 @@ def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int
     shown = torch.cat([batch["prompt_ids"], canvas], dim=1)
     options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown}
     states = hidden_states(model, clean, hidden, visible, **options)
-    ids, *_ = predict(
-        model,
-        states[None, :, -length:],
-        [length] * len(canvas),
-        SamplingSettings(gen_length=length, block_length=length, steps=length),
-        mask_token_id=mask_token_id,
-        generator=None,
-        noise_dtype=torch.float32,
-    )
+    greedy = SamplingSettings(gen_length=length, block_length=length, steps=length)
+    random: Any = {"generator": None, "noise_dtype": torch.float32}
+    rows = states[None, :, -length:], [length] * len(canvas)
+    ids, *_ = predict(model, *rows, greedy, mask_token_id=mask_token_id, **random)
     return torch.where(hidden[:, -length:], ids, canvas), visible.sum()
 
 
@@ -623,44 +604,11 @@ def state_files(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"rollout_rank{rank}.safetensors", folder / f"rollout_rank{rank}.json"
 
 
-def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
+def read_counters(folder: Path, rank: int) -> dict[str, Any]:
     """The counters of one process in a checkpoint. Raises ValueError if the file is missing or damaged."""
     file = state_files(folder, rank)[1]
-    with reading(file):
-        counters = json.loads(file.read_text())
-        if not isinstance(counters, dict) or "step" not in counters:
-            raise ValueError("not the counters of a run")
-        if missing := COUNTERS - counters.keys() if counters.get("format") == FORMAT else ():
-            raise ValueError(f"without {', '.join(sorted(missing))}")
-        return counters
-
-
-def check_rollout(folder: Path, args: DiffuGRPOConfig) -> None:
-    """Raises ValueError for a checkpoint whose rollout is incomplete or that a run of `args` cannot continue."""
-    counters = read_counters(folder)
-    if counters.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} was written by another version, which stores rollouts in another format: finish the run with "
-            "that version, or start a new run from its weights (--model_path, another --output_dir)"
-        )
-    processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
-    if processes != args.world_size:
-        raise ValueError(
-            f"{folder} was written by {processes} processes, and a rollout in progress cannot continue with "
-            f"{args.world_size}: start the run with {processes}"
-        )
-    for rank in range(processes):
-        file, batches = state_files(folder, rank)[0], read_counters(folder, rank)["batches"]
-        with reading(file), safe_open(file, "pt") as tensors:
-            names = {*tensors.keys()}
-            keys = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
-            if wrong := names ^ {f"{index}.{key}" for index in range(batches) for key in keys}:
-                raise ValueError(f"{batches} micro-batches of a rollout have other tensors: {min(wrong)}")
-    if args.rollout_staleness:
-        saved_ahead(folder)
-    if args.sync_ref_model:
-        with reading(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
-            pass
+    with reading_checkpoint(file):
+        return dict(json.loads(file.read_text()))
 
 
 # --- Budget -----------------------------------------------------------------------------------------------------------

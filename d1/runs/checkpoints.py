@@ -75,11 +75,9 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
 
 
 def rotate(saved: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all).
-
-    Older means an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed
-    from an earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit.
-    """
+    """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all). Older means
+    an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed from an
+    earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit."""
     newest = step_of(saved)
     found = [path for path in saved.parent.glob("checkpoint-*") if step_of(path) >= 0 and path.is_dir()]
     found.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
@@ -105,10 +103,8 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
     last = get_last_checkpoint(str(output_dir)) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
         if last is not None or (Path(output_dir) / STATE).exists():
-            raise ValueError(
-                f"{output_dir} holds another run ({Path(last).name if last else 'finished'}): continue it with "
-                "--resume, or write to another folder"
-            )
+            held = f"another run ({Path(last).name if last else 'finished'})"
+            raise ValueError(f"{output_dir} holds {held}: continue it with --resume, or write to another folder")
         return None
     if str(resume).lower() == "true":
         if last is None:
@@ -136,23 +132,22 @@ def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
+def reading_checkpoint(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
     """Inside, a missing or damaged `file` raises the error of `broken` for its checkpoint (default: its folder)."""
     checkpoint = checkpoint or file.parent
-    name = file.relative_to(checkpoint)
     try:
         yield
-    except FileNotFoundError as error:
-        raise broken(checkpoint, name, "is missing") from error
-    except OSError:
-        raise
     except Exception as error:  # json, safetensors, zipfile and the readers of their contents raise their own
-        raise broken(checkpoint, name, f"is damaged ({error})") from error
+        missing = isinstance(error, FileNotFoundError)
+        if isinstance(error, OSError) and not missing:
+            raise
+        problem = "is missing" if missing else f"is damaged ({error})"
+        raise broken(checkpoint, file.relative_to(checkpoint), problem) from error
 
 
 def read_state(checkpoint: Path) -> TrainerState:
     """The Trainer's state in a checkpoint; ValueError if the file is missing or damaged."""
-    with reading(checkpoint / STATE):
+    with reading_checkpoint(checkpoint / STATE):
         return TrainerState.load_from_json(str(checkpoint / STATE))
 
 
@@ -163,12 +158,9 @@ def check_weights_file(checkpoint: Path) -> None:
 
 
 def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
-    """Refuse (ValueError) a checkpoint without the optimizer or the scheduler as this launch saves them.
-
-    Without them, the Trainer (5.23) would silently start with fresh ones. FSDP keeps the optimizer in `optimizer.bin`
-    or, in parts, in `optimizer_0`. DeepSpeed keeps it in the folder that `latest` names, with the scheduler if its
-    config has one.
-    """
+    """Refuse (ValueError) a checkpoint without the optimizer or the scheduler as this launch saves them: the Trainer
+    (5.23) would silently start with fresh ones. FSDP keeps the optimizer in `optimizer.bin` or, in parts, in
+    `optimizer_0`. DeepSpeed keeps it in the folder that `latest` names, with the scheduler if its config has one."""
     deepspeed = args.deepspeed_plugin
     files = [("latest",) if deepspeed else ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")]
     if not (deepspeed and "scheduler" in deepspeed.deepspeed_config):
@@ -198,20 +190,14 @@ def sum_of(file: Path) -> list[int | str]:
 
 def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
     """Refuse (ValueError) a checkpoint with a file that is missing or differs from the saved one. Unpickles nothing.
-
-    Args:
-        process, processes: this process compares every `processes`-th file, from number `process` on.
-    """
+    Process number `process` compares every `processes`-th file."""
     if not (checkpoint / SUMS).is_file():
         raise broken(checkpoint, SUMS, "is missing (versions up to 0.3 wrote none)")
-    with reading(checkpoint / SUMS):
+    with reading_checkpoint(checkpoint / SUMS):
         sums = {name: [size, digest] for name, (size, digest) in json.loads((checkpoint / SUMS).read_text()).items()}
     for name in sorted(sums)[process::processes]:
-        with reading(checkpoint / name, checkpoint):
-            size, digest = sum_of(checkpoint / name)
-            if size != sums[name][0]:
-                raise ValueError(f"it has {size} bytes, and {sums[name][0]} were saved")
-            if digest != sums[name][1]:
+        with reading_checkpoint(checkpoint / name, checkpoint):
+            if sum_of(checkpoint / name) != sums[name]:
                 raise ValueError("its checksum is not that of what was saved")
 
 
@@ -226,11 +212,8 @@ def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
 def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     """Write what a Trainer leaves at the end of a run, from its last checkpoint: the model, its state, its metrics.
 
-    Neither files that only a resume needs are copied, nor PEFT's card of an adapter, because the run has its own. A
-    folder that is already finished is not changed.
-
-    Args:
-        keep_best: take the model of the best checkpoint (`load_best_model_at_end`).
+    `keep_best` takes the model of the best checkpoint. Neither files that only a resume needs are copied, nor PEFT's
+    card of an adapter, because the run has its own. A folder that is already finished is not changed.
     """
     state = read_state(checkpoint)
     last = output_dir / STATE

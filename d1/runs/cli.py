@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import yaml
 
-from d1.ranges import AMOUNT, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
 
 # --- How a script starts and ends: a mistake of the user is one line on stderr and status 1, a bug has its traceback --
 
@@ -54,14 +54,14 @@ MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 def silence() -> None:
     """Silence the `WARNINGS` and `MESSAGES`, without importing the libraries that raise them."""
-
-    def says_more(text: str, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(text)
-
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for logger, text in MESSAGES.items():
-        logging.getLogger(logger).addFilter(partial(says_more, text))
+        logging.getLogger(logger).addFilter(partial(begins_otherwise, text))
+
+
+def begins_otherwise(text: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -109,15 +109,11 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         known, rest = self.parse_known_args(args, namespace)
         if rest:
-            parser = self.used(known)
+            commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+            parser = commands[0].choices[getattr(known, commands[0].dest)] if commands else self
             hints = [nearest(word.partition("=")[0], flags_of(parser)) for word in rest if word.startswith("-")]
             parser.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
         return known
-
-    def used(self, known: argparse.Namespace) -> argparse.ArgumentParser:
-        """The parser of the command that was given; this one, if it has no commands."""
-        commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
-        return commands[0].choices[getattr(known, commands[0].dest)] if commands else self
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -129,8 +125,7 @@ class OneLineParser(argparse.ArgumentParser):
         show_defaults(self)
         return super().format_help()
 
-    def error(self, message: str) -> NoReturn:
-        refuse_flags(self, message)
+    error = refuse_flags
 
 
 @contextlib.contextmanager
@@ -178,8 +173,8 @@ def one_line(error: BaseException) -> str:
 def leave(status: int = 0) -> NoReturn:
     """Exit with `status` when all output is written; if several processes ran on the CPU, without a normal shutdown.
 
-    The threads of gloo may outlive the process group and abort the interpreter's shutdown ("terminate called without an
-    active exception"), which a launcher takes for a failure. Delete all but `sys.exit` when PyTorch joins them.
+    The threads of gloo may outlive the process group and abort the interpreter's shutdown, which a launcher takes for a
+    failure. Delete all but `sys.exit` when PyTorch joins them.
     """
     gc.freeze()  # otherwise the shutdown searches all modules for garbage, for about a second
     torch = sys.modules.get("torch")
@@ -201,21 +196,13 @@ OptionalCount = Annotated[int | None, COUNT | None]
 
 
 def setting(default: T, help: str = "", **options: Any) -> T:
-    """A field of a dataclass, with the help of its flag.
-
-    Args:
-        options: further arguments of argparse's `add_argument`, such as `choices`, and `aliases`, a list of flags.
-    """
+    """A field of a dataclass, with the help of its flag. `options`: more arguments of `add_argument`, and `aliases`."""
     start: Any = {"default_factory": lambda: copy.copy(default)} if isinstance(default, list) else {"default": default}
     return field(**start, metadata={"help": help, **options})  # type: ignore[no-any-return]
 
 
 def check_settings(config: Any) -> None:
-    """Check the ranges and choices that the fields of a dataclass declare.
-
-    Raises:
-        ValueError: names what is wrong, with its value and what it must be.
-    """
+    """Check the ranges and choices that the fields of a dataclass declare; ValueError names what is wrong."""
     check_ranges(vars(config), ranges_of(type(config)))
     for one in fields(config):
         value, choices = getattr(config, one.name), one.metadata.get("choices")
@@ -240,9 +227,7 @@ class ConfigParser(OneLineParser):
     Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
     """
 
-    def __init__(
-        self, config: type, prog: str | None, about: str | None, methods: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: type, prog: str | None, about: str | None, methods: Mapping[str, Any]) -> None:
         """`methods`: the entries of --method; their `values` replace a setting's default of None."""
         super().__init__(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.config = config
@@ -256,7 +241,7 @@ class ConfigParser(OneLineParser):
             else:
                 more["default"] = one.default if one.default_factory is MISSING else one.default_factory()
                 more["type"] = ranges.get(one.name, str)
-                more["help"] += of_methods(one.name, methods or {})
+                more["help"] += of_methods(one.name, methods)
             self.add_argument(*names, **more)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -268,12 +253,8 @@ class ConfigParser(OneLineParser):
         return self.config(**found)
 
     def words_of(self, file: str) -> list[str]:
-        """The command line that is equivalent to a yaml file of settings. `null` keeps the default.
-
-        Raises:
-            ValueError: the file is not a yaml mapping, or names an unknown setting, or the same setting twice.
-            OSError: the file cannot be read.
-        """
+        """The command line that is equivalent to a yaml file of settings. `null` keeps the default. ValueError if the
+        file is not a yaml mapping, or names an unknown setting, or the same setting twice."""
         try:
             settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -305,15 +286,13 @@ class ConfigParser(OneLineParser):
 # --- What SFT, preference training and distillation share -------------------------------------------------------------
 
 
+RESUME = {"aliases": ["--resume_from_checkpoint"], "nargs": "?", "const": "true", "metavar": "true|false|FOLDER"}
+
+
 @dataclass
 class TrainingSettings:
-    """Flags of SFT, preference training and distillation; each adds its own.
-
-    Defaults are d1's (arXiv 2504.12216, appendix).
-
-    Raises:
-        ValueError: a setting is out of range, or contradicts another.
-    """
+    """Flags of SFT, preference training and distillation; each adds its own. Defaults are d1's (arXiv 2504.12216,
+    appendix). ValueError if a setting is out of range, or contradicts another."""
 
     model_name: str = setting(
         "GSAI-ML/LLaDA-8B-Instruct", "folder or hub name of the model to fine-tune", aliases=["--model_path"]
@@ -333,9 +312,7 @@ class TrainingSettings:
     lora_r: Annotated[int, COUNT] = setting(128)
     lora_alpha: Annotated[int, COUNT] = setting(256)
     lora_target_modules: list[str] = setting(
-        ["q_proj", "k_proj", "v_proj"],
-        "names of modules, or 'attention' or 'all-linear' for those of this kind of model",
-        nargs="+",
+        ["q_proj", "k_proj", "v_proj"], "names of modules, or 'attention' or 'all-linear', for this model's", nargs="+"
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
     dtype: str | None = setting(None, "of frozen weights (default on GPUs: bfloat16)", choices=("float32", "bfloat16"))
@@ -347,12 +324,7 @@ class TrainingSettings:
     max_grad_norm: Annotated[float, AMOUNT] = setting(1.0)
     logging_steps: Annotated[int, COUNT] = setting(10)
     resume: str | None = setting(
-        None,
-        "continue from the last complete checkpoint, if there is one, or from the one named",
-        aliases=["--resume_from_checkpoint"],
-        nargs="?",
-        const="true",
-        metavar="true|false|FOLDER",
+        None, "continue from the last complete checkpoint, if there is one, or from the one named", **RESUME
     )
 
     def __post_init__(self) -> None:
@@ -373,7 +345,7 @@ class MethodSettings(TrainingSettings):
     max_completion_length: Annotated[int, COUNT] = setting(256, "tokens of the canvas")
     learning_rate: OptionalAmount = setting(None, "peak learning rate")
     weight_decay: OptionalAmount = setting(None)
-    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
+    adam_beta2: Annotated[float | None, BELOW_ONE | None] = setting(None)
     lr_scheduler_type: str | None = setting(None)
     warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
 
@@ -386,27 +358,18 @@ class MethodSettings(TrainingSettings):
 
 @dataclass(frozen=True)
 class Program:
-    """The command of a stage with `TrainingSettings`.
-
-    Attributes:
-        config: its class of settings.
-        module: has `stage(args)`, which makes a `d1.runs.stage.Stage`.
-        about: the text of its help.
-        methods: the entries of --method.
-    """
+    """The command of a stage with `TrainingSettings`."""
 
     config: type[TrainingSettings]
-    module: str
-    about: str | None
-    methods: Mapping[str, Any] | None = None
+    module: str  # has `stage(args)`, which makes a `d1.runs.stage.Stage`
+    about: str | None  # the text of its help
+    methods: Mapping[str, Any] = field(default_factory=dict)  # the entries of --method
 
     def make_parser(self, prog: str | None = None) -> ConfigParser:
         return ConfigParser(self.config, prog, self.about, self.methods)
 
     def main(self, args: Any) -> Any:
-        """Train, and save the model and the Trainer's state.
-
-        Returns the trainer, or None if the run was already finished.
+        """Train, and save the model and the Trainer's state. Returns the trainer, or None if the run was finished.
 
         Raises:
             ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
@@ -432,35 +395,31 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         own = error
-    errors = [error for error in from_all(sendable(own)) if error is not None]
+    errors = [error for error in (own, *from_all(sendable(own))) if error is not None]
     if errors:
-        raise own if own is not None else errors[0]
+        raise errors[0]
 
 
 def from_rank_0(compute: Callable[[], T]) -> T:
     """The result of `compute` on rank 0, which all processes get; an exception there is raised in all of them."""
-    found: list[T | None] = [None]
+    import torch.distributed as dist
+
+    found: Any = None
     with together():
-        if rank() == 0:
-            found = [compute()]
-    return from_all(found[0])[0]  # type: ignore[return-value]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = compute()
+    return from_all(found)[0]  # type: ignore[no-any-return]
 
 
 def from_all(value: T) -> list[T]:
     """The values of all processes, by rank."""
     import torch.distributed as dist  # only now: `eval.py --help` imports this module
 
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def sendable(error: Exception | None) -> Exception | None:

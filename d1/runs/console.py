@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -47,12 +48,9 @@ def log_without_account(folder: str | Path) -> None:
     import wandb
 
     os.environ.setdefault("WANDB_DIR", str(folder))
-    if "WANDB_MODE" in os.environ:
-        return
-    try:
-        online = wandb.login(prompt=False)
-    except wandb.Error:
-        online = False
+    online = "WANDB_MODE" in os.environ
+    with contextlib.suppress(wandb.Error):
+        online = online or wandb.login(prompt=False)
     if not online:
         os.environ["WANDB_MODE"] = "offline"
         wandb.teardown()  # it has read the variable already
@@ -65,9 +63,7 @@ def summary(logs: Mapping[str, Any]) -> str:
     """
     prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
     known = {name.removeprefix(prefix): value for name, value in logs.items()}
-    parts = [
-        f"{label} {known[name]:{form}}" for name, label, form in SHOWN if isinstance(known.get(name), (int, float))
-    ]
+    parts = [f"{label} {known[name]:{form}}" for name, label, form in SHOWN if known.get(name) is not None]
     shares = {name.split("/")[-2]: share for name, share in known.items() if name.endswith("/none_share")}
     parts += [f"{name} None {share:.0%}" for name, share in shares.items() if share]
     return ("evaluation: " if prefix else "") + "  ".join(parts)
@@ -89,14 +85,12 @@ class RunConsole(TrainerCallback):
     """Replaces Transformers' callbacks that print logs; only the first process shows and writes.
 
     `metrics.jsonl` in the run's folder has one JSON object per log, the same as `log_history` in trainer_state.json. A
-    resumed run starts the file with the logs of its checkpoint, so that no step occurs twice.
-
-    Attributes:
-        last_step: gives the step at which the run will end; replaced if something ends the run before `max_steps`.
+    resumed run starts the file with the logs of its checkpoint, so that no step occurs twice. `last_step` gives the
+    step at which the run will end.
     """
 
-    def __init__(self) -> None:
-        self.last_step: Callable[[TrainerState], int] = lambda state: state.max_steps
+    def __init__(self, last_step: Callable[[TrainerState], int]) -> None:
+        self.last_step = last_step
         self.bar: tqdm | None = None
         self.last_log = 0.0
 
@@ -130,14 +124,13 @@ class RunConsole(TrainerCallback):
 def train_with_console(trainer: Trainer, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` on if there is one, with a `RunConsole` instead of Transformers' own output.
 
-    A callback that ends the run before `max_steps` has its own `last_step`, which replaces the console's. If training
-    raises, the bar is closed first, so that the message comes after it.
+    A callback that ends the run before `max_steps` has a `last_step`. If training raises, the bar is closed first, so
+    that the message comes after it.
     """
-    console = RunConsole()
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    for callback in trainer.callback_handler.callbacks:
-        console.last_step = getattr(callback, "last_step", console.last_step)
+    ends = [one.last_step for one in trainer.callback_handler.callbacks if hasattr(one, "last_step")]
+    console = RunConsole(ends[-1] if ends else lambda state: state.max_steps)
     trainer.add_callback(console)
     shown = is_progress_bar_enabled()
     disable_progress_bar()  # bars that libraries draw while saving would break the run's own

@@ -26,14 +26,12 @@ logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
-LISTED = 5  # bad rows that a message names
 
 
 def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
-    Args:
-        known: other names that the caller accepts; the message suggests the closest.
+    A message suggests the closest file, or of the other names that the caller accepts (`known`).
 
     Raises:
         FileNotFoundError: there is no such file or folder, and the hub gives no such data set.
@@ -50,10 +48,10 @@ def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     try:
         data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client have their own errors
+        why = problem or f"{type(error).__name__}: {error}"
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file{closest(train_data, known)} nor a data set that the hub "
-            f"gives ({problem or f'{type(error).__name__}: {error}'}). Download it elsewhere and pass a local file "
-            f"with the same columns, for example --train_data rows.jsonl (or {', '.join(FILES)})"
+            f"gives ({why}). Download it elsewhere and pass a local file of such columns: --train_data rows.jsonl"
         ) from error
     rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
@@ -94,12 +92,10 @@ def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -
     """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
     counts = Counter(status)
     bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
-    listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))
+    listed = "\n".join(bad[:5] + ["  ..."] * (len(bad) > 5))
     if bad and bad_rows == "error":
-        raise ValueError(
-            f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0):\n{listed}\n"
-            "Fix them, or leave them out with --bad_rows skip"
-        )
+        problem = f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0)"
+        raise ValueError(f"{problem}:\n{listed}\nFix them, or leave them out with --bad_rows skip")
     if bad:
         logger.warning("skipped %d of %d rows that cannot be trained on:\n%s", len(bad), len(status), listed)
     for kind in ("truncated", "dropped"):
@@ -128,23 +124,15 @@ class BatchRow(NamedTuple):
 
 @dataclass(eq=False)
 class GlobalBatchSampler(Sampler[BatchRow]):
-    """The rows of an epoch, one global batch after another. Batches do not depend on the number of processes.
+    """The rows of an epoch, one global batch after another. Batches do not depend on the number of processes. Empty
+    rows fill the epoch up to a `multiple`, so that no row is used twice."""
 
-    Args:
-        lengths: tokens of each row.
-        batch_size: rows per optimizer step: rows per device x accumulation x processes.
-        multiple: rows per device x processes. Empty rows fill the epoch up to a multiple of it, so that no row is used
-            twice.
-        epoch: returns the epoch; called when the epoch begins.
-        fill: whether rows are filled to the longest row of their batch.
-    """
-
-    lengths: Sequence[int]
-    batch_size: int
-    multiple: int
+    lengths: Sequence[int]  # tokens of each row
+    batch_size: int  # rows per optimizer step: rows per device x accumulation x processes
+    multiple: int  # rows per device x processes
     seed: int
-    epoch: Callable[[], int]
-    fill: bool = False
+    epoch: Callable[[], int]  # called when the epoch begins
+    fill: bool = False  # whether rows are filled to the longest row of their batch
 
     def __len__(self) -> int:
         return -(-len(self.lengths) // self.multiple) * self.multiple

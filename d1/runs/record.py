@@ -15,23 +15,18 @@ import logging
 import os
 import platform
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
-from d1.files import write_atomically
-from d1.show.tables import markdown_table
-from d1.tasks import TASKS, load_task
+from d1.files import read_object, write_atomically
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,7 +45,6 @@ OF_A_TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 DIGITS = 16
-BATCH = 1000  # rows that are read at once
 
 
 def of_setting(name: str) -> str:
@@ -66,7 +60,7 @@ def of_values(values: Any) -> str:
 def of_rows(rows: Dataset) -> str:
     """The fingerprint of the names and values of all columns, in the order of the rows."""
     digest = hashlib.sha256()
-    for batch in rows.with_format(None).iter(BATCH):
+    for batch in rows.with_format(None).iter(1000):
         digest.update(json.dumps(batch, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:DIGITS]
 
@@ -77,14 +71,13 @@ def of_file(path: str | Path) -> str:
     if file.name == "adapter_config.json":
         return of_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
     known = file.stat()
-    stamps = known.st_size, known.st_mtime_ns, known.st_ctime_ns
-    return _of_bytes(str(file.resolve()), known.st_dev, known.st_ino, stamps)
+    return of_bytes(file.resolve(), (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns))
 
 
 @functools.cache
-def _of_bytes(path: str, device: int, inode: int, stamps: tuple[int, ...]) -> str:
+def of_bytes(path: Path, stamps: tuple[int, ...]) -> str:
     """Hash a file, once per process as long as the system reports no change: a run hashes some files twice."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
 
 
@@ -112,11 +105,8 @@ def commit_of(name: str) -> str:
 
 def of_model(path: str, adapter: str | None = None) -> dict[str, str]:
     """The fingerprints of a model as `load_model(path, adapter=adapter)` loads it: `model`, of the base; `adapter`, of
-    all adapters on it, in order, if there are any; and `tokenizer`, the adapter's own if it has one.
-
-    Raises:
-        ValueError, FileNotFoundError: one of them is missing.
-    """
+    all adapters on it, in order, if there are any; and `tokenizer`, the adapter's own if it has one. ValueError or
+    FileNotFoundError if one of them is missing."""
     from d1.models.adapters import adapter_chain
     from d1.models.tokenizer import tokenizer_folder
 
@@ -165,18 +155,10 @@ class Past:
 @dataclass(frozen=True)
 class OnResume:
     """What a resume may change in the settings of a stage. A setting in neither table may change; the record
-    then notes the change.
+    then notes the change. A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if it may."""
 
-    A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if the setting may. Records of older
-    versions have no fingerprints, and then none are compared.
-
-    Args:
-        fixed: for a setting, the part of its value that must stay: `whole` of it, or whether a weight is 0.
-        free: patterns of names that do not affect the model (output, logging, speed); changes are not noted.
-    """
-
-    fixed: Mapping[str, Callable[[Any], Any]]
-    free: Sequence[str]
+    fixed: Mapping[str, Callable[[Any], Any]]  # of a setting, what must stay: `whole` of it, or whether a weight is 0
+    free: Sequence[str]  # patterns of names that do not affect the model (output, logging, speed), and are not noted
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, without free ones: {name: [before, now]}. ValueError for fixed ones."""
@@ -189,14 +171,10 @@ class OnResume:
             if name in both and part(both[name][0]) != part(both[name][1])
         ]
         if other:
-            raise ValueError(
-                f"{folder} holds a run with {', '.join(other)}: continue it with its own settings and files, or choose "
-                "another output_dir"
-            )
-        return {name: values for name, values in both.items() if name in self.fixed or not self.is_free(name)}
-
-    def is_free(self, name: str) -> bool:
-        return any(fnmatch(of_setting(name), pattern) for pattern in self.free)
+            todo = "continue it with its own settings and files, or choose another output_dir"
+            raise ValueError(f"{folder} holds a run with {', '.join(other)}: {todo}")
+        free = {name for name in both for pattern in self.free if fnmatch(of_setting(name), pattern)}
+        return {name: values for name, values in both.items() if name in self.fixed or name not in free}
 
 
 def whole(value: Any) -> Any:
@@ -235,10 +213,8 @@ def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: 
 
 
 def history(checkpoint: Path | None) -> Past:
-    """The past of a checkpoint, from the run.json next to it (without settings if there is none).
-
-    Changes after the checkpoint do not count: a run may continue from an earlier checkpoint than its last.
-    """
+    """The past of a checkpoint, from the run.json next to it (without settings if there is none). Changes after the
+    checkpoint do not count: a run may continue from an earlier checkpoint than its last."""
     if checkpoint is None:
         return Past()
     from d1.runs.checkpoints import read_state  # imported late: `eval.py --help` needs no Transformers
@@ -246,11 +222,8 @@ def history(checkpoint: Path | None) -> Past:
     file, step = checkpoint.parent / RECORD, read_state(checkpoint).global_step
     if not file.is_file():
         return Past(step)
-    try:
-        record = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error!r}): delete it to continue without a record") from error
-    settings, changes = flat(record["settings"]), record.get("changes", [])
+    record = read_object(file, "delete it to continue without a record")
+    settings, changes = flat(record["settings"]), record["changes"]
     for change in reversed(changes):
         if change["step"] >= step:
             settings |= {name: values[0] for name, values in change.items() if name != "step"}
@@ -264,183 +237,101 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return known | (inner or {})
 
 
-# --- The model card ---------------------------------------------------------------------------------------------------
-#
-# README.md in a run's folder, made from its `run.json`. It shows only the last part of a local path.
+# --- The model card: README.md in a run's folder, made from its `run.json` --------------------------------------------
 
 OPENING = "A masked diffusion language model, post-trained with d1."
 CARD = """---
 {metadata}
 ---
 
-# {title}
+# {name}
 
-{opening}
+{opening} Every setting and the machine are in `run.json`, every logged number in `metrics.jsonl`.
 
-{made_of}
-Every setting is in `run.json`, every logged number in `metrics.jsonl`.
+| | |
+| --- | --- |
+| base | {base} |
+| method | {method} |
+| data | {data} |
+| licence | weights: as the base and the data; library: Apache-2.0 |
 
 ## How to load it
 
-With the library d1 {version}, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
+With the library d1, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
 
 ```bash
-{install}
+pip install -e .  # in a copy of the library's repository
+python -m d1 chat {name}
 ```
-
-The name of the model is a folder or a name on the hub. No remote code is run.
 
 ```python
 from d1.models import load_model, load_tokenizer
 
 model, tokenizer = {loaded}, load_tokenizer("{name}")
 ```
-
-```bash
-python -m d1 chat {name}
-```
 """
 SFT = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
-METHOD = "method {method}: {paper}"
-TRACES = "traces of {diffusion_steps} steps on {max_completion_length} tokens, of {keep} answers"
-STAGES = {  # tag of a stage -> a setting that no stage below has, and how it trains; the first with its setting counts
-    "diffu-grpo": ("dataset", f"diffu-GRPO, {METHOD}"),
-    "distillation": ("keep", f"distillation, {METHOD}, {TRACES}"),
-    "preference": ("method", f"preferences, {METHOD}, beta {{beta}}, {{num_views}} draws of {{estimator}}"),
-    "visible noise": ("edit_noise", f"{SFT}, and visible tokens to correct (--edit_noise {{edit_noise}})"),
-    "sft": ("model_name", SFT),
+STAGES = {  # a setting that no stage below has -> the tag of the stage, and how it trains; the first that is set counts
+    "dataset": ("diffu-grpo", "diffu-GRPO, method {method}: {paper}"),
+    "keep": ("distillation", "distillation, method {method}: {paper}"),
+    "method": ("preference", "preferences, method {method}: {paper}"),
+    "edit_noise": ("sft", f"{SFT}, and visible tokens to correct (--edit_noise {{edit_noise}})"),
+    "model_name": ("sft", SFT),
 }
 
 
-def write_card(folder: Path) -> Path:
-    """Write the README.md of a run's folder, replacing an existing one; returns its path."""
-    record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-    settings = record["settings"]
+def write_card(folder: Path) -> None:
+    """Write the README.md of a run's folder, replacing an existing one. It shows only the last part of a local path."""
+    settings = json.loads((folder / RECORD).read_text())["settings"]
     name, adapter = local_name(folder), (folder / "adapter_config.json").is_file()
-    stage, how = next((stage, how) for stage, (setting, how) in STAGES.items() if settings.get(setting))
-    rl = stage == "diffu-grpo"
-    base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
+    tag, how = next(stage for setting, stage in STAGES.items() if settings.get(setting))
+    base = str(settings.get("model_path") or settings["model_name"])
+    data, base_name, origin = settings.get("dataset") or settings["train_data"], local_name(base), hub_origin(base)
     shown = {"paper": ""} | settings | {"method": local_name(settings.get("method") or "")}
-    linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", how.format_map(shown))
-    entries = [["base", base_entry(base)], ["method", linked], ["data", local_name(data)]]
-    if data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
-        entries.append(["answers judged by", judged])
-    prints = {setting: value for setting, value in settings.items() if of_setting(setting) != setting}
-    if prints:
-        words = (value if isinstance(value, str) else " ".join(chain(*value.items())) for value in prints.values())
-        shown_prints = "; ".join(f"{setting}: {word}" for setting, word in zip(prints, words, strict=True))
-        entries.append(["fingerprints (SHA-256)", shown_prints])
-    path = folder / "metrics.jsonl"
-    logs = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    entries += [["held-out result", held_out(logs)], *machine(record, logs)]
-    entries.append(["licence", f"weights: as {local_name(base)} and the data; library: Apache-2.0"])
     metadata = ModelCardData(
-        base_model=hub_origin(base),
-        datasets=[data] if not rl and on_hub(data) else None,
+        base_model=origin,
+        datasets=[data] if on_hub(data) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["d1", "masked-diffusion", "sft" if stage == "visible noise" else stage],
+        tags=["d1", "masked-diffusion", tag],
     )
-    number, install = installation()
-    text = CARD.format(
+    card = CARD.format(
         metadata=metadata.to_yaml(),
-        title=name.rpartition("/")[2],
         opening=OPENING,
-        made_of=markdown_table(["", ""], entries),
-        version=number,
-        install=install,
-        loaded=f'load_model("{local_name(base)}", adapter="{name}")' if adapter else f'load_model("{name}")',
+        base=base_name if origin in (None, base) else f"{base_name}, made from {origin}",
+        method=re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", how.format_map(shown)),
+        data=local_name(data),
+        loaded=f'load_model("{base_name}", adapter="{name}")' if adapter else f'load_model("{name}")',
         name=name,
     )
-    ModelCard(text).save(folder / "README.md")
-    return folder / "README.md"
+    (folder / "README.md").write_text(card)
 
 
-def has_card(folder: Path) -> bool:
-    """Whether the folder's README.md is a card of `write_card`, and not PEFT's or a user's own."""
-    path = folder / "README.md"
-    return path.is_file() and OPENING in path.read_text()
-
-
-def base_entry(base: str) -> str:
-    """The base's name, and for a local folder the model on the hub that it was made from."""
-    if on_hub(base):
-        return base
-    origin = hub_origin(base)
-    made = f"made from {origin}" if origin else "which records no model of the hub that it was made from"
-    return f"{local_name(base)}, a local folder, {made}"
-
-
-def hub_origin(model: str, seen: tuple[str, ...] = ()) -> str | None:
-    """The model on the hub that a model was made from, by the records of the local folders between; None if unknown."""
-    if on_hub(model) or model in seen:
-        return model if on_hub(model) else None
+def hub_origin(model: str, most: int = 20) -> str | None:
+    """The model on the hub that a model was made from, by the records of at most `most` folders between; or None."""
+    if on_hub(model):
+        return model
     folder = Path(model).expanduser()
-    for file in ("adapter_config.json", RECORD, "config.json"):
-        record = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
-        settings = record.get("settings", record)
-        for name in ("base_model_name_or_path", "model_name", "model_path", "_name_or_path"):
-            if before := settings.get(name):
-                return hub_origin(from_folder(str(before), folder), (*seen, model))
-    return None
-
-
-def from_folder(name: str, folder: Path) -> str:
-    """A name in a folder's record, as a path if the run was started in a folder above. Such a path may be gone."""
-    first = Path(name).parts[0]
-    above = [parent for parent in (Path(), *folder.resolve().parents) if (parent / first).exists()]
-    paths = sorted((parent.resolve() / name for parent in above), key=lambda path: not path.exists())
-    return str(paths[0]) if paths else name
-
-
-def held_out(logs: Sequence[Mapping[str, Any]]) -> str:
-    """The evaluation on rows that were not trained on: the lowest loss of SFT, or the last accuracy of RL."""
-    found = [log for log in logs if log["step"] > 0 and (log.get("eval_loss") is not None or "eval_reward" in log)]
-    if not found:
-        return "not measured"
-    accuracy = found[-1].get("eval_rewards/accuracy/mean")
-    if accuracy is not None:
-        return f"accuracy {accuracy:.1%} at step {found[-1]['step']}"
-    best = min(found, key=lambda log: log["eval_loss"])
-    return f"loss {best['eval_loss']:.4g} at step {best['step']}"
-
-
-def machine(record: Mapping[str, Any], logs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Entries with the hardware and the duration of a run, as far as they are recorded."""
-    entries = []
-    if "cpu" in record:
-        cpu = f"{record['cpu']['model']}, {record['cpu']['cores']} cores"
-        found = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(record["gpus"]).items()) or cpu
-        entries.append(["hardware", f"{found} per machine; processes: {record['processes']}"])
-    if seconds := [log["train_runtime"] for log in logs if "train_runtime" in log]:
-        since = f", from step {record['resumed_at']} on" if record.get("resumed_at") else ""
-        entries.append(["duration", f"{timedelta(seconds=round(seconds[-1]))} (hours:minutes:seconds){since}"])
-    return entries
-
-
-def installation() -> tuple[str, str]:
-    """The version of the library, and the command that installs it: from where pip took it, or the project's address.
-    A copy that was not installed has no version."""
-    by_hand = "pip install -e .  # in a copy of the library's repository"
-    try:
-        here = distribution("d1")
-    except PackageNotFoundError:
-        return "", by_hand
-    source = json.loads(here.read_text("direct_url.json") or "{}")
-    if git := source.get("vcs_info"):
-        return here.version, f'pip install "d1 @ {git["vcs"]}+{source["url"]}@{git["commit_id"]}"'
-    address = dict(line.split(", ", 1) for line in here.metadata.get_all("Project-URL") or []).get("Repository")
-    return here.version, f'pip install "d1 @ git+{address}"' if address else by_hand
+    files = [folder / name for name in ("adapter_config.json", RECORD, "config.json")]
+    records = [json.loads(file.read_text()) for file in files if file.is_file()]
+    names = ("base_model_name_or_path", "model_name", "model_path", "_name_or_path")
+    made_from = [record.get("settings", record).get(name) for record in records for name in names]
+    before = next((str(name) for name in made_from if name), "")
+    if not (before and most):  # records may form a circle
+        return None
+    # A path, maybe of a folder that is gone, if the run was started in a folder above; else a name on the hub.
+    tops = [top for top in (Path.cwd(), *folder.resolve().parents) if (top / Path(before).parts[0]).exists()]
+    paths = sorted((top / before for top in tops), key=lambda path: not path.exists())
+    return hub_origin(str(paths[0]) if paths else before, most - 1)
 
 
 def local_name(path: str | Path) -> str:
     """The last part of a path, preceded by the run's name for a checkpoint or "merged"; a hub name is unchanged."""
-    text, folder = str(path), Path(path).expanduser()
-    if not (folder.exists() or text.startswith(("/", ".", "~"))):
-        return text
-    folder = folder.resolve()
-    inside = folder.name.startswith("checkpoint-") or folder.name == "merged"
-    return f"{folder.parent.name}/{folder.name}" if inside else folder.name
+    folder = Path(path).expanduser()
+    if not (folder.exists() or str(path).startswith(("/", ".", "~"))):
+        return str(path)
+    *_, above, own = folder.resolve().parts
+    return f"{above}/{own}" if own == "merged" or own.startswith("checkpoint-") else own
 
 
 def on_hub(name: str) -> bool:

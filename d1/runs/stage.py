@@ -13,7 +13,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.integrations import is_tensorboard_available
 
 from d1.files import FileLock, Held, check_output_dir, give_usual_mode, writing
 from d1.models import load_model, load_tokenizer
@@ -32,7 +30,8 @@ from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.cli import TrainingSettings, from_rank_0, together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
-from d1.runs.record import ROWS, OnResume, has_card, history, of_settings, save_record, whole, write_card
+from d1.runs.record import OPENING, ROWS, OnResume, history, of_settings, save_record, whole, write_card
+from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
 
@@ -44,49 +43,27 @@ Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A run from its settings to a saved model: what differs between the stages, and `run`.
+    """A run from its settings to a saved model: what differs between the stages, and `run`. `prepare` reads and checks
+    rows and settings; ValueError or OSError before a model is loaded. What it adds to the record holds the fingerprint
+    of the rows, `rows of SETTING`. Only the first process calls `conclude`, `next_command` and `outcome`."""
 
-    Args:
-        training: its `resume_from_checkpoint` says where to continue.
-        settings: all settings of the run; `prepare` may resolve some, so it is called before and after.
-        on_resume: which of them a resume may change.
-        prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded. What it adds to the
-            record holds the fingerprint of the rows, `rows of SETTING`.
-        conclude: writes the stage's own files next to the model; called in the first process.
-        ended: whether the stage ended the run at this checkpoint, before `max_steps`.
-        check: refuses a checkpoint whose files of this stage are wrong.
-        outcome: lines about the saved model, which end the run's log; called in the first process.
-        next_command: what to do with the model, in the last line.
-    """
-
-    training: TrainingArguments
-    settings: Callable[[], Mapping[str, Any]]
-    on_resume: OnResume
+    training: TrainingArguments  # its `resume_from_checkpoint` says where to continue
+    settings: Callable[[], Mapping[str, Any]]  # all of the run; `prepare` may resolve some: called before and after
+    on_resume: OnResume  # which of them a resume may change
     prepare: Callable[[], Prepared]
-    conclude: Callable[[], object]
-    ended: Callable[[Path], bool] = lambda checkpoint: False
-    check: Callable[[Path], object] = lambda checkpoint: None
-    outcome: Callable[[], Sequence[str]] = lambda: ()
-    next_command: Callable[[], str] = lambda: "it is a model path for every command of `python -m d1`"
+    conclude: Callable[[], object]  # writes the stage's own files next to the model
+    next_command: Callable[[], str]  # what to do with the model, in the last line
+    ended: Callable[[Path], bool] = lambda checkpoint: False  # the stage ended the run here, before `max_steps`
+    outcome: Callable[[], Sequence[str]] = lambda: ()  # lines about the saved model, which end the run's log
 
     def run(self) -> Any:
-        """Run the stage; returns its trainer, or None if the run was already finished.
-
-        Raises:
-            ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded if possible.
-        """
+        """Run the stage; returns its trainer, or None if the run was already finished. Raises as `Program.main`."""
         training, folder = self.training, Path(str(self.training.output_dir))
-        log_to_console()
         check_processes(training.world_size)
         if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
             raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
-        if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
-            raise ValueError('--report_to tensorboard: it is not installed; pip install "tensorboard==2.21.*"')
         with only_run(folder, training):
             trainer = self.run_or_finish(folder)
-            if trainer is not None:
-                trainer.accelerator.wait_for_everyone()
-                trainer.end()
         if training.should_save:
             kind = "adapter" if (folder / "adapter_config.json").exists() else "model"
             for line in [*self.outcome(), f"The {kind} is in {folder}: {self.next_command()}"]:
@@ -106,7 +83,6 @@ class Stage:
         if checkpoint:
             with together():
                 check_sums(checkpoint, training.process_index, training.world_size)
-            self.check(checkpoint)
             check_checkpoint(checkpoint, training)
             training.eval_on_start = False  # done when the run first started
 
@@ -121,7 +97,6 @@ class Stage:
                 save_record(folder, {**settings, **facts, **distributed}, past, changed)
                 if "wandb" in (training.report_to or ()):
                     log_without_account(folder)
-
             trainer = start()
             if changed:
                 trainer.add_callback(RestartSchedule("learning_rate" in changed))
@@ -132,6 +107,8 @@ class Stage:
                 self.conclude()
                 write_card(folder)
                 give_usual_mode(folder.glob("*.safetensors"))
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.end_training()
         return trainer
 
     def finish_again(self, folder: Path, checkpoint: Path) -> None:
@@ -140,31 +117,26 @@ class Stage:
         with contextlib.suppress(FileNotFoundError):  # the model that it started from may be gone
             self.on_resume.changes(history(checkpoint), self.contents(), checkpoint)
         logger.info("%s is finished: there is nothing left to train.", folder)
-        if training.should_save:
-            with writing(folder, "the model", lambda: way_on(folder)):
-                finish(checkpoint, folder, training.load_best_model_at_end)
-                give_usual_mode(folder.glob("*.safetensors"))
-                self.conclude()
-                if not has_card(folder):  # a user may have added to it
-                    write_card(folder)
+        if not training.should_save:
+            return
+        with writing(folder, "the model", lambda: way_on(folder)):
+            finish(checkpoint, folder, training.load_best_model_at_end)
+            give_usual_mode(folder.glob("*.safetensors"))
+            self.conclude()
+            card = folder / "README.md"  # which may be PEFT's, or this library's with additions of a user
+            if not card.is_file() or OPENING not in card.read_text():
+                write_card(folder)
 
     def contents(self) -> dict[str, Any]:
         """The fingerprints of what the settings of a run name, which only the first process computes."""
         return from_rank_0(lambda: of_settings(self.settings()))
 
 
-def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
-    """The command that evaluates the model in `folder` on a task; flags that are None keep their defaults."""
-    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
-
-
 # --- The stages with `TrainingSettings` -------------------------------------------------------------------------------
 
-# `TrainingArguments` has these settings under the same names.
-SAME_IN_TRAINER = (
+SAME_IN_TRAINER = (  # settings that `TrainingArguments` has under the same names
     *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
-    *("logging_steps",),
+    "logging_steps",
 )
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
 FIXED = (  # on a resume; each stage adds its own
@@ -193,14 +165,9 @@ def stage_of(
     lora_dropout: float = 0.0,
     **more: Any,
 ) -> Stage:
-    """The `Stage` of SFT, preference training or distillation.
-
-    Args:
-        training: from `trainer_arguments`.
-        prepare: gets `args`, `training`, the tokenizer and the model's config; returns what `Stage.prepare` returns,
-            where the function gets the model.
-        **more: further fields of `Stage`.
-    """
+    """The `Stage` of SFT, preference training or distillation; `training` is from `trainer_arguments`, `more` are
+    fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer and the model's config, and returns what
+    `Stage.prepare` returns, where the function gets the model."""
     folder = Path(str(training.output_dir))
 
     def prepared() -> Prepared:
@@ -221,14 +188,14 @@ def stage_of(
             merge(args.model_name, [str(folder)], str(folder / "merged"))
 
     rows_per_step = args.batch_size * args.grad_accum_steps * training.world_size
-    own = {"next_command": lambda: f"python -m d1 chat {shlex.quote(str(folder))}"} | more
     return Stage(
         training=training,
         settings=lambda: {**vars(args), ROWS_PER_STEP: rows_per_step},
         on_resume=on_resume,
         prepare=prepared,
         conclude=conclude,
-        **own,
+        next_command=lambda: f"python -m d1 chat {shlex.quote(str(folder))}",
+        **more,
     )
 
 
@@ -241,7 +208,9 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
     if args.attn_implementation == "flex_attention" and not on_gpu():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
-    check_start(args.model_name)
+    log_to_console()
+    adapter_chain(args.model_name, None)  # a model that cannot be read is refused before the processes connect
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
         output_dir=str(folder),
         resume_from_checkpoint=args.resume,
@@ -250,14 +219,14 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.grad_accum_steps,
         bf16=on_gpu(),
-        activation_checkpointing=args.gradient_checkpointing,
+        **{RECOMPUTE: args.gradient_checkpointing},  # type: ignore[arg-type]
         save_strategy="steps",
         save_total_limit=2,
         logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
         report_to="none" if args.debugging else args.report_to,
         ddp_find_unused_parameters=False,
         # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
-        ddp_backend="gloo" if launches_deepspeed() and not on_gpu() else None,
+        ddp_backend="gloo" if deepspeed and not on_gpu() else None,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
         **{name: getattr(args, name) for name in SAME_IN_TRAINER},
@@ -269,21 +238,6 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
 
 
-def launches_deepspeed() -> bool:
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-
-
-def check_start(model: str) -> None:
-    """Before processes connect: FileNotFoundError if the model cannot be read, ValueError if DeepSpeed is missing."""
-    log_to_console()
-    adapter_chain(model, None)
-    if launches_deepspeed() and find_spec("deepspeed") is None:
-        raise ValueError(
-            'the launch configuration asks for DeepSpeed, which is not installed: pip install "deepspeed==0.19.*", '
-            "or launch with launch/ddp.yaml, launch/fsdp2.yaml or launch/single_gpu.yaml"
-        )
-
-
 def cap_batch(training: TrainingArguments, rows: int) -> None:
     """Lower the rows per device to what an epoch has: more would be empty rows, which cost compute."""
     most = -(-rows // training.world_size)
@@ -291,30 +245,24 @@ def cap_batch(training: TrainingArguments, rows: int) -> None:
 
 
 def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
-    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
-
-    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
-    """
+    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter. If
+    the model path is itself an adapter, it is merged first."""
     frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
-    model: Any = load_model(
-        args.model_name,
-        dtype="float32" if args.full_finetuning else frozen,
-        attn_implementation=args.attn_implementation,
-        quantization="nf4" if args.load_in_4bit else None,
-    )
+    options: dict[str, Any] = {"attn_implementation": args.attn_implementation}
+    options |= {"quantization": "nf4" if args.load_in_4bit else None}
+    model: Any = load_model(args.model_name, dtype="float32" if args.full_finetuning else frozen, **options)
     if isinstance(model, PeftModel):
         if args.load_in_4bit:
-            raise ValueError(
-                f"an adapter cannot be merged into 4-bit weights: run `python -m d1 merge` on {args.model_name}"
-            )
+            todo = f"run `python -m d1 merge` on {args.model_name}"
+            raise ValueError(f"an adapter cannot be merged into 4-bit weights: {todo}")
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model
     targets = lora_targets(model, args.lora_target_modules)
     if args.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    lora: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": lora_dropout}
-    return get_peft_model(model, LoraConfig(**lora, target_modules=targets))
+    sizes: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": lora_dropout}
+    return get_peft_model(model, LoraConfig(**sizes, target_modules=targets))
 
 
 # --- The lock of a folder, the processes, and the schedule after a resume ---------------------------------------------
@@ -322,19 +270,16 @@ def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
 
 @contextlib.contextmanager
 def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
-    """Hold the lock of a run's folder: two runs would mix their metrics and delete each other's checkpoints.
-
-    The first process takes it and tells the others, which must all call this. ValueError, in each of them, if another
-    run holds it; the message names its process.
-    """
+    """Hold the lock of a run's folder: two runs would mix their metrics and delete each other's checkpoints. The first
+    process takes it; all must call this. ValueError, in each of them, if another run holds it."""
     lock, made = FileLock(folder / ".lock"), not folder.exists()
+    todo = "wait until that run ends, stop it, or choose another folder"
 
     def take() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.take()
         except Held as holder:
-            todo = "wait until that run ends, stop it, or choose another folder"
             raise ValueError(f"{holder} writes to {folder}: {todo}") from None
 
     from_rank_0(take)
@@ -352,10 +297,8 @@ def check_processes(world_size: int) -> None:
     would train the whole run."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:
-        raise ValueError(
-            f"{launched} processes were started, but each would train alone: set ACCELERATE_USE_CPU=true to train with "
-            "several processes on a CPU, or start a single one"
-        )
+        todo = "set ACCELERATE_USE_CPU=true to train with several processes on a CPU, or start a single one"
+        raise ValueError(f"{launched} processes were started, but each would train alone: {todo}")
 
 
 class RestartSchedule(TrainerCallback):

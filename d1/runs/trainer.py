@@ -61,10 +61,8 @@ class RunTrainer(TrainerHooks):
 
     def check_best(self, checkpoint: Path) -> None:
         if not checkpoint.is_dir():
-            raise ValueError(
-                f"{checkpoint}, the best checkpoint of this run, is missing: put it back, or continue with --resume "
-                "and without load_best_model_at_end (SFT: --keep_last)"
-            )
+            todo = "put it back, or continue with --resume and without load_best_model_at_end (SFT: --keep_last)"
+            raise ValueError(f"{checkpoint}, the best checkpoint of this run, is missing: {todo}")
         check_sums(checkpoint, self.args.process_index, self.args.world_size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -88,28 +86,18 @@ class RunTrainer(TrainerHooks):
         path = Path(str(self.args.output_dir)) / f"bad_loss_step{step}_rank{self.args.process_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows(), indent=1))
-        raise FloatingPointError(
-            f"the loss became {loss.item()} at step {step}; its rows are in {path}. Lower the learning rate, or look "
-            "for what is unusual about these rows."
-        )
+        todo = "Lower the learning rate, or look for what is unusual about these rows."
+        raise FloatingPointError(f"the loss became {loss.item()} at step {step}; its rows are in {path}. {todo}")
 
 
 class SummingTrainer(RunTrainer):
     """The trainer of preference training and distillation: its model has no dropout, and it logs means over rows.
 
     Values are summed over rows and processes until the next log, and compute is counted; a checkpoint holds both.
-
-    Args:
-        compute: tokens that all processes processed before the training.
-        **kwargs: Trainer's.
-
-    Attributes:
-        sums_file: its name in a checkpoint.
-        sums: name -> (), float64, the sum in this process since the last log.
-        compute: (), float64, tokens that this process has computed so far.
+    `compute` starts at the tokens that all processes processed before the training.
     """
 
-    sums_file: str
+    sums_file: str  # its name in a checkpoint
     loss_is_scaled_for_ga = True  # compute_loss divides by the rows of the whole step
 
     def __init__(self, compute: int = 0, **kwargs: Any) -> None:
@@ -118,8 +106,9 @@ class SummingTrainer(RunTrainer):
         self.require_one_gpu()
         disable_dropout_in_model(self.model)
         self.count_labels_of_step(shifted=False)
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # name -> (), float64, the sum in this process since the last log
         share = float(self.args.process_index == 0)
+        # (), float64, tokens that this process has computed so far
         self.compute = torch.tensor(compute * share, dtype=torch.float64, device=self.args.device)
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
@@ -178,13 +167,10 @@ def own_part(weight: Any) -> Any:
 
 
 def check_weights(model: Any, step: int) -> None:
-    """Refuse (FloatingPointError) trained weights that are not finite, before they are saved.
-
-    If weights are split over processes, each process checks its own part.
-    """
+    """Refuse (FloatingPointError) trained weights that are not finite, before they are saved; each process checks the
+    part that it holds."""
     for name, weight in model.named_parameters():
         if weight.requires_grad and not torch.isfinite(own_part(weight)).all():
-            raise FloatingPointError(
-                f"the weights are no longer finite after step {step} (the first is {name}), so they are not saved. "
-                "Lower the learning rate and start again from the last checkpoint."
-            )
+            problem = f"the weights are no longer finite after step {step} (the first is {name}), so they are not saved"
+            todo = "Lower the learning rate and start again from the last checkpoint."
+            raise FloatingPointError(f"{problem}. {todo}")

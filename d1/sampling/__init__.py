@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from d1.sampling.settings import SamplingSettings as SamplingSettings
     from d1.sampling.stream import rollout_stream as rollout_stream
 
-HOMES = {
-    "Rollout": "loop",
-    "SamplingSettings": "settings",
-    "Step": "loop",
-    "eos_cut": "loop",
-    "fill": "infill",
-    "fill_steps": "infill",
-    "generate": "loop",
-    "rollout": "loop",
-    "rollout_steps": "loop",
-    "rollout_stream": "stream",
-}
+HOMES = dict.fromkeys(("Rollout", "Step", "eos_cut", "generate", "rollout", "rollout_steps"), "loop")
+HOMES |= {"SamplingSettings": "settings", "fill": "infill", "fill_steps": "infill", "rollout_stream": "stream"}
 __getattr__ = lazily(__name__, HOMES)

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
     """Fill the hidden positions of texts, from left to right, each with one token; all other tokens stay.
 
-    The loop is that of `rollout`. The model sees the text on both sides; but a block-causal model only sees the block
-    of a hidden position and the blocks before it, and a warning says so if there is text after these.
+    The model sees the text on both sides; a block-causal model only sees the block of a hidden position and the blocks
+    before it, and a warning says so if there is text after these.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
@@ -54,8 +54,7 @@ def fill_steps(
     noise_dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`fill`, with the same arguments, as an iterator of one `Step` per forward pass. After the last step the canvas is
-    whole.
+    """`fill`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
 
     Args:
         block_length: how many hidden positions form a block; None is 32. In a block-causal model, those of each of its
@@ -67,24 +66,38 @@ def fill_steps(
 
     Raises:
         ValueError: as `fill`; raised at the call, not at the first step.
-        NotFiniteError: as `fill`; raised after the last step.
+        NotFiniteError: as `fill`.
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
-    check_hidden(ids, holes, seen)
+    if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
+        shapes = ", ".join(str(tuple(of.shape)) for of in (ids, hidden, visible))
+        raise ValueError(f"ids, hidden (bool) and attention_mask must be (rows, length); got {shapes}, {hidden.dtype}")
+    if not holes.any():
+        raise ValueError("no position is hidden: there is nothing to fill")
+    if (holes & (seen == 0)).any():
+        raise ValueError("some hidden positions are padding: attention_mask must be 1 where a token is filled in")
     size = block_size(model.config)
+    block = count_positions(seen) // size if size else torch.zeros_like(seen)
+    # Rows that hide equally many tokens of each block have the same settings; those that hide none take no part.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in holes.any(1).nonzero().flatten().tolist():
+        sizes = block[row][holes[row]].unique(return_counts=True)[1].tolist()
+        groups.setdefault(tuple(sizes), []).append(row)
     progress, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
-    # Rows that hide equally many tokens have the same settings; those that hide none take no part.
-    for sizes, rows in groups_of_rows(seen, holes, size).items():
-        lengths = {"block_length": block_length, "steps": steps}
-        settings = fill_settings(model.config, sum(sizes), **lengths, **fields)
+    for sizes, rows in groups.items():
+        settings = fill_settings(model.config, sum(sizes), block_length=block_length, steps=steps, **fields)
         check_generator(settings, generator, len(ids), None)
         work.append((rows, Sampler(model, settings, mask_token_id, noise_dtype)))
         for row in rows:
             progress[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
-    if size is not None:
-        warn_of_later_text(model.config, seen, holes)
+    first = block.masked_fill(~holes, block.shape[1]).amin(1, keepdim=True)
+    if size is not None and (seen.bool() & ~holes & (block > first)).any():
+        logger.warning(
+            "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there is not read",
+            *(model.config.model_type, size),
+        )
     # Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.
     to_fill = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
     to_fill = to_fill.to(ids.device, non_blocking=True)
@@ -100,28 +113,9 @@ def fill_steps(
     return work[0][1].checked(chain.from_iterable(complete(*group) for group in work), canvas)
 
 
-def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
-    """Raise ValueError if the hidden positions cannot be filled."""
-    if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
-        raise ValueError(
-            f"ids, hidden and attention_mask must be (rows, length), and hidden must be bool; got {tuple(ids.shape)}, "
-            f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
-        )
-    if not hidden.any():
-        raise ValueError("no position is hidden: there is nothing to fill")
-    if (hidden & (visible == 0)).any():
-        raise ValueError("some hidden positions are padding: attention_mask must be 1 where a token is filled in")
-
-
 def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
-    """The settings with which a model of this `config` fills `count` hidden positions.
-
-    Args:
-        fields: `block_length`, `steps` and the other fields that `fill_steps` takes; None is that function's default.
-
-    Raises:
-        ValueError: a field is wrong, or does not suit filling or the kind of model.
-    """
+    """The settings with which a model of this `config` fills `count` hidden positions, from the `fields` that
+    `fill_steps` takes; ValueError if one is wrong, or does not suit filling or the kind of model."""
     own = block_size(config)
     given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
     given |= {name: value for name, value in fields.items() if value is not None}
@@ -137,26 +131,3 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
             f"block_length must be {own} or left out, not {settings.block_length}"
         )
     return settings
-
-
-def warn_of_later_text(config: Any, visible: Tensor, hidden: Tensor) -> None:
-    """Warn if a block-causal model does not see all of the text."""
-    block = count_positions(visible) // config.block_size
-    first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)
-    if (visible.bool() & ~hidden & (block > first)).any():
-        logger.warning(
-            "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there does not "
-            "influence what is filled in",
-            config.model_type,
-            config.block_size,
-        )
-
-
-def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tuple[int, ...], list[int]]:
-    """Rows that share a schedule, keyed by their numbers of hidden tokens per block; rows without any are left out."""
-    block = count_positions(visible) // size if size else torch.zeros_like(visible)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row, (own, holes) in enumerate(zip(block, hidden, strict=True)):
-        if holes.any():
-            groups.setdefault(tuple(own[holes].unique(return_counts=True)[1].tolist()), []).append(row)
-    return groups

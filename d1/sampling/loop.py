@@ -1,18 +1,18 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
-predicts every masked token of the current block, and some of the predictions are kept. Each part of a step has its own
-file: the model's states (`passes.py`, `caches.py`), the predicted tokens (`predict.py`), and the choice of those that
+(`passes.py`, `caches.py`) predicts every masked token of the current block (`predict.py`), and some of the predictions
 are kept (`reveal.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, compress
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from d1.models.kinds import block_size
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Passes
 from d1.sampling.predict import Generators, predict, uniform
-from d1.sampling.reveal import REMASKING, RULES, best_first
+from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 logger = logging.getLogger(__name__)
@@ -121,9 +121,8 @@ class Row:
     def open_block(self) -> None:
         """Begin the next block."""
         self.filled += self.size if self.block >= 0 else 0
-        self.block, self.step = self.block + 1, 0
+        self.block, self.step, self.post = self.block + 1, 0, 0
         self.left = self.hides = self.size
-        self.post = 0
 
     def edited(self, hides: int, edits: int, post_steps: int) -> int:
         """What is `left` with editing after a pass that made `edits` edits and left `hides` tokens hidden: nothing
@@ -192,8 +191,7 @@ class Batch:
         hidden = positions >= filled
         ended = (torch.isin(own, end_ids) & ~hidden & (positions >= firsts)).any(1)
         completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
-        over = ended.tolist()  # the block's one host sync
-        return sorted([*done, *(row for row, ends_here in zip(between, over, strict=True) if ends_here)])
+        return sorted([*done, *compress(between, ended.tolist())])  # the block's one host sync
 
 
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
@@ -220,26 +218,17 @@ class Step:
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
     """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model
     and a block of `block_length` begin together; None for other models."""
-    size = block_size(config)
-    if size is None:
-        return [None] * len(attention_mask)
-    return (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
+    size, lengths = block_size(config), attention_mask.long().sum(1)
+    return [None] * len(lengths) if size is None else (lengths % lcm(size, block_length)).tolist()
 
 
 @cache  # once per model
 def warn_of_edits(name: str) -> None:
     logger.warning(
-        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that "
-        "(for an adapter, into learnt.json), and LLaDA2.1 learnt it, but its config does not say so. Edits by a "
-        "model that was trained on masks alone spoil more than they correct",
+        "%s: its config does not say that it learnt to correct visible tokens (SFT with --edit_noise writes that; "
+        "LLaDA2.1's does not). Edits by a model that was trained on masks alone spoil more than they correct",
         name,
     )
-
-
-def check_learnt(config: Any, settings: SamplingSettings) -> None:
-    """Warns once of edits by a model that does not say that it learnt them."""
-    if settings.edits is not None and not getattr(config, "edit_noise", None):
-        warn_of_edits(config.name_or_path)
 
 
 def keep(
@@ -253,11 +242,11 @@ def keep(
 ) -> Tensor:
     """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule."""
     draw = partial(uniform, logps.shape, generator, logps, left)
-    # Positions best first, and their scores in this order: a rule counts how many of the first ones to reveal.
-    order, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
-    if settings.rule is not None:
-        count = RULES[settings.rule].count
-        due = count(scores, entropies.gather(1, order), settings.level).maximum(due).minimum(hidden.sum(1))
+    scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
+    if settings.rule is not None:  # it counts how many of the best to reveal
+        best = scores.gather(1, order), entropies.gather(1, order)
+        due = RULES[settings.rule].count(*best, settings.level).maximum(due).minimum(hidden.sum(1))
     return order.argsort(dim=-1) < due.unsqueeze(1)
 
 
@@ -270,9 +259,6 @@ class Sampler:
     mask_token_id: int
     noise_dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        check_learnt(self.model.config, self.settings)
-
     def passes(self, cache: Cache, **options: Any) -> Passes:
         branches = 2 if self.settings.cfg_scale else 1
         return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
@@ -280,7 +266,6 @@ class Sampler:
     def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
         """Run one forward pass of the n rows `live`; each row reveals tokens of its block. Tensors are (n, k), with k
         the most positions that a row predicts."""
-        # Which positions of its block each row predicts: the hidden ones or, with editing, all.
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
         left, later = [row.left for row in progress], [row.later for row in progress]
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
@@ -288,8 +273,10 @@ class Sampler:
         own_settings = [row.settings or self.settings for row in progress]
         # No probability is above 2: without a threshold, nothing is edited.
         above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
-        editing = any(settings.edits is not None for settings in own_settings)
+        editing = min(above) < 2
         if editing:  # rows without edits predict what they hide
+            if not getattr(self.model.config, "edit_noise", None):
+                warn_of_edits(self.model.config.name_or_path)
             inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
             limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
             asked = torch.where(limits < 2, inside, hidden)
@@ -383,8 +370,8 @@ class Sampler:
             raise self.fault(canvas, finite.index(False), finite.index(False))
 
     def fault(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
-        """The error for a row of the canvas, which is called `number`: it names the layer. The states that are run
-        again are the row's first and last, and the unconditional one of guidance."""
+        """The error for a row of the canvas, called `number`. It names the layer, for which the row's first and last
+        states and the unconditional one of guidance are run again."""
         seen = canvas.visible[row].bool()
         ids, given = canvas.ids[row][seen], canvas.given[row][seen]
         hidden = torch.full_like(ids, self.mask_token_id)
@@ -395,18 +382,12 @@ class Sampler:
 
 
 class Writes(NamedTuple):
-    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order.
+    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order."""
 
-    Attributes:
-        ids: the tokens; 0 where a position was written less often.
-        steps: the number, from 0, of the row's own forward pass; -1 where a position was written less often.
-        logps, entropies: as in `Rollout`.
-    """
-
-    ids: Tensor
-    steps: Tensor
-    logps: Tensor
-    entropies: Tensor
+    ids: Tensor  # 0 where a position was written less often
+    steps: Tensor  # the number, from 0, of the row's own forward pass; -1 where a position was written less often
+    logps: Tensor  # as in `Rollout`
+    entropies: Tensor  # as in `Rollout`
 
 
 @dataclass(frozen=True)
@@ -414,10 +395,8 @@ class Rollout:
     """The result of sampling and its cost. In fp32 a row's values do not depend on its batch.
 
     Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
-    whole vocabulary, in the step that revealed the token. Tokens that the EOS stop filled have 0, and step -1. With
-    `SamplingSettings.record_as_sampled`, log-probs are those of the distribution that tokens were drawn from.
-
-    With editing they are those of the last write, and `writes` has all of them.
+    whole vocabulary, in the step that revealed the token or, with editing, wrote it last. Tokens that the EOS stop
+    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
@@ -475,8 +454,7 @@ def rollout(
     Args:
         model: from `d1.models.load_model`, in eval mode.
         prompt_ids: (rows, prompt) ids, padded on the left.
-        attention_mask: (rows, prompt), 1 at real tokens. Padding is invisible: in fp32 a greedy row is the same in any
-            batch.
+        attention_mask: (rows, prompt), 1 at real tokens. In fp32 a greedy row is the same in any batch.
         settings: how to sample; instead, give its fields: `gen_length=..., block_length=..., steps=...`.
         options: keyword arguments of `rollout_steps`; `mask_token_id` is required.
 
@@ -484,12 +462,7 @@ def rollout(
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
         NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
     """
-    whole = rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
-    first = prompt_ids.shape[1]
-    parts: dict[str, Any] = {name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")}
-    if whole.writes is not None:
-        parts["writes"] = Writes(*(values[:, first:] for values in whole.writes))
-    return replace(whole, **parts)
+    return rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
 
 
 def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
@@ -510,13 +483,14 @@ def note(record: Tensor, step: Step, first: int = 0) -> None:
     record[at] = torch.where(step.revealed.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
 
 
-def rollout_of(steps: Iterable[Step]) -> Rollout:
-    """The rollout that all `steps` make, at every position of the text."""
+def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
+    """The rollout that all `steps` make, at every position of the text from `first` on."""
     record = None
     for step in steps:
         if record is None:
-            record = blank_record(len(step.canvas), step.canvas.shape[1], step.canvas.device, step.most_writes)
-        note(record, step)
+            rows, length = step.canvas.shape
+            record = blank_record(rows, length - first, step.canvas.device, step.most_writes)
+        note(record, step, first)
     assert record is not None
     return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)
 
@@ -547,15 +521,15 @@ def rollout_steps(
     Args:
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         noise_dtype: data type of the Gumbel noise, float32 or float64.
-        eos_token_ids: turns the EOS stop on: a row whose finished blocks hold one of these ids leaves the batch, and
-            its later blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then
-            need one generator per row, as with a parallel sampler.
+        eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
+            blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then need one
+            generator per row, as with a parallel sampler.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
 
     Raises:
         ValueError: as `rollout`; raised at the call, not at the first step.
-        NotFiniteError: as `rollout`; raised after the last step.
+        NotFiniteError: as `rollout`.
     """
     require_prepared(model)
     if settings is None:

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
+from d1.transformers_bridge import CACHE
 
 
 class Block(NamedTuple):
@@ -60,7 +61,7 @@ class Passes:
 
     def feed_all(self, ids: Tensor, visible: Tensor, positions: Tensor, past: DynamicCache | None = None) -> Tensor:
         """The states at `positions` from a pass over the whole text, whose keys and values go to `past`."""
-        options: dict[str, Any] = {} if past is None else {"past_key_values": past}
+        options: dict[str, Any] = {} if past is None else {CACHE: past}
         if self.masked and self.over_queries:
             options["position_ids"] = count_positions(visible)
         return self.body(ids, self.mask(visible, ids.shape[1]), positions, **options)
@@ -71,8 +72,7 @@ class Passes:
         """Run one pass for the first `old` of `count` rows, which have a cache, and one for the others, which do not.
 
         `feed` gets the numbers of the rows within a branch, and the index of these rows in all branches. It returns
-        their cache, a tensor (rows, keys) about its keys, and the two results of `states`; `feed_apart` returns
-        the same for all rows.
+        their cache, a tensor (rows, keys) about its keys, and the two results of `states`, as this does for all rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:
@@ -197,7 +197,7 @@ class WindowPasses(Passes):
             self.mask(torch.cat([window.stored, window.fed], dim=1), width),
             (positions - inside[:, :1]).clamp(0, width - 1),
             position_ids=window.position_ids,
-            past_key_values=window.past,
+            **{CACHE: window.past},
         )
 
 
@@ -236,8 +236,7 @@ class FinishedBlocks(WindowPasses):
     """The exact cache of a block-causal model's finished blocks.
 
     A pass processes those blocks of the model that the filled block touches. The first of these passes also processes
-    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row. The last block
-    is not stored.
+    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row.
     """
 
     finished: DynamicCache  # of all rows that entered the block; the window's cache has only those still at work on it
@@ -342,17 +341,13 @@ class DelayedPasses(Passes):
                 numbers, caches, stale, widths = zip(*parts, strict=True)
                 order = torch.cat(numbers).argsort()[self.in_branches(kept, entered)]
                 past, self.stale, self.width = join_rows([*caches], order), torch.cat(stale)[order], max(widths)
-            self.move(past, blocks[0].origin - self.origins[kept[0]])
+            if width := blocks[0].origin - self.origins[kept[0]]:  # of padding before what is stored; negative: removed
+                for layer in layers_of(past):
+                    layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
+                self.stale = pad(self.stale, (width, 0))
             self.past = past
         self.opening, self.old, self.waiting = True, len(kept), []
         self.origins = [block.origin for block in blocks]
-
-    def move(self, past: DynamicCache, width: int) -> None:
-        """Put `width` positions of padding before what is stored or, if negative, remove them."""
-        if width:
-            for layer in layers_of(past):
-                layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
-            self.stale = pad(self.stale, (width, 0))
 
     def keep(self, rows: Tensor) -> None:
         assert self.past is not None
@@ -412,7 +407,7 @@ class DelayedPasses(Passes):
             self.mask(torch.cat(keys, dim=1), queries.shape[1]),
             at,
             position_ids=count_positions(visible).gather(1, queries),
-            past_key_values=past,
+            **{CACHE: past},
             **options,
         )
         # The pass appended its keys and values: move those of the `fed` tokens to their own positions.

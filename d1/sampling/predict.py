@@ -36,7 +36,7 @@ def draw_ids(
     noise_dtype: torch.dtype = torch.float32,
     counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at temperature 0.
+    """argmax(logits + temperature * Gumbel noise), a draw from softmax(logits / temperature): (rows, positions).
 
     `logits` are (rows, positions, vocab), `counts` as in `uniform`. Noise in lower precision than float32 is refused:
     it loses its tail, which sharpens the distribution (arXiv 2409.02908).
@@ -56,13 +56,9 @@ def draw_ids(
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
     """Entropies in nats (rows, n) of logits (rows, n, vocab), given their logsumexp; a few positions at a time."""
     at_once = max(1, head.CHUNK_ELEMENTS // 16 // logits.shape[-1])
-    found = []
-    for some, normaliser in zip(
-        logits.flatten(0, 1).split(at_once), log_normaliser.flatten().split(at_once), strict=True
-    ):
-        logps = some - normaliser.unsqueeze(-1)
-        found.append(logps.exp().mul_(logps).sum(-1).neg_())
-    return torch.cat(found).view_as(log_normaliser)
+    parts = zip(logits.flatten(0, 1).split(at_once), log_normaliser.flatten().split(at_once), strict=True)
+    each = (some - normaliser.unsqueeze(-1) for some, normaliser in parts)
+    return torch.cat([logps.exp().mul_(logps).sum(-1).neg_() for logps in each]).view_as(log_normaliser)
 
 
 def predict(
@@ -74,8 +70,8 @@ def predict(
     generator: Generators,
     noise_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A token for each position, its log-probability, the entropy there, and the log-probability to record: (rows, n)
-    each. The log-probability to record is that of the token under `settings.record_distribution`.
+    """A token for each position, its log-probability, the entropy there, and the log-probability to record, which is
+    that under `settings.record_distribution`: (rows, n) each.
 
     The head runs on a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
     numbers do not depend on its batch.
@@ -89,8 +85,7 @@ def predict(
     at_once = max(1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size)
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
-    logps = torch.empty(rows, n, device=states.device)
-    entropies, record_logps = torch.empty_like(logps), torch.empty_like(logps)
+    logps, entropies, record_logps = torch.empty(3, rows, n, device=states.device)
     run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)

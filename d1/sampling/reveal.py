@@ -6,11 +6,9 @@ A new order or rule is a function, in any module, and an entry in its table: `RE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,29 +27,17 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
     Raises:
         ValueError: there are fewer steps than blocks, or more steps than tokens.
     """
-    num_blocks = -(-gen_length // block_length)
-    if not num_blocks <= steps <= gen_length:
+    blocks = -(-gen_length // block_length)
+    if not blocks <= steps <= gen_length:
         raise ValueError(
-            f"{gen_length} tokens in {num_blocks} blocks need between {num_blocks} and {gen_length} steps, got {steps}"
+            f"{gen_length} tokens in {blocks} blocks need between {blocks} and {gen_length} steps, got {steps}"
         )
-    return [
-        spread(tokens, block_steps)
-        for tokens, block_steps in zip(spread(gen_length, num_blocks), spread(steps, num_blocks), strict=True)
-    ]
-
-
-def aligned_schedule(gen_length: int, block_length: int, steps: int, filled: int) -> list[list[int]]:
-    """`reveal_schedule` for a prompt that holds the first `filled` tokens of a block: the first block is shorter."""
-    ends = [0, *range(block_length - filled, gen_length, block_length), gen_length]
-    return schedule_of([end - start for start, end in pairwise(ends)], steps)
+    return [spread(*block) for block in zip(spread(gen_length, blocks), spread(steps, blocks), strict=True)]
 
 
 def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
-    """Tokens revealed in each step of each block, for blocks of these sizes.
-
-    Every block gets one step; then each further step goes to the block with the most tokens per step so far. The total
-    can exceed `steps` by one, if a prompt ends inside a block.
-    """
+    """Tokens revealed in each step of each block, for blocks of these sizes: one step each, then each further one for
+    the block with the most tokens per step so far. The total can exceed `steps` by one, if a prompt ends in a block."""
     taken = [1] * len(sizes)
     slowest: list[tuple[float, int]] = [(-size, block) for block, size in enumerate(sizes)]  # with the most per step
     heapify(slowest)
@@ -81,12 +67,9 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of the table.
+    """An entry of the table."""
 
-    `count` gets the log-probabilities (rows, n), the most confident first, the entropies at the same positions, and the
-    level; it returns (rows,) how many tokens to reveal.
-    """
-
+    # Log-probabilities (rows, n), the most confident first, entropies there, level -> (rows,) how many are revealed
     count: Callable[[Tensor, Tensor, float], Tensor]
     level: float  # the default level
     plain_entropies: bool = False  # entropies computed in a slower way; only preserves old results
@@ -99,44 +82,21 @@ RULES: dict[str, Rule] = {
 }
 
 
-def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """The most likely predictions first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
-    return logps
-
-
-def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """Positions in random order (LLaDA, arXiv 2502.09992, section 2.4)."""
-    return uniform()
-
-
-def low_entropy(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """The predictions with the lowest entropy first (Dream, DiffuCoder, arXiv 2506.20639)."""
-    return -entropies
-
-
 @dataclass(frozen=True)
 class Order:
-    """An entry of the table.
+    """An entry of the table."""
 
-    `scores` gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
-    function that draws uniform numbers (rows, n); it returns scores (rows, n). Predictions with the highest scores are
-    kept.
-    """
-
+    # Log-probabilities and entropies (rows, n) of the predictions, from left to right, a function that draws uniform
+    # numbers (rows, n) -> scores (rows, n), of which the highest are kept
     scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
     draws: bool = False  # whether `scores` draws uniform numbers
     by_confidence: bool = False  # whether the scores are the log-probabilities themselves, as reveal rules need
 
 
 REMASKING: dict[str, Order] = {
-    "low_confidence": Order(low_confidence, by_confidence=True),
-    "random": Order(at_random, draws=True),
-    "entropy": Order(low_entropy),
+    # The most likely predictions, or positions in random order (LLaDA, arXiv 2502.09992, section 2.4)
+    "low_confidence": Order(lambda logps, entropies, uniform: logps, by_confidence=True),
+    "random": Order(lambda logps, entropies, uniform: uniform(), draws=True),
+    # The predictions with the lowest entropy (Dream, DiffuCoder, arXiv 2506.20639)
+    "entropy": Order(lambda logps, entropies, uniform: -entropies),
 }
-
-
-def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions (rows, n) in descending order of `scores`, those not `hidden` last, and the scores so ordered."""
-    scores = scores.masked_fill(~hidden, -math.inf)
-    positions = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
-    return positions, scores.gather(1, positions)

@@ -5,36 +5,31 @@ Imports no torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
+from itertools import pairwise
 from numbers import Integral, Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, SEED, Range, nearest
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, SEED, Range, nearest, ranges_of
 from d1.sampling.caches import CACHES
-from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
+from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 POST_STEPS = 16  # LLaDA2.1's
 POST_STEPS_RANGE = Range(0, 256, integer=True)
+# LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
+EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 
 
-@dataclass(frozen=True)
-class Editing:
-    """An entry of the table of published settings for models that edit."""
-
-    reveal_level: float  # of the rule "threshold"
-    edit_threshold: float
-    max_post_steps: int = POST_STEPS
-
-
-EDITING: dict[str, Editing] = {"quality": Editing(0.7, 0.5), "speed": Editing(0.5, 0.0)}  # LLaDA2.1, arXiv 2602.08676
+def setting(default: Any, help: str, **flag: Any) -> Any:
+    """A field with the help and further arguments of its flag."""
+    return field(default=default, metadata={"help": help, **flag})
 
 
 @dataclass(frozen=True)
@@ -45,56 +40,59 @@ class SamplingSettings:
         ValueError: a setting is wrong, contradicts another, or would be ignored.
     """
 
-    gen_length: int  # tokens to generate; if blocks or steps do not divide it, they are spread evenly
-    block_length: int  # the largest length of a block; `gen_length` gives pure diffusion
-    steps: int  # forward passes per row; guidance doubles the sequences per pass; a parallel sampler takes fewer passes
-    temperature: float = 0.0  # of the Gumbel noise; 0 is greedy
-    cfg_scale: float = 0.0  # classifier-free guidance; 0 turns it off
-    remasking: str = "low_confidence"  # which predictions a step keeps, a name in `REMASKING`
+    # Blocks and steps that do not divide `gen_length` are spread evenly; one block of all tokens is pure diffusion.
+    gen_length: Annotated[int, COUNT] = setting(MISSING, "tokens per completion")
+    block_length: Annotated[int, COUNT] = setting(
+        MISSING, f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})"
+    )
+    # Guidance doubles the sequences per pass; a parallel sampler takes fewer passes.
+    steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: gen_length / 2)")
+    temperature: Annotated[float, AMOUNT] = setting(0.0, "sampling temperature; 0, the default, is greedy")
+    cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "classifier-free guidance; 0, the default, is off")
+    remasking: str = setting("low_confidence", "which tokens are revealed first", choices=REMASKING)
     # "exact" is the published algorithm; "cached" reads keys and values from a cache, "parallel" reveals as many tokens
-    # as a rule allows: both trade accuracy for speed. A block-causal model's own cache costs no accuracy, and every
-    # sampler uses it.
-    sampler: str = "exact"
-    kv_cache: str | None = None  # for a cached sampler, a name in `CACHES`; None is "dual"
-    reveal: str | None = None  # for a parallel sampler, a name in `RULES`; None is "threshold"
-    reveal_level: float | None = None  # the level of that rule; None is the rule's own
-    # For a parallel sampler: a revealed token of the current block is replaced where another one is predicted with a
-    # probability above `edit_threshold`; 0 replaces at any probability, None never.
-    edit_threshold: float | None = None
-    max_post_steps: int | None = None  # passes per block after its last mask is filled; None is 16
-    editing: str | None = None  # a name in `EDITING`, whose values stand for those of the three above that are None
-    top_k: int = 0  # draw from the `top_k` most likely tokens; 0: from all
-    top_p: float = 1.0  # draw from the most likely tokens whose probabilities sum to `top_p`
+    # as a rule allows. A block-causal model's own cache costs no accuracy, and every sampler uses it.
+    sampler: str = setting("exact", "all but exact trade accuracy for speed", choices=SAMPLERS)
+    kv_cache: str | None = setting(None, "cache of a cached sampler (default: dual)", choices=CACHES)
+    reveal: str | None = setting(None, "reveal rule of a parallel sampler (default: threshold)", choices=RULES)
+    reveal_level: Annotated[float | None, AMOUNT | None] = setting(
+        None, f"level of the rule (default: {', '.join(f'{name} {rule.level}' for name, rule in RULES.items())})"
+    )
+    edit_threshold: Annotated[float | None, BELOW_ONE | None] = setting(
+        None,
+        "with a parallel sampler, replace a revealed token of the block where another is predicted with more than this "
+        "probability; 0: with any (default: revealed tokens stay)",
+    )
+    max_post_steps: Annotated[int | None, POST_STEPS_RANGE | None] = setting(
+        None, f"with editing, passes per block after its last mask, at most (default: {POST_STEPS})"
+    )
+    editing: str | None = setting(
+        None, "LLaDA2.1's levels of reveal and edit_threshold (default: no editing)", choices=EDITING
+    )
+    # Without flags; RL sets them. Draw from the `top_k` most likely tokens (0: from all), and from the most likely ones
+    # whose probabilities sum to `top_p`.
+    top_k: Annotated[int, NATURAL] = 0
+    top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own
 
     def __post_init__(self) -> None:
-        for name in ("gen_length", "block_length", "steps"):
+        for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be positive and whole, got {value!r}")
-        for name in ("temperature", "cfg_scale", "reveal_level"):
-            value = 0 if name == "reveal_level" and self.reveal_level is None else getattr(self, name)
-            if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
-        tables = {"remasking": REMASKING, "sampler": SAMPLERS, "kv_cache": (None, *CACHES), "reveal": (None, *RULES)}
-        tables["editing"] = (None, *EDITING)
-        for name, known in tables.items():
-            if getattr(self, name) not in known:
-                choices, hint = ", ".join(filter(None, known)), nearest(getattr(self, name), known)
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}{hint}")
+            kind = Integral if allowed.integer else Real  # a command line converts words, nothing else does
+            if value not in allowed or not isinstance(value, (kind, type(None))):
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        for one in fields(self):
+            value, known = getattr(self, one.name), one.metadata.get("choices", (getattr(self, one.name),))
+            if value not in known and (value is not None or one.default is not None):
+                raise ValueError(f"{one.name} must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
         orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None
         of_edits = any(value is not None for value in (self.edit_threshold, self.max_post_steps, self.editing))
+        drawn_apart = (self.top_k, self.top_p, self.record_as_sampled) != (0, 1, False)
         wrong = {  # message -> whether it is so; the first one is raised
             f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
             f"edit_threshold, max_post_steps and editing {ignored} parallel one": of_edits and self.rule is None,
-            f"edit_threshold must be {BELOW_ONE}, got {self.edit_threshold!r}": (
-                self.edit_threshold is not None and self.edit_threshold not in BELOW_ONE
-            ),
-            f"max_post_steps must be {POST_STEPS_RANGE}, got {self.max_post_steps!r}": (
-                self.max_post_steps is not None and self.max_post_steps not in POST_STEPS_RANGE
-            ),
             "max_post_steps would be ignored: nothing is edited without edit_threshold or editing": (
                 self.max_post_steps is not None and self.edits is None
             ),
@@ -106,28 +104,20 @@ class SamplingSettings:
                 self.edits is not None and self.cache is not None
             ),
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
-            f"top_k must be whole and >= 0, got {self.top_k!r}": (
-                not isinstance(self.top_k, Integral) or self.top_k < 0
-            ),
-            f"top_p must be above 0 and at most 1, got {self.top_p!r}": (
-                not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1
-            ),
-            "top_k, top_p and record_as_sampled need a temperature above 0": (
-                not self.temperature and (self.top_k, self.top_p, self.record_as_sampled) != (0, 1, False)
-            ),
+            "top_k, top_p and record_as_sampled need a temperature above 0": drawn_apart and not self.temperature,
             f"a parallel sampler reveals by confidence: it needs remasking {orders}, got {self.remasking}": (
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
         }
-        if any(wrong.values()):
-            raise ValueError(next(message for message, is_so in wrong.items() if is_so))
+        for message in (message for message, is_so in wrong.items() if is_so):
+            raise ValueError(message)
         self.schedule()
 
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
         """The settings that `source` holds as attributes. `called` maps a field to its other name there. A
         `block_length` of None becomes the block size of the model with this config, or 32."""
-        names = {field.name: called.get(field.name, field.name) for field in fields(cls)}
+        names = {one.name: called.get(one.name, one.name) for one in fields(cls)}
         values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
@@ -163,14 +153,14 @@ class SamplingSettings:
         """The level of the rule in use; 0 without one."""
         if self.rule is None:
             return 0.0
-        own = EDITING[self.editing].reveal_level if self.editing else RULES[self.rule].level
+        own = EDITING[self.editing][0] if self.editing else RULES[self.rule].level
         return own if self.reveal_level is None else self.reveal_level
 
     @property
     def edits(self) -> float | None:
         """The probability above which another token replaces a revealed one; None: revealed tokens stay."""
         if self.edit_threshold is None and self.editing is not None:
-            return EDITING[self.editing].edit_threshold
+            return EDITING[self.editing][1]
         return self.edit_threshold
 
     @property
@@ -178,8 +168,7 @@ class SamplingSettings:
         """Passes per block after its last mask is filled, at most; 0 without editing."""
         if self.edits is None:
             return 0
-        own = EDITING[self.editing].max_post_steps if self.editing else POST_STEPS
-        return own if self.max_post_steps is None else self.max_post_steps
+        return POST_STEPS if self.max_post_steps is None else self.max_post_steps
 
     @property
     def most_writes(self) -> int:
@@ -198,8 +187,10 @@ class SamplingSettings:
     def schedule(self, filled: int | None = None) -> list[list[int]]:
         """Tokens revealed in each step of each block, unless a rule reveals more: one list per block. In a block-causal
         model, `filled` is the number of prompt tokens in the block in which the prompt ends."""
-        lengths = self.gen_length, self.block_length, self.steps
-        return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
+        if filled is None:
+            return reveal_schedule(self.gen_length, self.block_length, self.steps)
+        ends = [0, *range(self.block_length - filled, self.gen_length, self.block_length), self.gen_length]
+        return schedule_of([end - start for start, end in pairwise(ends)], self.steps)
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
@@ -236,42 +227,19 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse'
     "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
     "plain_chat_template": {"action": "store_true", "help": "use a plain template if the tokenizer has none"},
 }
-LEVELS = ", ".join(f"{name} {rule.level}" for name, rule in RULES.items())
-FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments of `add_argument`
-    "gen_length": {"type": COUNT, "default": 128, "help": "tokens per completion (default: %(default)s)"},
-    "block_length": {
-        "type": COUNT,
-        "help": f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})",
-    },
-    "diffusion_steps": {"type": COUNT, "help": "forward passes per completion (default: gen_length / 2)"},
-    "temperature": {"type": AMOUNT, "default": 0.0, "help": "sampling temperature; 0, the default, is greedy"},
-    "cfg_scale": {"type": AMOUNT, "default": 0.0, "help": "classifier-free guidance; 0, the default, is off"},
-    "remasking": {
-        "choices": REMASKING,
-        "default": "low_confidence",
-        "help": "which tokens are revealed first (default: %(default)s)",
-    },
-    "seed": {"type": SEED, "default": 0, "help": "seed of the random draws (default: %(default)s)"},
-    "sampler": {
-        "choices": SAMPLERS,
-        "default": "exact",
-        "help": "all but exact trade accuracy for speed (default: %(default)s)",
-    },
-    "kv_cache": {"choices": CACHES, "help": "cache of a cached sampler (default: dual)"},
-    "reveal": {"choices": RULES, "help": "reveal rule of a parallel sampler (default: threshold)"},
-    "reveal_level": {"type": AMOUNT, "help": f"level of the rule (default: {LEVELS})"},
-    "edit_threshold": {
-        "type": BELOW_ONE,
-        "help": "with a parallel sampler, replace a revealed token of the block where another is predicted with more "
-        "than this probability; 0: with any (default: revealed tokens stay)",
-    },
-    "max_post_steps": {
-        "type": POST_STEPS_RANGE,
-        "help": f"with editing, passes per block after its last mask, at most (default: {POST_STEPS})",
-    },
-    "editing": {"choices": EDITING, "help": "LLaDA2.1's levels of reveal and edit_threshold (default: no editing)"},
-}
 ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags
+RANGES = ranges_of(SamplingSettings)
+FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments of `add_argument`
+    ALIASES.get(one.name, one.name): {
+        "default": None if one.default is MISSING else one.default,
+        **({"type": RANGES[one.name]} if one.name in RANGES else {}),
+        **one.metadata,
+    }
+    for one in fields(SamplingSettings)
+    if one.metadata
+}
+FLAGS["gen_length"]["default"] = 128
+FLAGS["seed"] = {"type": SEED, "default": 0, "help": "seed of the random draws"}
 
 
 def add_flags(
@@ -288,11 +256,8 @@ add_sampling_flags = partial(add_flags, FLAGS)
 
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
-    """The settings that parsed flags choose, with defaults for steps and block length if they are not given.
-
-    Raises:
-        ValueError: a flag is wrong, contradicts another or, with a `model_config`, does not suit that kind of model.
-    """
+    """The settings that parsed flags choose, with defaults for steps and block length; ValueError if they are wrong or,
+    with a `model_config`, do not suit that kind of model."""
     steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
     settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)
     if model_config is not None:

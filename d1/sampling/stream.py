@@ -1,7 +1,4 @@
-"""Sampling from a stream of prompts: the next prompt takes the index of a finished row, so the batch stays full.
-
-Steps and caches are those of `rollout`; this module only decides which rows take part, and at which positions.
-"""
+"""Sampling from a stream of prompts: the next prompt follows a finished row, so the batch stays full."""
 
 from __future__ import annotations
 
@@ -18,18 +15,7 @@ from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
-from d1.sampling.loop import (
-    Batch,
-    Canvas,
-    Rollout,
-    Row,
-    Sampler,
-    Step,
-    blank_record,
-    check_learnt,
-    note,
-    start_canvas,
-)
+from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws
@@ -49,16 +35,13 @@ def rollout_stream(
     """Sample a completion for each prompt, at most `batch_size` of them at a time.
 
     A row leaves when its last block is filled or, with the EOS stop, when the block with its first EOS is filled. Only
-    then is the next prompt taken from `prompts`, so that several processes can share one queue. Without a cache, a row
-    begins its next block as soon as its block is full; with a cache, all rows begin their blocks together.
-
-    Rows equal those of `rollout` with one generator per row: in fp32 they depend neither on the batch nor on the order
-    of the prompts.
+    then is the next prompt taken from `prompts`, so that several processes can share one queue. With a cache, all rows
+    begin their blocks together. Rows equal those of `rollout` with one generator per row: in fp32 they depend neither
+    on the batch nor on the order of the prompts.
 
     Args:
-        prompts: (ids, generator) each; the generator may be None if sampling draws nothing. The batch is as wide as its
-            longest prompt: sort prompts by length, the longest first, for the least padding.
-        batch_size: rows at a time.
+        prompts: (ids, generator) each; the generator may be None if sampling draws nothing. For the least padding, sort
+            prompts by length, the longest first.
         eos_token_ids: the EOS stop, as in `rollout`.
 
     Yields:
@@ -66,10 +49,8 @@ def rollout_stream(
         `Rollout`, whose ids are padded on the left with mask tokens.
 
     Raises:
-        ValueError: at the call, if the model is not prepared or an argument is wrong; later, if a prompt needs a
-            generator and has none.
-        NotFiniteError: some log-probs or entropies of a row that ended are not finite; its `number` is that of the
-            prompt.
+        ValueError: at the call, if the model is not prepared or an argument is wrong; later, if a generator is missing.
+        NotFiniteError: as `rollout`, for a row that ended; its `number` is that of the prompt.
     """
     require_prepared(model)
     check_sampler(settings, model.config)
@@ -109,8 +90,7 @@ class Asked:
 
 class Stream:
     """Rows at work together, which may differ in length and in all settings but the cache and the use of guidance.
-
-    `leave`, `enter` and `steps` are called in turn. In fp32, a row's tokens do not depend on the others.
+    `leave`, `enter` and `steps` are called in turn.
 
     Args:
         prompt_width: the least width of the prompts, with their padding.
@@ -147,13 +127,11 @@ class Stream:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows at work, in the order of `Step.rows`' numbers."""
-        return self.batch.rows
+        return self.batch.rows  # in the order of `Step.rows`' numbers
 
     @torch.no_grad()
     def leave(self, dropped: Collection[int] = ()) -> Finished | None:
-        """The rows that ended, as `rollout_stream` yields them: a row's completion comes last. Those with the numbers
-        `dropped` leave, too."""
+        """The rows that ended, each with its completion last; those with the numbers `dropped` leave, too."""
         # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
         batch, ends = self.batch, dict[tuple[int, ...], list[int]]()
         for index, row in enumerate(batch.rows):
@@ -162,9 +140,7 @@ class Stream:
         gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
         self.kept = [index for index in range(len(batch.rows)) if index not in gone]
         self.count = len(self.kept)
-        if not done:
-            return None
-        return self.taken(done)
+        return self.taken(done) if done else None
 
     def so_far(self) -> Finished:
         """All rows at work, as `leave` gives those that ended, with mask tokens where a token is still hidden."""
@@ -178,8 +154,7 @@ class Stream:
         return [self.rows[index].number for index in indices], taken
 
     def faults(self) -> dict[int, NotFiniteError]:
-        """The errors of those rows of the last `leave` or `so_far` whose log-probs or entropies are not finite, by
-        number."""
+        """By number, the errors of rows of the last `leave` or `so_far` whose values are not finite."""
         canvas, rows = self.batch.canvas, self.batch.rows
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
         broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]
@@ -196,10 +171,7 @@ class Stream:
         for one in new:
             settings = one.settings
             if settings.draws and one.generator is None:
-                raise ValueError(
-                    f"prompt {one.number} of the stream has no generator, and these settings draw random numbers"
-                )
-            check_learnt(config, settings)
+                raise ValueError(f"prompt {one.number} of the stream has no generator, but its settings draw numbers")
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
             padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
@@ -227,13 +199,11 @@ class Stream:
         more = both.hidden.shape[1] - self.batch.hidden.shape[1]
         both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
         # The record (4, rows, canvas, writes) keeps the ends of those who stay.
-        writes = max([self.record.shape[3], *(one.settings.most_writes for one in new)])
-        record = blank_record(len(rows), longest, device, writes)
-        common = min(longest, self.record.shape[2])
-        old_record = self.record[:, stay][:, :, self.record.shape[2] - common :]
-        record[:, : len(self.kept), longest - common :, : old_record.shape[3]] = old_record
-        self.record = record
-        self.batch, self.count = both, len(rows)
+        length, writes = self.record.shape[2:]
+        most, common = max([writes, *(one.settings.most_writes for one in new)]), min(longest, length)
+        record = blank_record(len(rows), longest, device, most)
+        record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]
+        self.batch, self.count, self.record = both, len(rows), record
 
     def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:
         """The canvas of new rows, padded on the left to `width`."""
@@ -249,8 +219,7 @@ class Stream:
 
     @torch.no_grad()
     def steps(self) -> Iterator[Step]:
-        """Steps until all rows have filled their blocks or, without a cache, until one has. Without a cache, the caller
-        may stop after any step."""
+        """Steps until all rows have filled their blocks. Without a cache: until one has, or the caller stops."""
         batch, live = self.batch, [*range(len(self.batch.rows))]
         if self.alone:
             self.passes.masked |= self.padded

@@ -19,15 +19,9 @@ if TYPE_CHECKING:
     from d1.scoring.views import views_of_canvas as views_of_canvas
 
 HOMES = {
-    "ESTIMATORS": "estimators",
-    "Estimator": "estimators",
-    "Randomness": "rollouts",
-    "SampledRows": "rollouts",
-    "ViewSettings": "rollouts",
-    "Scores": "views",
-    "Views": "views",
+    **dict.fromkeys(("ESTIMATORS", "Estimator"), "estimators"),
+    **dict.fromkeys(("Randomness", "SampledRows", "ViewSettings"), "rollouts"),
+    **dict.fromkeys(("Scores", "Views", "score", "views_of_canvas"), "views"),
     "mean_field_logps": "masks",
-    "score": "views",
-    "views_of_canvas": "views",
 }
 __getattr__ = lazily(__name__, HOMES)

@@ -57,23 +57,9 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
     return weighed(prompt_noise, hidden, scored, weights, opposite, antithetic)
 
 
-def counts_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, lengths: Tensor) -> Views:
-    """A view for each draw; it hides the tokens whose rank within their block is below the block's count.
-
-    Ranks and counts are (rows, draws, canvas), lengths (rows, canvas): of each token's block or the whole completion.
-    """
-    weights = lengths.unsqueeze(1) / (counts.shape[1] * counts.clamp(min=1))
-    return views_of_canvas(prompt_noise, ranks < counts, scored, weights)
-
-
-def number_of_views(settings: ViewSettings) -> int:
-    return settings.draws * (2 if settings.antithetic else 1)
-
-
 def spread(random: Randomness, settings: ViewSettings) -> Tensor:
     """(rows, draws) uniform numbers in [0, 1), from which times or counts are made."""
-    draws = settings.draws
-    return random.rotated(draws) if settings.stratified else random.uniform(draws)
+    return (random.rotated if settings.stratified else random.uniform)(settings.draws)
 
 
 def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
@@ -95,7 +81,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     device = sampled.scored.device
     times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
     numbers = numbers_of_tokens(sampled, random, settings.draws)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, number_of_views(settings))
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.paired_draws)
     return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
 
 
@@ -108,7 +94,7 @@ def uniform_counts(sampled: SampledRows, random: Randomness, settings: ViewSetti
 def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     counts = uniform_counts(sampled, random, settings)
     ranks = ranks_of_tokens(sampled, random, settings.draws)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, number_of_views(settings))
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.paired_draws)
     return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)
 
 
@@ -135,7 +121,8 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     before[:, 0] = 0
     ranks = numbers.argsort(dim=-1, stable=True).argsort(-1) - before.gather(1, blocks).unsqueeze(1)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
-    return counts_views(noise, counts, ranks, scored, lengths)
+    weights = lengths.unsqueeze(1) / (settings.draws * counts.clamp(min=1))
+    return views_of_canvas(noise, ranks < counts, scored, weights)
 
 
 def draw_gauss(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -23,13 +24,13 @@ def always(settings: ViewSettings) -> bool:
     return True
 
 
-def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
-    by_entropy = settings.num_views is not None and settings.draw_steps != "uniform"
-    return ("reveal_steps", "entropies") if by_entropy else ("reveal_steps",)
-
-
 def draws_some(settings: ViewSettings) -> bool:
     return settings.num_views is not None
+
+
+def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
+    by_entropy = draws_some(settings) and settings.draw_steps != "uniform"
+    return ("reveal_steps", "entropies") if by_entropy else ("reveal_steps",)
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,18 @@ def one_per_draw(settings: ViewSettings) -> int:
     return settings.draws
 
 
-def one_or_a_pair(settings: ViewSettings) -> int:
-    return 2 if settings.antithetic else 1
-
-
-BOUND = ("num_views", "antithetic", "stratified")
+# Of `elbo` and `espo`: their views, and which settings they read.
+BOUND: dict[str, Any] = {
+    "views": lambda settings: settings.paired_draws,
+    "views_per_draw": lambda settings: 2 if settings.antithetic else 1,
+    "settings": ("num_views", "antithetic", "stratified"),
+}
 ESTIMATORS: dict[str, Estimator] = {
     # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
     "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
-    "elbo": Estimator(elbo.draw, elbo.number_of_views, views_per_draw=one_or_a_pair, settings=BOUND),
-    "espo": Estimator(elbo.draw_espo, elbo.number_of_views, views_per_draw=one_or_a_pair, settings=BOUND),
+    "elbo": Estimator(elbo.draw, **BOUND),
+    "espo": Estimator(elbo.draw_espo, **BOUND),
     "counts": Estimator(
         elbo.draw_counts, one_per_draw, views_per_draw=lambda settings: 1, settings=("num_views", "stratified")
     ),
@@ -126,7 +128,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "spg": Estimator(spg.draw, one_per_draw, linear=False, settings=("num_views",)),
     "replay": Estimator(
         replay.draw,
-        replay.number_of_views,
+        lambda settings: settings.num_views or -(-settings.steps // (settings.segment_steps or 1)),
         draws=draws_some,
         replays=True,
         replays_writes=True,

@@ -38,10 +38,6 @@ from d1.scoring.views import Views
 DRAW_STEPS = ("uniform", "entropy", "top")
 
 
-def number_of_views(settings: ViewSettings) -> int:
-    return settings.num_views or -(-settings.steps // (settings.segment_steps or 1))
-
-
 def last_scored(segments: Tensor, scored: Tensor) -> Tensor:
     """(rows, 1) the last step or segment, of `segments` (rows, canvas), that reveals a scored token; 0 if none does."""
     return torch.where(scored, segments, 0).amax(-1, keepdim=True)

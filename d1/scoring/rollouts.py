@@ -44,6 +44,11 @@ class ViewSettings:
         """Draws per row and update, for estimators that draw."""
         return self.num_views or 1
 
+    @property
+    def paired_draws(self) -> int:
+        """Views of these draws and, if antithetic, of their opposites."""
+        return self.draws * (2 if self.antithetic else 1)
+
 
 @dataclass(frozen=True)
 class SampledRows:
@@ -86,9 +91,7 @@ class SampledRows:
 
     def to(self, device: torch.device | str) -> SampledRows:
         """The same rows on a device."""
-        there: dict[str, Any] = {
-            name: value if value is None else value.to(device) for name, value in vars(self).items()
-        }
+        there: dict[str, Any] = {name: of if of is None else of.to(device) for name, of in vars(self).items()}
         return SampledRows(**there)
 
 
@@ -107,10 +110,10 @@ def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
     """
     if blocks is None:
         return order
-    blocks = blocks - blocks[:, :1]
+    blocks, largest = blocks - blocks[:, :1], torch.iinfo(order.dtype).max
     # The first step of each block: the smallest number of its tokens that were revealed at all.
-    counted = order.masked_fill(order < 0, torch.iinfo(order.dtype).max)
-    firsts = torch.full_like(order, torch.iinfo(order.dtype).max).scatter_reduce(1, blocks, counted, "amin")
+    counted = order.masked_fill(order < 0, largest)
+    firsts = torch.full_like(order, largest).scatter_reduce(1, blocks, counted, "amin")
     return torch.where(order < 0, order, order - firsts.gather(1, blocks))
 
 

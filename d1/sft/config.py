@@ -45,8 +45,7 @@ class SFTConfig(TrainingSettings):
         False, "concatenate the rows of a micro-batch; each row attends only to itself, and there is no padding"
     )
     complementary_masks: bool = setting(
-        False,
-        "use each row twice per batch, with opposite masks, so that every answer token is trained on each time",
+        False, "use each row twice per batch, with opposite masks, so that every answer token is trained on each time"
     )
 
     # Visible noise, for models that edit
@@ -77,7 +76,6 @@ class SFTConfig(TrainingSettings):
         super().__post_init__()
         if self.template and self.data_function:
             raise ValueError("use one of --template and --data_function")
-        fields = type(self).__dataclass_fields__
-        idle = [name for name in EDIT_SETTINGS if getattr(self, name) != fields[name].default]
+        idle = [name for name in EDIT_SETTINGS if getattr(self, name) != getattr(SFTConfig, name)]
         if self.edit_noise is None and idle:
             raise ValueError(f"--{idle[0]} {getattr(self, idle[0])} would do nothing: set --edit_noise")

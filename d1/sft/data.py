@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator, noise_level
-from d1.models.tokenizer import Message, as_messages, prompt_and_answer, require_text, tokenize, whole_turns
+from d1.models.tokenizer import Message, as_messages, require_text, trained_ids, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
@@ -31,22 +31,17 @@ Row = dict[str, Any]
 S1K = {"question", "thinking_trajectories", "attempt"}
 SYSTEM_PROMPT = ask("", "Solve the problem.", "the answer")[0]["content"].rstrip()  # before a question of s1K
 FEATURES = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "answer": List(Value("bool")),
-        "length": Value("int32"),
-        "start": Value("int32"),
-        "status": Value("string"),
-        "problem": Value("string"),
-    }
+    {"input_ids": List(Value("int32")), "answer": List(Value("bool"))}
+    | dict.fromkeys(("length", "start"), Value("int32"))
+    | dict.fromkeys(("status", "problem"), Value("string"))
 )
 
 
 def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
     """Convert a row to chat messages that end with an assistant's turn; ValueError says why it cannot be used.
 
-    The first of these that applies counts: the user's function, the user's template, s1K's columns (in the format that
-    every task's prompt asks for), `messages`, `prompt` and `completion`.
+    The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
+    task's prompt asks for), `messages`, `prompt` and `completion`.
     """
     if function is not None:
         made = function(row)
@@ -57,11 +52,11 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     elif row.keys() >= S1K:
         if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
             raise ValueError("thinking_trajectories is not a list with at least one trajectory")
-        parts = (row["question"], row["thinking_trajectories"][0], row["attempt"])
-        for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
+        question, thoughts, attempt = row["question"], row["thinking_trajectories"][0], row["attempt"]
+        for part, name in ((question, "question"), (thoughts, "thinking_trajectories[0]"), (attempt, "attempt")):
             require_text(part, name)
-        completion = f"<reasoning>{parts[1]}</reasoning>\n<answer>{parts[2]}</answer>"
-        row = {"prompt": f"{SYSTEM_PROMPT}\n\n{parts[0]}", "completion": completion}
+        completion = f"<reasoning>{thoughts}</reasoning>\n<answer>{attempt}</answer>"
+        row = {"prompt": f"{SYSTEM_PROMPT}\n\n{question}", "completion": completion}
     if "messages" in row:
         messages = row["messages"]
     else:
@@ -81,13 +76,7 @@ def tokenize_row(
     none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": ""}
     try:
         messages = to_messages(row, function, template)
-        ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
-        if tokenizer.mask_token_id in ids:
-            raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
-        if start == len(ids):
-            raise ValueError("the answer has no tokens")
-        if ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
+        ids, start = trained_ids(messages, tokenizer, "the answer")
         status = "ok"
         if len(ids) > max_length:
             if overlong == "refuse":
@@ -132,10 +121,9 @@ def preprocess_dataset(
     Args:
         data: rows with s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
             `completion` (text or messages); with a `function` or a `template`, any columns.
-        max_length: maximum number of tokens per row.
         test_split: share of the rows held out, rounded up.
-        overlong: what to do with longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
-        bad_rows: what to do with rows that cannot be trained on: "error", or "skip" them and say how many and which.
+        overlong: "truncate" (the answer loses its end and gets no EOS), "drop" or "refuse" rows over `max_length`.
+        bad_rows: "error", or "skip" rows that cannot be trained on, and say how many and which.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
         num_proc: processes that tokenise; the result is cached by `datasets`.
@@ -152,16 +140,10 @@ def preprocess_dataset(
     if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(columns))}; supported are question + thinking_trajectories + "
-            "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
-            "convert each row with --data_function FILE.py:FUNCTION"
+            "attempt, messages, or prompt + completion: use --template '{question}' '{answer}' or --data_function"
         )
-    options = {
-        "tokenizer": tokenizer,
-        "max_length": max_length,
-        "overlong": overlong,
-        "function": function,
-        "template": template,
-    }
+    options = {"tokenizer": tokenizer, "max_length": max_length, "overlong": overlong}
+    options |= {"function": function, "template": template}
     rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
@@ -189,11 +171,9 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 
     Args:
         rows: made by `preprocess_dataset`.
-        max_length: maximum number of tokens per row, after filling.
-        eos_padding: how far complete answers are filled with EOS tokens, which are trained on like any other token. An
-            int N: to at least N answer tokens, EOS included. "batch": to the longest row of the global batch;
-            evaluation rows keep only their own EOS, because their loss must not depend on a batch. "max": to
-            `max_length`, as in d1.
+        eos_padding: how far complete answers are filled with EOS, which is trained on: to at least N answer tokens; to
+            the longest row of the global batch ("batch"; evaluation rows keep only their own EOS, because their loss
+            must not depend on a batch); or to `max_length`, as in d1 ("max").
     """
 
     def __init__(
@@ -231,8 +211,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
     def __getitems__(self, indices: Sequence[BatchRow | int]) -> list[dict[str, Any]]:
         """The rows of a batch, for DataLoader: reading all at once takes a third of the time."""
         chosen = [index if isinstance(index, BatchRow) else self.batch_row(index) for index in indices]
-        rows = self.rows.__getitems__([max(one.row, 0) for one in chosen])
-        return [self.filled_row(*both) for both in zip(chosen, rows, strict=True)]
+        return [*map(self.filled_row, chosen, self.rows.__getitems__([max(one.row, 0) for one in chosen]))]
 
     def batch_row(self, index: int) -> BatchRow:
         """The row in epoch 0; with `eval`, row and time of draw `index`, and `epoch` holds the draw's number."""
@@ -240,8 +219,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
             return BatchRow(range(len(self))[index])
         number, draw = divmod(index, self.eval_draws)
         row = self.order[number]
-        t = (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws
-        return BatchRow(row, draw, t)
+        return BatchRow(row, draw, (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws)
 
     def filled_row(self, chosen: BatchRow, row: dict[str, Any]) -> dict[str, Any]:
         """A row of the data set, filled with EOS; an empty one has one token that is not trained on."""
@@ -251,29 +229,25 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
             return {"input_ids": [self.eos_token_id], "answer": [False]} | noise
         filled = max(self.lengths[chosen.row], chosen.length) if row["status"] == "ok" else 0
         missing = max(0, filled - len(row["input_ids"]))
-        return {
-            "input_ids": row["input_ids"] + [self.eos_token_id] * missing,
-            "answer": row["answer"] + [True] * missing,
-        } | noise
+        ids, answer = row["input_ids"] + [self.eos_token_id] * missing, row["answer"] + [True] * missing
+        return {"input_ids": ids, "answer": answer} | noise
 
 
 class dLLMDataCollator(DefaultDataCollator):
     """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere),
-    `attention_mask` (0 on padding) and `masked` (bool: hidden tokens, which are trained on), and `t` (rows,); with
-    `block_size`, `t` is per token, (rows, length).
-    With `edits`, training rows also have `edited`, bool, and `draws`, fp32 (`d1/sft/editing.py`).
-    If packed, the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows'
-    lengths.
+    `attention_mask` (0 on padding) and `masked` (bool: hidden tokens, which are trained on), and `t` (rows,), which is
+    (rows, length) with `block_size`. With `edits`, training rows also have `edited`, bool, and `draws`, fp32
+    (`d1/sft/editing.py`). If packed, the tensors per token are (1, all tokens), and `lengths` lists the rows' lengths.
 
     Args:
         mask_token_id: the tokenizer's if None.
         block_size: tokens per block of a block-causal model (`d1.models.kinds.block_size`): in training each block has
             its own t, in evaluation the row has one.
-        complementary: each training row comes twice, the second time with the opposite mask, in the second half of the
-            batch, as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. There t is 1 - t. So each half
-            alone has the distribution of a plain batch, and the loss over both stays unbiased.
+        complementary: each training row comes again in the second half of the batch, with the opposite mask and 1 - t,
+            as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. Each half alone has the distribution of a
+            plain batch, so the loss over both stays unbiased.
         packed: concatenate the rows of the batch, without padding. Their noise stays the same.
         edits: replaces visible tokens of training rows; evaluation rows have only masks.
         max_length: not read; d1's scripts give it.
@@ -297,25 +271,20 @@ class dLLMDataCollator(DefaultDataCollator):
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def schedule(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The noise schedule of SFT, which is LLaDA's: at times t in [0, 1], the probability t' that an answer token is
-        hidden, and the weight 1 / t' of a hidden token's cross-entropy in the loss."""
+        """LLaDA's noise schedule: at times t in [0, 1], the probability t' that an answer token is hidden, and the
+        weight 1 / t' of a hidden token's cross-entropy in the loss."""
         level = noise_level(t)
         return level, 1 / level
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         training = features[0]["t"] is None  # evaluation fixes each row's t
-        mirrored = [False] * len(features)
-        if self.complementary and training:
-            features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
+        sides = (False, True) if self.complementary and training else (False,)
+        mirrored = [side for side in sides for _ in features]
+        features = [row for _ in sides for row in features]
         lengths = [len(row["input_ids"]) for row in features]
-        longest = max(lengths)
-
-        def filled(rows: Sequence[list], filling: int | bool) -> Tensor:
-            return torch.from_numpy(np.array([row + [filling] * (longest - len(row)) for row in rows]))
-
-        clean = filled([row["input_ids"] for row in features], self.pad_token_id)
-        answer = filled([row["answer"] for row in features], False)
-        visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
+        texts, answers = ([torch.tensor(row[name]) for row in features] for name in ("input_ids", "answer"))
+        clean, answer = pad_sequence(texts, True, self.pad_token_id), pad_sequence(answers, True, False)
+        visible = pad_sequence([torch.ones_like(text) for text in texts], True)
         edits = self.edits if training else None
         options: dict[str, Any] = {"block_size": self.block_size, "level": lambda t: self.schedule(t)[0]}
         draws, replaced = [], []

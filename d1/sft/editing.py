@@ -15,14 +15,10 @@ The random numbers come from the row's own generator, after those of its mask, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
-
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside
 
 GOLDEN = 0.6180339887498949  # added to a uniform number once per turn: modulo 1 it is uniform again
 
@@ -36,13 +32,6 @@ class EditNoise:
     weight: float
     keep_weight: float
     turns: int
-
-    @classmethod
-    def of(cls, config: Any) -> EditNoise | None:
-        """Those of an `SFTConfig`; None without this noise."""
-        if config.edit_noise is None:
-            return None
-        return cls(config.edit_noise, config.edit_share, config.edit_weight, config.edit_keep_weight, config.edit_turns)
 
     def draw(self, answer: Tensor, hidden: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """Which tokens of a row are replaced, (tokens,) bool, and uniform numbers (tokens,) that choose the new ids."""
@@ -58,53 +47,9 @@ class EditNoise:
         return torch.where(edited, ids + (ids >= mask_token_id), noised)  # skips the mask token
 
 
-def drawn_ids(
-    head: Callable[[Tensor], Tensor], states: Tensor, draws: Tensor, calls: int, mask_token_id: int
-) -> Tensor:
-    """(n,) ids, each the quantile `draws` (n,) of the distribution at its state (n, hidden), without the mask token."""
-    parts = []
-    for some, numbers in zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True):
-        logits = head(some).double()
-        logits[..., mask_token_id] = -torch.inf
-        summed = logits.softmax(-1).cumsum(-1)
-        found = torch.searchsorted(summed, numbers.double().unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
-        parts.append(found.clamp(max=logits.shape[-1] - 1))
-    return torch.cat(parts)
-
-
-@torch.no_grad()
-def drafted(
-    model: Any,
-    inputs: dict[str, Any],
-    replaced: Tensor,
-    at: tuple[Tensor, Tensor],
-    turn: int,
-    mask_token_id: int,
-    states_of: Callable[..., Tensor],
-) -> dict[str, Any]:
-    """A batch whose replaced tokens are the model's own draws, without dropout.
-
-    Args:
-        model: as it is wrapped for training: every process has to call it.
-        replaced: (rows, length) bool on the CPU, where `at` points: the tokens to draw, or another one if there are
-            none.
-        states_of: `d1.sft.trainer.states_of`.
-    """
-
-    def draw(inner: Any) -> Tensor:
-        states = states_of(inner, inputs, replaced, at)
-        at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
-        calls = calls_in_step(inner, -(-len(states) // at_once))
-        return drawn_ids(
-            body_and_head(inner)[1], states, (inputs["draws"][at] + turn * GOLDEN) % 1, calls, mask_token_id
-        )
-
-    training = model.training
-    model.eval()
-    try:
-        ids = run_inside(model, draw)
-    finally:
-        model.train(training)
-    noised = inputs["input_ids"].clone()
-    noised[at] = torch.where(inputs["edited"][at], ids, noised[at])
-    return inputs | {"input_ids": noised}
+def drawn_ids(logits: Tensor, draws: Tensor, mask_token_id: int) -> Tensor:
+    """(n,) ids, each the quantile `draws` (n,) of the distribution of `logits` (n, vocab), without the mask token."""
+    logits[..., mask_token_id] = -torch.inf
+    summed = logits.softmax(-1).cumsum(-1)
+    found = torch.searchsorted(summed, draws.unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
+    return found.clamp(max=logits.shape[-1] - 1)

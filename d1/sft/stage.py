@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,8 @@ def stage(args: SFTConfig) -> Stage:
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
     )
-    return stage_of(
-        args,
-        training,
-        prepare,
-        ON_RESUME,
-        args.lora_dropout,
-        outcome=lambda: kept_step(Path(str(training.output_dir)), args.keep_last),
-    )
+    outcome = partial(kept_step, Path(str(training.output_dir)), args.keep_last)
+    return stage_of(args, training, prepare, ON_RESUME, args.lora_dropout, outcome=outcome)
 
 
 def prepare(
@@ -62,26 +57,22 @@ def prepare(
     datasets = [dLLMSFTDataset(rows[0], tokenizer, args.max_length, **shared)]
     if args.test_split:
         datasets.append(dLLMSFTDataset(rows[1], tokenizer, args.max_length, eval=True, **shared))
-    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(one.rows["length"]) for one in datasets), 0, ": lower --max_length")
+    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(one.lengths) for one in datasets), 0, filling)
     cap_batch(training, len(datasets[0]))
     read = of_values([of_rows(one.rows) for one in datasets])
     facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
 
     def make_trainer(model: Any) -> dLLMTrainer:
+        how: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         if args.edit_noise is not None:
             model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
+            how["edits"] = EditNoise(args.edit_noise, *(getattr(args, name) for name in EDIT_SETTINGS))
         return dLLMTrainer(
             model=model,
             args=training,
-            data_collator=dLLMDataCollator(
-                tokenizer,
-                block_size=block_size(model.config),
-                complementary=args.complementary_masks,
-                packed=args.packing,
-                edits=EditNoise.of(args),
-            ),
+            data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), **how),
             train_dataset=datasets[0],
             eval_dataset=datasets[1] if args.test_split else None,
             processing_class=tokenizer,
@@ -98,9 +89,7 @@ def kept_step(folder: Path, keep_last: bool) -> list[str]:
     if not best or best not in losses:
         return []
     rows = json.loads((folder / RECORD).read_text())["settings"].get("held_out_rows", "the")
-    lowest = f"the lowest loss on {rows} held-out rows, {losses[best]:.4f}"
-    other = "" if last == best else f" (step {last}: {losses[last]:.4f})"
-    if keep_last:
-        return [f"Saved: the weights of the last step, {state.global_step}. Step {best} has {lowest}{other}."]
-    hint = "" if best == state.global_step else "; --keep_last saves those of the last step"
-    return [f"Saved: the weights of step {best} of {state.global_step}, with {lowest}{other}{hint}."]
+    saved = state.global_step if keep_last else best
+    seen = ", ".join(f"{losses[step]:.4f} at step {step}" for step in dict.fromkeys((best, last)))
+    hint = "" if saved == state.global_step else "; --keep_last saves those of the last step"
+    return [f"Saved: the weights of step {saved} of {state.global_step}. Loss on {rows} held-out rows: {seen}{hint}."]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer
 
 from d1.models.attention import require_prepared
-from d1.models.head import body_and_head, run_inside, target_logps
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.runs.data import IGNORED
@@ -27,45 +27,36 @@ from d1.runs.trainer import RunTrainer
 from d1.sft.data import by_row, row_numbers
 from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
-from d1.sft.editing import drafted
+from d1.sft.editing import GOLDEN, drawn_ids
 
-EVAL_BANDS = 5  # the evaluation loss is also logged per fifth of t
 LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
+Positions = tuple[Tensor, Tensor]  # rows and positions, (n,) each, of n tokens of a batch
 
 
 class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
-
-    Differences from Trainer (Transformers 5.23), in addition to those of `RunTrainer`:
-
-    - `compute_loss`: the loss above; its denominator is Trainer's `num_items_in_batch`.
-    - `prediction_step`: each row's loss sum, answer tokens and t, for `band_losses`.
-    - `train_sampler`: `GlobalBatchSampler`, whose order is a function of (seed, epoch).
-    - `save_extra`: a checkpoint keeps the sums from which `train_loss` is computed.
-    - `log`: adds the share of padding and the speed in answer tokens per second.
 
     Args:
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), its block size differs from the collator's, or the
-            collator packs rows and the model's attention cannot separate packed rows.
-        FloatingPointError: `train` or `evaluate` found a loss that is not finite (the message names a file with the
-            rows to blame), or `save_model` found weights that are not finite.
+        ValueError: the model was not prepared (`d1.models.prepare`), its block size differs from the collator's, or its
+            attention cannot separate the rows that the collator packs.
+        FloatingPointError: a loss (the message names a file with the rows to blame) or a saved weight is not finite.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(compute_metrics=band_losses, **kwargs)
+        super().__init__(compute_metrics=mean_loss, **kwargs)
         require_prepared(self.model)
         model: Any = self.model
         noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
         if noised != size:
             raise ValueError(
                 f"the collator has noise for blocks of {noised} tokens, but this {model.config.model_type} has blocks "
-                f"of {size} (None: no blocks): use dLLMDataCollator(tokenizer, block_size={size})"
+                f"of {size}: use dLLMDataCollator(tokenizer, block_size={size})"
             )
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
@@ -96,13 +87,34 @@ class dLLMTrainer(RunTrainer, Trainer):
         at, turns = positions_of(replaced, labels.device), []
         for turn in range(noise.turns):
             if turn or noise.kind == "draft":
-                inputs = drafted(model, inputs, replaced, at, turn, collator.mask_token_id, states_of)
+                inputs = self.drafted(model, inputs, replaced, at, turn)
             turns.append(self.weighted_losses(model, inputs, scored, weights))
         return torch.stack(turns).mean(0)
 
+    @torch.no_grad()
+    def drafted(self, model: Any, inputs: dict[str, Any], replaced: Tensor, at: Positions, turn: int) -> dict[str, Any]:
+        """The batch with the model's own draws, without dropout, as its `replaced` tokens (rows, length)."""
+        mask = cast(Any, self.data_collator).mask_token_id
+
+        def draw(inner: Any) -> Tensor:
+            states = states_of(inner, inputs, replaced, at)
+            draws = ((inputs["draws"][at] + turn * GOLDEN) % 1).double()
+            at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
+            calls, head = calls_in_step(inner, -(-len(states) // at_once)), body_and_head(inner)[1]
+            parts = zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True)
+            return torch.cat([drawn_ids(head(some).double(), numbers, mask) for some, numbers in parts])
+
+        training = model.training
+        model.eval()
+        ids = run_inside(model, draw)
+        model.train(training)
+        noised = inputs["input_ids"].clone()
+        noised[at] = torch.where(inputs["edited"][at], ids, noised[at])
+        return inputs | {"input_ids": noised}
+
     def weighted_losses(self, model: Any, inputs: dict[str, Any], scored: Tensor, weights: Tensor) -> Tensor:
         """Sum over each row's `scored` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
-        labels, row_of = inputs["labels"], row_numbers(inputs)
+        labels = inputs["labels"]
         if not scored.any():  # score one token with weight 0, because every process has to call the head
             scored[0, 0], weights = True, torch.zeros_like(weights)
         at = positions_of(scored, labels.device)
@@ -113,7 +125,7 @@ class dLLMTrainer(RunTrainer, Trainer):
 
         losses = run_inside(model, losses_of)
         sums = losses.new_zeros(len(by_row(inputs, "labels")))
-        return sums.index_add(0, row_of[at], losses * weights[at].to(losses.dtype))
+        return sums.index_add(0, row_numbers(inputs)[at], losses * weights[at].to(losses.dtype))
 
     def compute_loss(
         self,
@@ -123,53 +135,43 @@ class dLLMTrainer(RunTrainer, Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
-        row_losses = self.row_losses(model, inputs)
-        answers = inputs["labels"] != IGNORED
-        if num_items_in_batch is None:
-            loss = row_losses.sum() / answers.sum()
-        else:
-            loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
-        self.require_finite_rows(loss, row_losses, inputs)
-        visible = inputs["attention_mask"]
-        self.counts += torch.stack([answers.sum(), visible.sum(), torch.ones_like(visible).sum()])
+        row_losses, answers = self.row_losses(model, inputs), inputs["labels"] != IGNORED
+        items = answers.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = row_losses.sum() / items * self.accelerator.num_processes
+        self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
+        self.answers += answers.sum()
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
-    def require_finite_rows(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
-        """End the run if the loss is not finite, and write text, time and loss of the rows to blame to a file."""
-
-        def rows_to_blame() -> list[dict[str, Any]]:
-            tokenizer: Any = self.processing_class
-            columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
-            rows = []
-            for row_loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
-                if not torch.isfinite(row_loss):
-                    clean = torch.where(labels == IGNORED, noised, labels)[shown.bool()].tolist()
-                    text = clean if tokenizer is None else tokenizer.decode(clean)
-                    rows.append({"text": text, "t": t.tolist(), "loss": row_loss.item()})
-            return rows
-
-        self.require_finite(loss, rows_to_blame)
+    def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Text, time and loss of the rows whose loss is not finite."""
+        tokenizer: Any = self.processing_class
+        columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
+        rows = []
+        for row_loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
+            if not torch.isfinite(row_loss):
+                clean = torch.where(labels == IGNORED, noised, labels)[shown.bool()].tolist()
+                text = clean if tokenizer is None else tokenizer.decode(clean)
+                rows.append({"text": text, "t": t.tolist(), "loss": row_loss.item()})
+        return rows
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor, Tensor]:
-        """Each row's loss sum, answer tokens and t, for `band_losses`."""
+        """Each row's loss sum and answer tokens, for `mean_loss`."""
         inputs = self.on_device(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
-        self.require_finite_rows(losses.sum(), losses, inputs)
+        self.require_finite(losses.sum(), lambda: self.rows_to_blame(losses, inputs))
         answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
-        times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
-        return None, torch.stack([losses.double(), answers.double()], dim=1), times
+        return None, losses.double(), answers.double()
 
     def start_counting(self) -> None:
-        self.counts = torch.zeros(3, dtype=torch.long, device=self.args.device)
+        self.answers = torch.zeros((), dtype=torch.long, device=self.args.device)
         self.counting_since = time.perf_counter()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a log of training, which every process reaches
-            answers, visible, all_tokens = self.accelerator.reduce(self.counts, "sum").tolist()
-            logs["padding_share"] = 1 - visible / max(all_tokens, 1)
+            answers = self.accelerator.reduce(self.answers, "sum").item()
             logs["answer_tokens_per_second"] = answers / (time.perf_counter() - self.counting_since)
             self.start_counting()
         super().log(logs, start_time)
@@ -183,18 +185,17 @@ class dLLMTrainer(RunTrainer, Trainer):
         self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
 
 
-def positions_of(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and positions, (n,) each, of a batch's `chosen` tokens (rows, length), on `device`."""
+def positions_of(chosen: Tensor, device: torch.device) -> Positions:
+    """Those of a batch's `chosen` tokens (rows, length), on `device`."""
     rows, positions = chosen.nonzero().to(device, non_blocking=True).unbind(1)
     return rows, positions
 
 
-def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: Positions) -> Tensor:
     """Last hidden states (n, hidden size) of a batch's `chosen` tokens, row by row; `at` are their `positions_of`.
 
-    With `chosen` on the CPU, neither pass waits for the device; a boolean index on the device would. For packed rows,
-    most decoders compute their last layer for these tokens only. A block-causal model also reads the clean rows; the
-    noised rows follow them, starting with the first block in which any row has a chosen token.
+    With `chosen` on the CPU, neither pass waits for the device; a boolean index on the device would. A block-causal
+    model also reads the clean rows; the noised rows follow them, from the first block with a chosen token on.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
     (rows, positions), size, lengths = at, block_size(model.config), inputs.get("lengths")
@@ -210,11 +211,7 @@ def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: tuple[Tens
     return two_stream_states(model, clean, noised[:, first:], visible)[rows, positions - first]
 
 
-def band_losses(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss over all evaluation draws, and over those in each band of t."""
-    table, t = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
-    parts = {"loss": table}
-    for band in range(EVAL_BANDS):
-        rows = table[(t * EVAL_BANDS).long().clamp(max=EVAL_BANDS - 1) == band]
-        parts[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = rows
-    return {name: float(rows[:, 0].sum() / rows[:, 1].sum()) for name, rows in parts.items() if len(rows)}
+def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
+    """The loss over all evaluation draws."""
+    losses, answers = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    return {"loss": float(losses.sum() / answers.sum())}

@@ -8,8 +8,7 @@ A task module has
 - `extract(text)` -> the answer in a completion, or None;
 - `score(text, row)` -> strict metrics in [0, 1]; the first is the accuracy. It reads only `question` and
   `ground_truth` of the row;
-- optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads, and `JUDGED`, a model card's line on
-  how answers are judged;
+- optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
 - optionally `board(text, row)` -> the answer as a grid for `d1 watch` (see `sudoku.py`);
 - optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each entry says what changes:

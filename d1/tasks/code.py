@@ -45,7 +45,6 @@ ANSWER = "the whole program in a ```python block"
 HUMANEVAL, MBPP, FIRST_MBPP = ("prompt", "test", "entry_point"), ("prompt", "test_list"), ("text", "test_list")
 KODCODE = ("question", "test")
 TRAIN, TEST = ("KodCode/KodCode-V1", None), ("openai/openai_humaneval", None)
-JUDGED = f"tests in a bubblewrap sandbox, with limits per program: {DEFAULT}"  # for the model card
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -32,13 +32,11 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(solution, str):
         raise ValueError(f"solution must be a text, got {solution!r:.80}")
     if answer in (None, ""):
-        answer = last_boxed(solution) or ""
+        answer = last_boxed(solution)
     number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
-    if not isinstance(answer, str) and not number:
-        raise ValueError(f"answer must be LaTeX text or a number, got {answer!r:.80}")
-    gold = str(answer).strip()
+    gold = answer.strip() if isinstance(answer, str) else str(answer) if number else ""
     if not gold:
-        raise ValueError(r"neither an answer nor a \boxed{} in the solution")
+        raise ValueError(rf"answer must be LaTeX text, a number, or a \boxed{{}} of the solution, got {answer!r:.80}")
     return problem(question, INSTRUCTIONS, ANSWER, gold, solution=solution)
 
 

@@ -16,10 +16,10 @@ from datasets import Dataset
 
 from d1.sandbox import Cases, working_python
 from d1.tasks import answer_block, format_completion, problem
-from d1.tasks.code import CONCURRENT, JUDGED, judged_by
+from d1.tasks.code import CONCURRENT, judged_by
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 
-__all__ = ["CONCURRENT", "JUDGED", "REWARDS", "demonstrate", "extract", "load_rows", "score"]
+__all__ = ["CONCURRENT", "REWARDS", "demonstrate", "extract", "load_rows", "score"]
 
 INSTRUCTIONS = "Find the function f from two examples."
 ANSWER = "the expression in x alone"

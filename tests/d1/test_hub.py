@@ -32,22 +32,17 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("offline", "why"), [(True, "HF_HUB_OFFLINE is set"), (False, "9 does not answer")])
-def test_a_model_out_of_reach_is_refused_by_its_name(
-    no_hub: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, why: str
-) -> None:
+def test_a_model_out_of_reach_is_refused_by_its_name(no_hub: Path, monkeypatch, offline: bool, why: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(FileNotFoundError, match=f"^me/model is no folder .*{why}.*hf download me/model$"):
         check_there("me/model")
 
 
-def test_without_a_network_a_cached_model_is_read_from_the_cache(
-    no_hub: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = no_hub / "models--me--model"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "snapshots" / "abc").mkdir(parents=True)
-    (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+def test_without_a_network_a_cached_model_is_read_from_the_cache(no_hub: Path, caplog) -> None:
+    for name, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}")):
+        path = no_hub / "models--me--model" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
     check_there("me/model")
     assert constants.HF_HUB_OFFLINE  # nothing is asked again
     assert "so me/model is read from the cache" in caplog.text

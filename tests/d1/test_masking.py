@@ -14,9 +14,7 @@ from d1.masking import NOISE_EPS, draw_mask, draw_noise, keyed_generator, noise_
 
 def test_noise_level_is_linear_and_never_zero():
     t = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(
-        noise_level(t), torch.tensor([1e-3, 0.5005, 1.0], dtype=torch.float64), rtol=0, atol=1e-15
-    )
+    assert noise_level(t).tolist() == pytest.approx([1e-3, 0.5005, 1.0], rel=0, abs=1e-15)
 
 
 def test_a_generator_is_a_function_of_its_key():
@@ -44,8 +42,7 @@ def test_draw_mask_hides_only_maskable_tokens_with_probability_p(p):
 
 def test_draw_mask_matches_a_loop_that_draws_one_number_a_maskable_token():
     maskable = torch.tensor([False, True, True, False, True])
-    generator = keyed_generator(7)
-    numbers = iter(torch.rand(3, generator=generator).tolist())
+    numbers = iter(torch.rand(3, generator=keyed_generator(7)).tolist())
     expected = [bool(m) and next(numbers) < 0.6 for m in maskable]
     assert draw_mask(maskable, 0.6, keyed_generator(7)).tolist() == expected
 
@@ -78,11 +75,14 @@ def test_times_are_uniform_in_their_stratum() -> None:
     assert float(times.var()) == pytest.approx(0.25**2 / 12, rel=0.1)
 
 
-def test_padding_does_not_move_the_draw() -> None:
+def test_neither_padding_nor_a_block_of_all_tokens_moves_the_draw() -> None:
     t, mask = draw_noise(ANSWER, keyed_generator(2))
     padded_t, padded = draw_noise(torch.cat([ANSWER, torch.zeros(7, dtype=torch.bool)]), keyed_generator(2))
     assert torch.equal(padded_t, t)
     assert torch.equal(padded[: len(mask)], mask)
+    of_blocks, blocks = draw_noise(ANSWER, keyed_generator(2), block_size=len(ANSWER))
+    assert torch.equal(of_blocks, t.expand(len(ANSWER)))
+    assert torch.equal(blocks, mask)
 
 
 @pytest.mark.parametrize("mirror", [False, True])
@@ -99,13 +99,6 @@ def test_each_block_has_a_time_of_its_own(mirror: bool) -> None:
         assert t[place].unique().numel() == 1
         p = float(noise_level(t[place][0]))
         assert float(mask[place].float().mean()) == pytest.approx(p, abs=4 * (p * (1 - p) / 990) ** 0.5 + 1e-9)
-
-
-def test_a_block_of_all_tokens_is_drawn_as_none() -> None:
-    t, mask = draw_noise(ANSWER, keyed_generator(7))
-    of_blocks, blocks = draw_noise(ANSWER, keyed_generator(7), block_size=len(ANSWER))
-    assert torch.equal(of_blocks, t.expand(len(ANSWER)))
-    assert torch.equal(blocks, mask)
 
 
 def test_twins_cover_every_answer_token_and_share_next_to_none() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.released import (
+    ABOUT_FILES,
     SAME_IN_MIXTURES,
     check_fixed,
     head_sizes,
@@ -49,8 +50,6 @@ LLADA_FIELDS = {  # LLaDA's config field -> Llama's
     "pad_token_id": "pad_token_id",
     "eos_token_id": "eos_token_id",
 }
-# Fields that describe files and code; an export writes its own.
-LLADA_ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype")
 LLADA_FIXED = {  # the architecture of every published LLaDA; another value would need other layers
     "block_type": "llama",
     "block_group_size": 1,
@@ -69,8 +68,6 @@ LLADA_FIXED = {  # the architecture of every published LLaDA; another value woul
     "residual_dropout": 0.0,
     "embedding_dropout": 0.0,
 }
-
-
 FROM_LLADA = key_mapping(LLADA_KEYS)
 TO_LLADA = key_mapping(tuple((new, old) for old, new in LLADA_KEYS))
 
@@ -82,20 +79,16 @@ def llada_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str,
 
 def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Llama config that a LLaDA `config.json` describes."""
-    rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *LLADA_ABOUT_FILES, "rope_theta")}
+    known = (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "torch_dtype", "dtype", "rope_theta")
+    rest = {k: v for k, v in raw.items() if k not in known}  # what a Llama does not use, kept for an export
     odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
     if odd:
         raise ValueError(f"this LLaDA config asks for layers that are not supported: {odd}")
     raw = {**raw, "n_kv_heads": raw.get("n_kv_heads") or raw.get("n_heads")}
     raw["embedding_size"] = raw.get("embedding_size") or raw.get("vocab_size")
     raw["mlp_hidden_size"] = raw.get("mlp_hidden_size") or raw.get("mlp_ratio", 4) * raw.get("d_model", 0)
-    needed = ("d_model", "n_layers", "n_heads", "embedding_size", "rope_theta", "rms_norm_eps")
-    if absent := [field for field in needed if raw.get(field) is None]:
-        raise ValueError(f"this LLaDA config.json lacks {', '.join(absent)}")
-    fields = {new: raw[old] for old, new in LLADA_FIELDS.items() if old in raw}
-    fields["llada_fields"] = rest  # what a Llama does not use, kept for an export
-    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
-    return fields | {"bos_token_id": raw.get("bos_token_id")}
+    fields = renamed_fields(raw, LLADA_FIELDS, "LLaDA")
+    return fields | {"llada_fields": rest, "bos_token_id": raw.get("bos_token_id")}
 
 
 def llada_from_llama(config: Any) -> dict[str, Any]:
@@ -109,17 +102,14 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
         odd["head_dim"] = heads
     if odd:
         raise ValueError(f"only a Llama without biases, whose heads divide hidden_size, can be written as LLaDA: {odd}")
-    raw = {old: getattr(config, new, None) for old, new in LLADA_FIELDS.items()}
-    code = "GSAI-ML/LLaDA-8B-Base--"
     return {
         **LLADA_FIXED,
-        **raw,
+        **{old: getattr(config, new, None) for old, new in LLADA_FIELDS.items()},
         "model_type": "llada",
         "architectures": ["LLaDAModelLM"],
         "auto_map": {
-            "AutoConfig": f"{code}configuration_llada.LLaDAConfig",
-            "AutoModel": f"{code}modeling_llada.LLaDAModelLM",
-            "AutoModelForCausalLM": f"{code}modeling_llada.LLaDAModelLM",
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            **dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "modeling_llada.LLaDAModelLM"),
         },
         "vocab_size": config.vocab_size,
         "rope_theta": rope["rope_theta"],
@@ -160,10 +150,7 @@ def qwen3_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
     raw = raw | head_sizes(raw)  # Qwen3Moe would take a missing head_dim to be 128
     raw["norm_topk_prob"] = bool(raw.get("norm_topk_prob"))
     raw["dense_intermediate_size"] = raw.get("dense_intermediate_size") or raw.get("expert_intermediate_size")
-    if raw.get("rope_theta") is None:
-        raise ValueError("this LLaDA-MoE config.json lacks rope_theta")
-    fields = renamed_fields(raw, LLADA_MOE_FIELDS, "LLaDA-MoE")
-    return fields | {"rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]}}
+    return renamed_fields(raw, LLADA_MOE_FIELDS, "LLaDA-MoE")
 
 
 LLADA2_KEYS = (  # LLaDA2's name -> Glm4Moe's; {} is the number of the layer
@@ -198,36 +185,26 @@ LLADA2_FIXED = {  # the only published architecture
     "use_sliding_window": (None, False),
     "num_nextn_predict_layers": (None, 0),
 }
-DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_theta": 600000}
 DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # LLaDA2.0's values, for fields that the file lacks
-EDITS = "edits revealed tokens, which here is a setting of the sampler (--edit_threshold). Without this field it loads"
-ROUTES = (
-    "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
-    "its own: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 can be loaded"
-)
-BEYOND = {"edit": EDITS, **dict.fromkeys(("insert", "split", "delet", "capacity"), ROUTES)}  # by the start of a word
+BEYOND = ("edit", "insert", "split", "delet", "capacity")  # starts of words in fields that ask for more than to fill in
 
 
 def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Glm4Moe config that a LLaDA2 `config.json` describes."""
-    check_fills_masks(raw)
+    for field, value in raw.items():
+        if value not in (None, False, 0) and any(word.startswith(BEYOND) for word in field.split("_")):
+            raise ValueError(
+                f"this LLaDA2 config has {field} {value}: if its model edits (2.1), remove the field and use "
+                "--edit_threshold; if it inserts, deletes or routes by blocks (2.2), its logits would be wrong here"
+            )
     check_fixed(raw, LLADA2_FIXED, "LLaDA2")
     raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     if not raw["num_shared_experts"]:
         raise ValueError("this LLaDA2 config asks for layers that are not supported: no shared expert")
-    raw |= head_sizes(raw)
-    rope = {"rope_theta": raw.get("rope_theta", 600000), "partial_rotary_factor": raw.get("partial_rotary_factor", 0.5)}
-    fields = {"rope_parameters": {"rope_type": "default", **rope}, "use_qk_norm": True, "num_nextn_predict_layers": 0}
-    fields["block_size"] = raw.get("block_size")
-    return renamed_fields(raw, LLADA2_FIELDS, "LLaDA2") | fields
-
-
-def check_fills_masks(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config asks for more than filling masks."""
-    for field, value in raw.items():
-        found = [does for start, does in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
-        if found and value not in (None, False, 0):
-            raise ValueError(f"this LLaDA2 config has {field} {value}: its model {found[0]}")
+    fields = renamed_fields(raw | head_sizes(raw), LLADA2_FIELDS, "LLaDA2")
+    fields["rope_parameters"]["partial_rotary_factor"] = raw.get("partial_rotary_factor", 0.5)
+    return fields | {"use_qk_norm": True, "num_nextn_predict_layers": 0, "block_size": raw.get("block_size")}
 
 
 FROM_LLADA2 = key_mapping(LLADA2_KEYS)

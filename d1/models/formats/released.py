@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Fields of a released config that describe its files and code, not the model.
+ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
 # Fields that may have changed since the model was read; all others of a released config are written as they were.
 CHANGEABLE = ("vocab_size", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 # Config fields that have the same name in the released mixtures and in the classes that run them.
@@ -65,22 +67,24 @@ def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], na
         raise ValueError(f"this {name} config asks for layers that are not supported: {odd}")
 
 
+SIZES = ("d_model", "_size", "_heads", "_layers", "_experts", "_per_tok", "_eps")  # endings of fields
+
+
 def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The fields of `table` (released name -> name here) that a released config has; ValueError for missing sizes."""
-    sizes = [field for field in table if field.endswith(("_size", "_heads", "_layers", "_experts", "_per_tok", "_eps"))]
-    if absent := [field for field in sizes if raw.get(field) is None]:
+    """The fields of `table` (released name -> name here) that a released config has, and its rotary positions;
+    ValueError for missing sizes."""
+    needed = [*(field for field in table if field.endswith(SIZES)), "rope_theta"]
+    if absent := [field for field in needed if raw.get(field) is None]:
         raise ValueError(f"this {name} config.json lacks {', '.join(absent)}")
-    return {new: raw[old] for old, new in table.items() if old in raw}
+    fields = {new: raw[old] for old, new in table.items() if old in raw}
+    return fields | {"rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]}}
 
 
 def head_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
     """`num_key_value_heads` and `head_dim` of a config; if it leaves them out, the values that it implies."""
-    heads = raw.get("num_attention_heads")
-    size = raw.get("head_dim")
-    return {
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("hidden_size", 0) // (heads or 1) if size is None else size,
-    }
+    heads, size = raw.get("num_attention_heads"), raw.get("head_dim")
+    size = raw.get("hidden_size", 0) // (heads or 1) if size is None else size
+    return {"num_key_value_heads": raw.get("num_key_value_heads") or heads, "head_dim": size}
 
 
 def as_released(config: Any) -> dict[str, Any]:

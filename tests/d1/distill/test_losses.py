@@ -16,15 +16,8 @@ from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positio
 from d1.distill.methods import METHODS
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
-SETTINGS = SimpleNamespace(
-    entropy_weight=2.0,
-    entropy_temperature=0.5,
-    beta=0.7,
-    rival_weight=0.5,
-    path_weight=0.2,
-    teacher_top_k=3,
-    clip=0.05,
-)
+OF_T3D = {"beta": 0.7, "rival_weight": 0.5, "path_weight": 0.2}
+SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5, **OF_T3D, teacher_top_k=3, clip=0.05)
 ROWS, STATES, VOCABULARY = 3, 2, 7
 
 
@@ -44,21 +37,20 @@ WEIGHTS = random(8, seed=3).abs()
 def compared(which: list[int], method: str) -> Compared:
     row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
     picks = torch.tensor([PICKS[AT[i][:2]] for i in which], dtype=torch.long)
-    positions = Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS)
     logits = STUDENT if METHODS[method].teacher == "itself" else TEACHER
-    return replace(positions, target=TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which]))
+    target = TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which])
+    return Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS, target)
 
 
 def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
     """The sum of the parts' losses."""
     divergence = DIVERGENCES[METHODS[method].divergence]
-    batches = [compared(which, method) for which in parts]
+    batches, loss = [compared(which, method) for which in parts], torch.zeros(())
     totals = torch.stack([divergence.totals(batch) for batch in batches]).sum(0)
-    losses = []
     for which, batch in zip(parts, batches, strict=True):
         read = divergence.read(SETTINGS, logits[which], batch.ids, *batch.target)
-        losses.append(divergence.loss(batch, read, totals, ROWS, SETTINGS)[0])
-    return torch.stack(losses).sum()
+        loss = loss + divergence.loss(batch, read, totals, ROWS, SETTINGS)[0]
+    return loss
 
 
 def by_hand(method: str, logits: Tensor) -> Tensor:

@@ -69,8 +69,7 @@ def test_a_trace_hides_what_was_revealed_first_and_weighs_it_by_levels(power: fl
                 count = int(found.positions[row, 0, own].sum())
                 sizes.add(count / max(size, 1))
                 assert (
-                    sorted(order[:count])
-                    == found.positions[row, 0].nonzero().flatten()[BLOCKS[found.positions[row, 0]] == block].tolist()
+                    sorted(order[:count]) == (found.positions[row, 0] & (block == BLOCKS)).nonzero().flatten().tolist()
                 )
                 by_block.append(order[:count])
             longest = max(map(len, by_block))
@@ -94,20 +93,15 @@ def test_steps_are_the_samplers_own_canvases(block: int | None) -> None:
         canvases.append(step.canvas[:, PROMPT:].clone())
         taken.append(step)
     whole = rollout_of(taken)
-    lengths = VISIBLE.sum(1).tolist()
-    blocks = blocks_of_canvas(settings, lengths, block)
+    blocks = blocks_of_canvas(settings, VISIBLE.sum(1).tolist(), block)
     if block:
         assert blocks[1].tolist() == [0, 1, 1, 2, 2, 3]  # three tokens of its prompt fill one block and a half
-    found = steps(
-        Traces(whole.ids[:, PROMPT:], whole.reveal_steps[:, PROMPT:], blocks, torch.ones(4).bool(), EOS),
-        generators,
-        SimpleNamespace(num_iterations=1, hints=0.0),
-    )
+    traces = Traces(whole.ids[:, PROMPT:], whole.reveal_steps[:, PROMPT:], blocks, torch.ones(4).bool(), EOS)
+    found = steps(traces, generators, SimpleNamespace(num_iterations=1, hints=0.0))
     shown = found.ids.unsqueeze(1).masked_fill(found.noise, MASK)
     seen = 0
     for row in range(4):
-        before = torch.full((6,), MASK)
-        own = [before]
+        own = [torch.full((6,), MASK)]
         for canvas in canvases:
             if not torch.equal(canvas[row], own[-1]):
                 own.append(canvas[row])
@@ -137,8 +131,7 @@ def test_parts_share_a_traces_steps_and_hints_show_later_blocks() -> None:
 def test_a_rows_states_do_not_depend_on_its_batch(name: str) -> None:
     settings = SimpleNamespace(tail=-1, share_power=1.0, path_tokens=2, num_iterations=1, hints=0.5)
     both = STATES[name](TRACES, [keyed_generator(0, row) for row in range(2)], settings)
-    columns = {key: getattr(TRACES, key)[[1]] for key in ("ids", "steps", "blocks", "right")}
-    alone = STATES[name](Traces(**columns, eos_token_id=EOS), [keyed_generator(0, 1)], settings)
+    alone = STATES[name](TRACES.at(torch.tensor([1])), [keyed_generator(0, 1)], settings)
     count = alone.noise.shape[1]
     for key in ("noise", "positions", "weights"):
         assert torch.equal(getattr(both, key)[[1], :count], getattr(alone, key))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from d1.eval.completions import Journal
+from tests.faults import full_disk
 
 WRITER = """
 import json, sys
@@ -79,30 +79,19 @@ def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, o
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s_0_generations.json", "s_record.json"]
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Inside this context, a file of this process cannot grow beyond `size` bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     journal = Journal(tmp_path, "s", 0)
     assert journal.prepare({"seed": 0}, overwrite=False)
     entries = [completion(index) for index in range(10)]
-    with files_of_at_most(409):
+    with full_disk(409):
         for entry in entries[:3]:
             journal.append(entry)
-        with pytest.raises(OSError, match=r"could not write .*: 3 completions are safe in .*same command again"):
+        with pytest.raises(OSError, match=r"no room for completions in .*: 3 are safe in .*same command again"):
             journal.append(entries[3])
     assert list(journal.read().values()) == entries[:3]  # without the written part of the fourth
     for entry in entries[3:]:
         journal.append(entry)
-    with files_of_at_most(409), pytest.raises(OSError, match="10 completions are safe"):
+    with full_disk(409), pytest.raises(OSError, match="10 are safe"):
         journal.finish({"generations": entries}, {"identity": {"seed": 0}})
     assert list(journal.read().values()) == entries
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.partial"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,10 +15,8 @@ import pytest
 import torch
 
 from d1.eval import run as evaluation
-from d1.models import load_model, load_tokenizer
 from tests import forks
 from tests.commands import ROOT
-from tests.faults import write_at_the_same_time
 
 EVAL = ROOT / "eval"
 LENGTHS = ["--gen_length", "12", "--block_length", "4"]
@@ -193,70 +190,3 @@ def test_run_eval_then_parse(tiny_model_dir, tmp_path):
     parsed = bash("-c", f"python {EVAL / 'parse_and_get_acc.py'} {tmp_path} --format json")
     rows = json.loads(parsed.stdout)
     assert sorted((row["gen_length"], row["n"], row["expected"]) for row in rows) == [(12, 1, 1), (18, 1, 1)]
-
-
-def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_model_dir, tmp_path):
-    """Two checkpoints, one of which solves the validation problem because its head can give no other answer."""
-    run = tmp_path / "myrun"
-    run.mkdir()
-    (run / "run.json").write_text(
-        json.dumps({"settings": {"dataset": "sudoku", "max_completion_length": 12, "block_length": 4}})
-    )
-    shutil.copytree(tiny_model_dir, run / "checkpoint-9")
-    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
-    with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()  # all tokens tie: always gives the first one, padding
-    model.save_pretrained(run / "checkpoint-10")
-    tokenizer.save_pretrained(run / "checkpoint-10")
-    task = tmp_path / "say_nothing.py"
-    task.write_text(SAY_NOTHING)
-    assert (EVAL / "eval_checkpoints.sh").read_text().endswith('exec python -m d1.eval.selection "$@"\n')
-
-    def select(*more, status=0):
-        (tmp_path / "log").unlink(missing_ok=True)
-        words = ["d1.eval.selection", str(run), "--dataset", str(task), *more]
-        options = {"log": tmp_path / "log", "folder": EVAL, "ACCELERATE_USE_CPU": "true"}
-        return forks.finish(forks.start(forks.module, *words, **options), tmp_path / "log", status)
-
-    select()
-    selected = json.loads((run / "eval" / "selected.json").read_text())
-    assert selected["checkpoint"] == "checkpoint-10"
-    assert [(name, row["accuracy"]) for name, row in selected["validation"].items()] == [
-        ("checkpoint-9", 0),
-        ("checkpoint-10", 100),
-    ]
-    assert (selected["test"]["accuracy"], selected["test"]["n"], selected["test"]["gen_length"]) == (100, 2, 12)
-    tested = [path.name for path in (run / "eval" / "test").iterdir()]
-    assert tested
-    assert all("checkpoint-10" in name for name in tested)
-    assert "'gen_length': '12'" in select("--gen_length", "16", status=1)
-    weights = run / "checkpoint-9/model.safetensors"
-    before = weights.read_bytes()
-    write_at_the_same_time(weights, (run / "checkpoint-10/model.safetensors").read_bytes())
-    assert "selected.json is a choice from other contents of checkpoint-9. Move" in select(status=1)
-    write_at_the_same_time(weights, before)
-    task.write_text(SAY_NOTHING + "# other")
-    assert "selected.json is a choice from other contents of dataset. Move" in select(status=1)
-    task.write_text(SAY_NOTHING)
-    (run / "checkpoint-10").rename(run / "checkpoint-11")
-    assert "the test set was used" in select(status=1)
-
-
-SAY_NOTHING = """
-from datasets import Dataset
-
-def load_rows(split, data_file=None):
-    count = {"train": 1, "validation": 3, "test": 2}[split]
-    return Dataset.from_list([
-        {"prompt": [{"role": "user", "content": f"{split} {n}"}], "question": f"{split} {n}", "ground_truth": ""}
-        for n in range(count)
-    ])
-
-def extract(text):
-    return text
-
-def score(text, row):
-    return {"accuracy": float(text == row["ground_truth"])}
-
-REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
-"""

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import BertConfig
 
 import d1.eval
 from d1.eval import completions
@@ -164,16 +163,6 @@ def test_limit_draws_the_same_problems_from_the_whole_split(tiny_model_dir):
     assert all(many[p.index] == p for p in few)
 
 
-def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
-    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
-    (base / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template gives it one"):
-        evaluate(base, tmp_path, "--limit", "1")
-    (item,) = evaluate(base, tmp_path, "--limit", "1", "--plain_chat_template")["generations"]
-    assert item["prompt_input"].startswith("user: ")
-    assert item["prompt_input"].endswith("assistant: ")
-
-
 def test_a_prefill_ends_the_prompt_and_a_box_is_asked_for_unless_told_otherwise(tiny_model_dir):
     plain, filled = (prompts(tiny_model_dir, "--limit", "2", *flag) for flag in ((), ("--add_reasoning",)))
     tag = load_tokenizer(str(tiny_model_dir)).convert_tokens_to_ids("<reasoning>")
@@ -185,25 +174,6 @@ def test_a_prefill_ends_the_prompt_and_a_box_is_asked_for_unless_told_otherwise(
     for before, after in zip(boxed, plain, strict=True):
         assert before.text.replace(r" as \boxed{expression}", "") == after.text != before.text
         assert "boxed" not in after.text
-
-
-def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
-    flags = ("--limit", "2", "--few_shot", "3")
-    problems, again = (prompts(tiny_model_dir, *flags, "--seed", seed) for seed in "00")
-    reseeded = prompts(tiny_model_dir, *flags, "--seed", "1")
-    train = {row["question"].strip(): row["ground_truth"] for row in load_task("sudoku").load_rows("train")}
-    held_out = {row["question"].strip() for s in ("validation", "test") for row in load_task("sudoku").load_rows(s)}
-    assert problems == again
-    assert [p.text for p in problems] != [p.text for p in reseeded]
-    for problem in problems:
-        *shown, last = problem.text.split("<user>")[1:]
-        assert last.endswith(problem.question.strip() + "\n<assistant>")
-        assert len(shown) == 3
-        for turn in shown:
-            asked, _, answered = turn.partition("<assistant>")
-            question = asked.strip().splitlines()[-1]
-            assert train[question] in answered
-            assert question not in held_out
 
 
 def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
@@ -270,14 +240,6 @@ def test_edits_are_counted_and_belong_to_the_identity_of_a_run(tiny_model_dir, t
         evaluate(tiny_model_dir, tmp_path / "edited", *flags, "--edit_threshold", "0.2", "--max_post_steps", "2")
 
 
-def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_dir, tmp_path):
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / file).write_bytes((tiny_model_dir / file).read_bytes())
-    BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="bert is an encoder"):
-        evaluate(tmp_path, tmp_path, "--sampler", "cached")
-
-
 def without_blocks(model: Path, output_dir: Path, *flags: str) -> dict[str, Any]:
     """The generation file and the record's settings of a run without a block length."""
     required = ["--model_path", str(model), "--dataset", "sudoku", "--output_dir", str(output_dir), "--limit", "3"]
@@ -336,10 +298,6 @@ def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir
     (file,) = tmp_path.glob("*_generations.json")
     assert caplog.messages[-1] == f"Completions: {file}"
     monkeypatch.setattr(completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
-    assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
-    (record,) = tmp_path.glob("*_record.json")
-    identity = json.loads(record.read_text())["identity"]
-    edit_json(record, identity=identity | {"weights": ["0123456789abcdef"]})  # as version 0.3.0 wrote it
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
@@ -479,10 +437,7 @@ LLADA = ("--prompt_protocol", "llada")
     [
         (("--gen_length", "0"), "--gen_length 0 "),
         (("--diffusion_steps", "2", "--gen_length", "12"), "need between 3 and 12 steps"),
-        (("--batch_size", "0"), "--batch_size 0 "),
-        (("--limit", "0"), "--limit 0 "),
         (("--temperature", "-1"), r"--temperature -1\.0 \(must be in \[0, inf\)"),
-        (("--seed", "-1"), "--seed -1 "),
         (("--sampler", "cached", "--reveal", "factor"), "would be ignored by the sampler cached"),
         (("--sampler", "parallel", "--remasking", "random"), "needs remasking low_confidence"),
         (("--few_shot", "1", "--dont_use_box"), "contradicts --few_shot"),
@@ -492,7 +447,7 @@ LLADA = ("--prompt_protocol", "llada")
         (("--gen_length", "500"), "exceed the model's 512"),
         (("--block_length", "7"), r"gen_length \(12\) must be a multiple of block_length \(7\)"),  # as in RL
         (("--gen_length", "16", "24", "--block_length", "16"), r"gen_length \(24\) must be a multiple"),
-        (("--num_samples", "2"), "--num_samples 2 needs --temperature above 0"),
+        (("--num_samples", "2"), "--num_samples above 1 needs --temperature above 0"),
         ((*LLADA, "--dataset", "countdown"), "countdown has no prompt protocol 'llada': use one of d1"),
         ((*LLADA, "--add_reasoning"), "--add_reasoning belongs to d1's prompts"),
         ((*LLADA, "--dont_use_box"), "--dont_use_box belongs to d1's prompts"),
@@ -715,15 +670,7 @@ REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
 
 def test_a_task_without_rows_is_said(tiny_model_dir, tmp_path):
     (tmp_path / "no_rows.py").write_text(NO_ROWS)
-    (tmp_path / "empty.csv").write_text("Puzzle,Solution\n")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "empty.json").write_text("[]")
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"no_rows\.py has no rows in its validation split"):
         d1.eval.evaluate(tiny_model_dir, tmp_path / "no_rows.py", split="validation", output_dir=out)
-    with pytest.raises(ValueError, match=r"empty\.csv has no rows"):
-        d1.eval.evaluate(tiny_model_dir, "sudoku", data_file=tmp_path / "empty.csv", output_dir=out)
-    for name in ("empty.jsonl", "empty.json"):
-        with pytest.raises(ValueError, match=f"{name} has no rows"):
-            d1.eval.evaluate(tiny_model_dir, "gsm8k", data_file=tmp_path / name, output_dir=out)
     assert not out.exists()

@@ -8,11 +8,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 
 from d1.eval import scores
 from d1.eval.files import read_problem, read_setups
-from d1.eval.scores import SCORERS, compare, normalise, score_published, score_setup
+from d1.eval.scores import compare, normalise, score_published, score_setup
 from d1.show.uncertainty import wilson_interval
 from tests.commands import ROOT
 
@@ -216,6 +214,7 @@ def test_published_figures_come_out_of_d1s_own_files(d1_setups, name):
     assert not row.errors
     strict, _ = score_setup(d1_setups[name], "strict", {})
     assert strict.accuracy is not None
+    assert strict.metrics.get("cells", strict.accuracy) == pytest.approx(row.accuracy, abs=4)
     if name.startswith("sudoku"):  # solved puzzles, where d1 counts cells
         assert strict.accuracy < row.accuracy
         assert abs(strict.metrics["cells"] - row.accuracy) < 1
@@ -278,53 +277,10 @@ def test_published_rules(task, text, truth, points):
     assert score_published(task, text, row) == (points, 3 if task == "sudoku" else 1)
 
 
-def test_a_tower_of_powers_does_not_hang():
-    started = time.process_time()
-    row = {"question": "", "ground_truth": [[99, 80, 50], 1]}
-    assert score_published("countdown", r"\boxed{99**80**50}", row) == (0, 1)
-    assert score_published("countdown", r"\boxed{(99**80)**50}", row) == (0, 1)
-    assert score_published("countdown", r"\boxed{" + "(" * 20_000 + "99+80+50" + ")" * 20_000 + "}", row) == (0, 1)
-    assert time.process_time() - started < 1
-
-
 def test_normalise_refuses_what_has_no_form():
     for text in (r"\sqrt", r"\frac", r"5 \text{ m} 6 \text{ cm}", "a/b"):
         with pytest.raises(ValueError):  # noqa: PT011
             normalise(text)
-
-
-# ---- any text: a score comes quickly, and nothing is executed
-
-ROWS: dict[str, dict[str, Any]] = {
-    "gsm8k": {"question": "", "ground_truth": 18.0},
-    "math": {"question": "", "ground_truth": r"\frac{1}{2}"},
-    "countdown": {"question": "", "ground_truth": [[3, 4, 5], 27]},
-    "sudoku": {"question": "Solve the following Sudoku puzzle: 0234341221434300\n", "ground_truth": "1234341221434321"},
-}
-PIECES = [
-    *(r"\boxed{", r"\boxed ", r"\fbox{", "{", "}", "<answer>", "</answer>", "<reasoning>", "```", "$"),
-    *(r"\frac", r"\sqrt", r"\text{ ", r"\times", r"\div", r"\cdot", r"\left", r"\%", "=", "x"),
-    *("**", "//", *"+-*/()., \n\x00", "...", "1e999", "nan", "<|eot_id|>", "<|endoftext|>", "١", "²"),
-    *("1", "2", "3", "4", "5", "18", "99", "0.5", "1234341221434321"),
-]
-TEXTS = st.one_of(
-    st.text(max_size=200),
-    st.lists(st.sampled_from(PIECES), max_size=60).map("".join),
-    st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=40).map("".join),
-    st.tuples(st.sampled_from(PIECES), st.integers(0, 5_000)).map(lambda pair: pair[0] * pair[1]),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", SCORERS)
-@settings(max_examples=10_000, deadline=None)
-@given(text=TEXTS)
-def test_published_scorers_take_any_string(task, text):
-    started = time.process_time()
-    right, total = score_published(task, text, ROWS[task])
-    assert 0 <= right <= total
-    assert total == (3 if task == "sudoku" else 1)
-    assert time.process_time() - started < 1
 
 
 JSON: st.SearchStrategy = (

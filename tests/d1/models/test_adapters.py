@@ -20,6 +20,7 @@ from d1.sft import train as sft
 from tests.commands import ROOT
 from tests.d1.conftest import write_kind
 from tests.d1.released import IDS, logits_of
+from tests.faults import edit_json
 
 MLP_NAMES = {  # kind -> what "all-linear" adds to "attention", by hand from the model code
     "bert": {"intermediate.dense", "output.dense"},
@@ -115,35 +116,25 @@ def test_an_adapter_made_on_lladas_own_classes(kind_dirs, tmp_path):
     torch.testing.assert_close(logits_of(load_model(tmp_path / "adapter")), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_an_adapter_that_does_not_fit_is_an_error(kind_dirs, tmp_path):
-    train_adapter(load_model(kind_dirs["llama"]), tmp_path / "a")
-    file = tmp_path / "a" / "adapter_model.safetensors"
-    weights = load_file(file)
-    lost = next(iter(weights))
-    strange = weights.pop(lost)
-    save_file(weights | {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": strange}, file)
-    with pytest.raises(ValueError, match=r"does not fit the model: missing \['.*\], unexpected \['.*layers\.9"):
-        load_model(tmp_path / "a")
-
-
-def test_what_does_not_fit_or_is_no_adapter_is_an_error(kind_dirs, tmp_path, llada_writer):
-    train_adapter(load_model(kind_dirs["llada"]), tmp_path / "a")
-    wide = llada_writer(tmp_path / "wide", d_model=64)
+def test_what_does_not_fit_or_names_no_base_is_an_error(kind_dirs, tmp_path, llada_writer):
+    base, folder = kind_dirs["llada"], tmp_path / "a"
+    expected = train_adapter(load_model(base), folder)
     with pytest.raises(ValueError, match=r"does not fit the model: Error.*\n.*size mismatch"):
-        load_model(wide, adapter=tmp_path / "a")
+        load_model(llada_writer(tmp_path / "wide", d_model=64), adapter=folder)
     with pytest.raises(ValueError, match=r"llama has no adapter_config\.json"):
         load_model(tmp_path, adapter=kind_dirs["llama"])
     with pytest.raises(ValueError, match="only 'nf4' is supported"):
-        load_model(kind_dirs["llama"], quantization="int3")
-
-
-def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
-    expected = train_adapter(load_model(kind_dirs["llama"]), tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        load_model(base, quantization="int3")
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=None)
     with pytest.raises(ValueError, match=r"load_model\(base, adapter=\.\.\.\)"):
-        load_model(tmp_path)
-    torch.testing.assert_close(logits_of(load_model(kind_dirs["llama"], adapter=tmp_path)), expected, atol=1e-6, rtol=0)
+        load_model(folder)
+    torch.testing.assert_close(logits_of(load_model(base, adapter=folder)), expected, atol=1e-6, rtol=0)
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    strange = weights.pop(next(iter(weights)))
+    save_file(weights | {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": strange}, file)
+    with pytest.raises(ValueError, match=r"does not fit the model: missing \['.*\], unexpected \['.*layers\.9"):
+        load_model(base, adapter=folder)
 
 
 def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_path, monkeypatch):

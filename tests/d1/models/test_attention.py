@@ -13,7 +13,6 @@ from d1.masking import keyed_generator
 from d1.models import load_model, prepare
 from d1.models.attention import (
     ATTENTION,
-    Tokens,
     check_attention,
     count_positions,
     over_queries,
@@ -21,7 +20,7 @@ from d1.models.attention import (
     takes_masks_over_queries,
 )
 from d1.models.head import body_and_head
-from d1.models.packing import two_stream_states
+from d1.transformers_bridge import CACHE
 from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
@@ -79,8 +78,8 @@ def with_blocks(folder: Any, size: int | None, attention: str = "sdpa") -> Any:
 
 
 def test_blocks_count_real_tokens_alone():
-    tokens = Tokens.of_rows(torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1]]))
-    found = ATTENTION["block-causal"].mask(Qwen3Config(block_size=2), tokens, 8)[0, 0]
+    visible = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1]])
+    found = ATTENTION["block-causal"].mask(Qwen3Config(block_size=2), visible, 0, 8)[0, 0]
     real = torch.tensor([2, 3, 4, 6, 7])
     assert torch.equal(found[real][:, real], seen_in_blocks(5, 2))
     assert not found[:, [0, 1, 5]].any()
@@ -129,24 +128,6 @@ def test_both_limits(kind_dirs, attention):
     assert (logits(with_blocks(folder, 8, attention)) - logits(full)).abs().amax(-1).min() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen"])
-@torch.no_grad()
-def test_flex_attention_sees_the_same(kind_dirs, name):
-    """Without the compiled kernel, which has no backward pass on a CPU and cannot be built there for every shape."""
-    ids = torch.randint(4, 64, (2, 11), generator=keyed_generator(2))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    found = []
-    for kernel in ("sdpa", "flex_attention"):
-        model: Any = load_model(kind_dirs[name], attn_implementation=kernel, dtype=torch.float32)
-        model.config.block_size = 4
-        with torch.compiler.set_stance("force_eager"):
-            states = body_and_head(model)[0](ids, mask), two_stream_states(model, ids, ids.flip(1), mask)
-        found.append([some[mask.bool()] for some in states])
-    for sdpa, flex in zip(*found, strict=True):
-        torch.testing.assert_close(flex, sdpa, atol=1e-5, rtol=0)
-
-
 @torch.no_grad()
 def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
     model: Any = load_model(kind_dirs["sdar"])
@@ -156,9 +137,9 @@ def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
     for row, cut in ((0, 6), (1, 8)):
         text, seen, past = ids[row : row + 1], mask[row : row + 1], DynamicCache()
         whole = model(input_ids=text, attention_mask=seen).logits
-        model(input_ids=text[:, :cut], attention_mask=seen[:, :cut], past_key_values=past)
+        model(input_ids=text[:, :cut], attention_mask=seen[:, :cut], **{CACHE: past})
         places = count_positions(seen)[:, cut:]
-        rest = model(input_ids=text[:, cut:], attention_mask=seen, position_ids=places, past_key_values=past)
+        rest = model(input_ids=text[:, cut:], attention_mask=seen, position_ids=places, **{CACHE: past})
         torch.testing.assert_close(rest.logits, whole[:, cut:], atol=1e-5, rtol=0)
 
 

@@ -87,7 +87,7 @@ def test_a_field_of_a_wrong_type_is_named(tiny_model_dir, tmp_path, name):
     [
         ({"peft_type": "NOPE"}, r"PEFT cannot read its adapter_config\.json: KeyError: 'NOPE'"),
         ({"r": "x"}, r"PEFT cannot make the adapter of its adapter_config\.json: TypeError"),
-        ({"base_model_name_or_path": 7}, r"base_model_name_or_path in adapter_config\.json is 7, no folder"),
+        ({"base_model_name_or_path": 7}, r"base_model_name_or_path in adapter_config\.json is 7: use"),
     ],
 )
 def test_an_adapter_that_peft_cannot_read_is_named(adapter, tmp_path, changed, message):
@@ -120,12 +120,5 @@ def test_an_index_is_for_files_of_its_own_folder(tiny_model_dir, tmp_path, index
     for read in (load_model, lambda path: adapter_chain(str(path), None)):
         with pytest.raises(ValueError, match=rf"^{folder}/{INDEX} {message}"):
             read(folder)
-
-
-def test_an_index_from_the_hub_may_name_files_that_are_yet_to_come(tmp_path):
-    path = tmp_path / INDEX
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "gone.safetensors"}}))
-    check_index(path, complete=False)
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../gone.safetensors"}}))
-    with pytest.raises(ValueError, match="files in other folders"):
-        check_index(path, complete=False)
+    if message.endswith("not there"):  # on the hub, files may be yet to come
+        check_index(folder / INDEX, complete=False)

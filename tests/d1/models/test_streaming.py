@@ -61,22 +61,6 @@ def test_loading_holds_the_weights_once(tmp_path, kind_dirs, llada_writer):
     assert 0.9 * size < growth < 1.3 * size + 2 * largest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
-def test_loading_a_gigabyte_takes_less_than_1_3_of_it(tmp_path, kind_dirs, llada_writer, stored, wanted):
-    """The peak compared with the size of the checkpoint, or of the model if its weights have a wider dtype."""
-    sizes = {"d_model": 1024, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 3072}
-    sizes["n_layers"] = 18 if stored == "float32" else 36
-    stored_dtype = getattr(torch, stored)
-    folder = llada_writer(tmp_path, stored_dtype, shards=4, embedding_size=16384, vocab_size=16384, **sizes)
-    size = size_of(folder)
-    assert size > 1e9
-    growth, _ = peak_growth(folder, kind_dirs["llada"], wanted)
-    result = size * (2 if (stored, wanted) == ("bfloat16", "float32") else 1)
-    assert growth < 1.3 * result
-
-
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes read from files, by any thread, and those made by operations; `peak` is their maximum."""
 

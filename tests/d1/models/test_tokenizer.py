@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, encode_prompt, render_prompt
 from d1.tasks import few_shot_messages, load_task
+from tests.faults import edit_json
 
 WORDS = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>", "<|im_end|>", "a", "b", "<pad>", "user", ":"]
 
@@ -41,18 +42,6 @@ def test_llada_names_its_mask_in_the_config_only(tmp_path):
     assert tokenizer.decode([5, 2, 0], skip_special_tokens=True) == "a"
 
 
-def test_the_tokenizer_comes_before_the_config(tmp_path):
-    config = LLADA | {"pad_token_id": 3}
-    tokenizer = load_tokenizer(write(tmp_path, config, eos_token="<|endoftext|>", pad_token="<pad>"))
-    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (2, 7)
-
-
-def test_a_mask_token_that_tokenizer_and_config_name_differently_is_refused(tmp_path):
-    tokens = {"eos_token": "<|endoftext|>", "mask_token": "<|im_end|>"}
-    with pytest.raises(ValueError, match=r"is '<\|im_end\|>' with id 4, but config.json says mask_token_id 2: correct"):
-        load_tokenizer(write(tmp_path, LLADA, **tokens))
-
-
 NAMED = {"eos_token": "<|endoftext|>", "bos_token": "<|startoftext|>", "pad_token": "<pad>"}
 
 
@@ -68,23 +57,49 @@ NAMED = {"eos_token": "<|endoftext|>", "bos_token": "<|startoftext|>", "pad_toke
         ({}, {"mask_token": ":"}, "the mask token ':' is ordinary text"),
         ({}, {"mask_token": "user"}, "the mask token 'user' is ordinary text"),
         ({"mask_token_id": 6}, {}, "the mask token 'b' is ordinary text"),
+        (
+            {"mask_token_id": 2},
+            {"mask_token": "<|im_end|>"},
+            "id 4, but config.json says mask_token_id 2: correct",
+        ),
+        ({"mask_token_id": 11}, {}, "names a mask_token"),
+        ({}, {}, "neither the tokenizer nor config.json names a mask"),
+        ({}, {"mask_token": "<|mdm_mask|>", "eos_token": None}, "names a eos_token"),
+        ({"vocab_size": 6}, {"mask_token": "<|eot_id|>", "eos_token": "a"}, "id 7, outside the model's embedding"),
     ],
 )
-def test_a_mask_token_that_has_another_meaning_is_refused(tmp_path, config, tokens, message):
+def test_special_tokens_that_cannot_be_are_refused(tmp_path, config, tokens, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path, LLAMA | config, **(NAMED | tokens)))
 
 
-def test_a_new_token_may_look_like_a_word(tmp_path):
-    """It is not in the vocabulary of the text, so that no text is hidden by accident."""
-    tokenizer = load_tokenizer(write(tmp_path, LLAMA | {"vocab_size": 20}, **(NAMED | {"mask_token": "MASK"})))
+def test_tokens_come_from_the_tokenizer_else_the_config_else_eos(tmp_path):
+    """A new token is not in the vocabulary of the text, so it may look like a word."""
+    tokens = {"eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    tokenizer = load_tokenizer(write(tmp_path / "both", LLADA | {"pad_token_id": 3}, **tokens))
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (2, 7)
+    tokenizer = load_tokenizer(write(tmp_path / "new", LLAMA | {"vocab_size": 20}, **(NAMED | {"mask_token": "MASK"})))
     assert tokenizer.mask_token_id == len(WORDS)
-
-
-def test_a_turn_ends_with_eos_where_nothing_else_is_known(tmp_path):
-    words = ["<eos>", "<mask>", "a"]
-    tokenizer = load_tokenizer(write(tmp_path, None, words, eos_token="<eos>", mask_token="<mask>"))
+    tokens = {"eos_token": "<eos>", "mask_token": "<mask>"}
+    tokenizer = load_tokenizer(write(tmp_path / "plain", None, ["<eos>", "<mask>", "a"], **tokens))
     assert tokenizer.eot_token_id == tokenizer.eos_token_id == 0
+
+
+def test_an_adapter_has_the_tokenizer_of_its_base_or_one_that_fits_it(tmp_path):
+    base = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
+    adapter, own = (
+        tmp_path / "adapter",
+        write(tmp_path / "own", None, eos_token="<|endoftext|>", mask_token="<|im_end|>"),
+    )
+    adapter.mkdir()
+    for folder in (adapter, own):
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(adapter).mask_token_id == 2
+    with pytest.raises(ValueError, match=r"with id 4, but config\.json says mask_token_id 2"):
+        load_tokenizer(own)
+    edit_json(own / "adapter_config.json", base_model_name_or_path=str(tmp_path / "gone"))
+    assert load_tokenizer(own).mask_token_id == 4  # nothing contradicts it
 
 
 def test_berts_separator_ends_a_text(tmp_path):
@@ -155,20 +170,6 @@ def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
     assert (tokenizer.eot_token, tokenizer.eot_token_id) == ("<|role_end|>", 4)
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens", "message"),
-    [
-        (LLAMA, {"eos_token": "b"}, "neither the tokenizer nor config.json names a mask"),
-        (LLAMA, {"mask_token": "<|mdm_mask|>"}, "names a eos_token"),
-        (LLAMA | {"vocab_size": 6}, {"mask_token": "<pad>", "eos_token": "a"}, "id 7, outside the model's embed"),
-        ({**LLADA, "mask_token_id": 11}, {"eos_token": "a"}, "names a mask_token"),
-    ],
-)
-def test_tokens_that_cannot_be_are_refused(tmp_path, config, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(write(tmp_path, config, **tokens))
-
-
 def test_the_plain_chat_template_comes_on_request_only(tmp_path):
     source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
     messages = [{"role": "user", "content": "a"}]
@@ -179,25 +180,6 @@ def test_the_plain_chat_template_comes_on_request_only(tmp_path):
     plain.chat_template = "{{ messages[0]['content'] }}"
     plain.save_pretrained(tmp_path / "b")
     assert load_tokenizer(tmp_path / "b", plain_chat_template=True).chat_template != PLAIN_CHAT_TEMPLATE
-
-
-def test_an_adapter_folder_has_the_tokenizer_of_its_base(tmp_path):
-    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
-    (tmp_path / "adapter").mkdir()
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
-    assert load_tokenizer(tmp_path / "adapter").mask_token_id == 2
-
-
-def test_an_adapter_s_own_tokenizer_has_the_mask_token_of_its_base(tmp_path):
-    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
-    own = write(tmp_path / "own", None, eos_token="<|endoftext|>", mask_token="<|im_end|>")
-    (own / "adapter_config.json").write_text(json.dumps(adapter))
-    with pytest.raises(ValueError, match=r"with id 4, but config\.json says mask_token_id 2"):
-        load_tokenizer(own)
-    (own / "adapter_config.json").write_text(json.dumps(adapter | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    assert load_tokenizer(own).mask_token_id == 4  # nothing contradicts it
 
 
 POCKET = Path(__file__).parents[3] / "pocket" / "base"

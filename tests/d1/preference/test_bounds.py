@@ -4,18 +4,16 @@ A tiny model has four tokens and a mask token, so all sets of hidden tokens of a
 number of draws of the collator is a sum over these.
 """
 
-from __future__ import annotations
-
 import copy
+from dataclasses import replace
 from math import comb
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from d1.preference.data import PreferenceCollator
-from d1.preference.losses import dpo
+from d1.preference.trainer import dpo
 from d1.scoring import ESTIMATORS, ViewSettings
 from tests.d1.scoring.enumeration import (
     CANVAS,
@@ -38,7 +36,7 @@ class Tokenizer:
     pad_token_id = eos_token_id = EOS
 
 
-def draws(estimator: str, first: int = 0, **settings: Any) -> list[dict[str, Tensor]]:
+def draws(estimator, first=0, **settings):
     """What the collator draws for the pair in each of many epochs."""
     collator = PreferenceCollator(Tokenizer(), ESTIMATORS[estimator], ViewSettings(gen_length=CANVAS, **settings))  # type: ignore[arg-type]
     ids = [SAMPLED.canvas_ids[row, : LENGTHS[row]].tolist() for row in PAIR]
@@ -46,20 +44,19 @@ def draws(estimator: str, first: int = 0, **settings: Any) -> list[dict[str, Ten
     return [collator([item | {"key": (7, 5, epoch, 0)}]) for epoch in range(first, first + EPOCHS)]
 
 
-def prompt_of(row: int) -> list[int]:
+def prompt_of(row):
     return SAMPLED.prompt_ids[row][VISIBLE[row].bool()].tolist()
 
 
-def states(model: Any, row: int) -> dict[tuple[int, ...], Tensor]:
+def states(model, row):
     """Hidden tokens of a row's completion -> (canvas,) log-probs, after the prompt of the first row."""
-    sampled = copy.copy(SAMPLED)
-    object.__setattr__(sampled, "prompt_ids", SAMPLED.prompt_ids[[0]].expand(4, -1))
-    object.__setattr__(sampled, "attention_mask", VISIBLE[[0]].expand(4, -1))
+    prompt, visible = (of[[0]].expand(4, -1) for of in (SAMPLED.prompt_ids, VISIBLE))
+    sampled = replace(SAMPLED, prompt_ids=prompt, attention_mask=visible)
     tail = tuple(range(LENGTHS[row], CANVAS))
     return {some: state_logps(model, row, some + tail, sampled) for some in subsets(range(LENGTHS[row]))[1:]}
 
 
-def coefficients(batches: list[dict[str, Tensor]], side: int) -> Tensor:
+def coefficients(batches, side):
     """(epochs, sets of hidden tokens, canvas): how much the bound of a side weighs each token in each state."""
     row = PAIR[side]
     known = {some: index for index, some in enumerate(subsets(range(LENGTHS[row]))[1:])}
@@ -83,29 +80,26 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("estimator", "settings"), SETTINGS)
-def test_the_mean_over_draws_is_the_bound_that_all_masks_give(estimator: str, settings: dict[str, Any]) -> None:
+def test_the_mean_over_draws_is_the_bound_that_all_masks_give(estimator, settings):
     """Within five standard errors; the enumeration is the sum over counts x of the mean over sets of x tokens, / x."""
     model, batches = tiny(2), draws(estimator, **settings)
     for side, row in enumerate(PAIR):
         table = torch.stack([logps for logps in states(model, row).values()]).detach()
         bounds = (coefficients(batches, side) * table).sum((1, 2))
-        exact = sum(
-            (table[index] * chance_weight(row, some)).sum()
-            for index, some in enumerate(subsets(range(LENGTHS[row]))[1:])
-        )
+        exact = (table * torch.stack([chance_weight(row, some) for some in subsets(range(LENGTHS[row]))[1:]])).sum()
         if side == 0:  # the prompt of the first row is its own
             torch.testing.assert_close(exact, any_order_bound(model)[0].sum().detach())
         error = float(bounds.std() / len(bounds) ** 0.5)
         assert abs(float(bounds.mean() - exact)) < 5 * error < 0.25 * abs(float(exact))
 
 
-def chance_weight(row: int, some: tuple[int, ...]) -> Tensor:
+def chance_weight(row, some):
     """(canvas,) of hidden tokens: 1 / (x times the number of sets of x tokens)."""
     mask = torch.tensor([float(place in some) for place in range(CANVAS)], dtype=torch.float64)
     return mask / (len(some) * comb(LENGTHS[row], len(some)))
 
 
-def tables(policy: Any, reference: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+def tables(policy, reference):
     """For each side log-probs under both models, (sets of hidden tokens x canvas,), and their gradients under the
     policy, (the same, weights of the model)."""
     found = []
@@ -121,7 +115,7 @@ def tables(policy: Any, reference: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-def variance(of_pair: list[tuple[Tensor, Tensor, Tensor]], batches: list, of_reference: list | None = None) -> float:
+def variance(of_pair, batches, of_reference=None):
     """Sum over all weights of the variance, over epochs, of the gradient of DPO's loss."""
     ratios, slopes = [], []
     for side, (policy, reference, jacobian) in enumerate(of_pair):
@@ -134,7 +128,7 @@ def variance(of_pair: list[tuple[Tensor, Tensor, Tensor]], batches: list, of_ref
     return float((chosen[:, None] * slopes[0] + rejected[:, None] * slopes[1]).var(0).sum())
 
 
-def near(model: Any) -> Any:
+def near(model):
     """A model not far from another, as a policy is from its reference."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -143,7 +137,7 @@ def near(model: Any) -> Any:
     return other
 
 
-def test_shared_and_opposite_masks_each_lower_the_variance_of_the_gradient() -> None:
+def test_shared_and_opposite_masks_each_lower_the_variance_of_the_gradient():
     """Shared: policy and reference are scored in the same views. Opposite: half as many draws, each with the mask that
     hides the other tokens, against as many independent ones: the same number of forward passes."""
     reference = tiny(2, spread=0.3)

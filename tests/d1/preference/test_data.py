@@ -1,12 +1,5 @@
 """TRL's formats, bad rows, and batches with views that depend on nothing but the row and the epoch."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -19,27 +12,17 @@ from d1.scoring import ESTIMATORS, ViewSettings
 LIMITS = {"max_prompt_length": 12, "max_completion_length": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        yield
-
-
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model_dir: Path) -> Any:
+def tokenizer(tiny_model_dir):
     return load_tokenizer(str(tiny_model_dir))
 
 
-def says(role: str, text: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": text}]
-
-
-def rows_of(data: list[dict[str, Any]], tokenizer: Any, paired: bool = True, **options: Any) -> list[dict[str, Any]]:
+def rows_of(data, tokenizer, paired=True, **options):
     return list(token_rows(Dataset.from_list(data), tokenizer, **LIMITS, paired=paired, **options))
 
 
-ASKED, GOOD, BAD = says("user", "1+1="), says("assistant", "2"), says("assistant", "three")
+ASKED = [{"role": "user", "content": "1+1="}]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("2", "three"))
 
 
 @pytest.mark.parametrize(
@@ -50,16 +33,17 @@ ASKED, GOOD, BAD = says("user", "1+1="), says("assistant", "2"), says("assistant
         {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},  # the prompt is what both begin with
     ],
 )
-def test_trls_formats_give_the_same_tokens(row: dict[str, Any], tokenizer: Any) -> None:
+def test_trls_formats_give_the_same_tokens(row, tokenizer):
     (pair,) = rows_of([row], tokenizer)
     assert tokenizer.decode(pair["prompt_ids"]).replace(" ", "") == "<bos><user>1+1=<assistant>"
     texts = [tokenizer.decode(ids).replace(" ", "") for ids in pair["completions"]]
     assert texts == ["2<eos>", "three<eos>"]
     good, bad = rows_of([row], tokenizer, paired=False)
-    assert [(one["completions"], one["label"]) for one in (good, bad)] == [
-        ([pair["completions"][0]], 1),
-        ([pair["completions"][1]], -1),
-    ]
+    assert ([good["completions"][0], bad["completions"][0]], good["label"], bad["label"]) == (
+        pair["completions"],
+        1,
+        -1,
+    )
     single = [{"prompt": "1+1=", "completion": text, "label": text == "2"} for text in ("2", "three")]
     assert rows_of(single, tokenizer, paired=False)[1]["completions"] == bad["completions"]
 
@@ -78,17 +62,13 @@ FINE = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         ({"chosen": "<mask>"}, "the mask token <mask> is in the text"),
     ],
 )
-def test_bad_rows_are_an_error_or_counted(
-    change: dict[str, Any], problem: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_rows_are_an_error_or_counted(change, problem, tokenizer, caplog):
     data = [FINE, FINE | change, FINE]
     with pytest.raises(ValueError, match=rf"(?s)1 of 3 rows cannot be trained on.*row 1: .*{problem}"):
         rows_of(data, tokenizer)
     assert len(rows_of(data, tokenizer, bad_rows="skip")) == 2
     assert "skipped 1 of 3 rows" in caplog.text
     assert problem in caplog.text
-    with pytest.raises(ValueError, match="nothing to train on"):
-        rows_of([FINE | change], tokenizer, bad_rows="skip")
 
 
 @pytest.mark.parametrize(
@@ -98,17 +78,17 @@ def test_bad_rows_are_an_error_or_counted(
         ([{"text": "a"}], False, "or prompt, completion and label"),
         ([{"prompt": "a", "completion": "b", "label": "maybe"}], False, "the label is 'maybe', neither true nor false"),
         ([{"prompt": "a", "completion": "b", "label": 1}] * 2, False, "all completions have the same label"),
-        ([{"prompt": says("user", "a"), "chosen": says("user", "b"), "rejected": GOOD}], True, "chosen does not end"),
+        ([{"prompt": ASKED, "chosen": ASKED, "rejected": GOOD}], True, "chosen does not end"),
         ([{"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": BAD}], True, "answer different prompts"),
     ],
 )
-def test_data_that_makes_no_sense(data: list[dict[str, Any]], paired: bool, problem: str, tokenizer: Any) -> None:
+def test_data_that_makes_no_sense(data, paired, problem, tokenizer):
     with pytest.raises(ValueError, match=problem):
         rows_of(data, tokenizer, paired)
 
 
 @pytest.mark.parametrize("block", [None, 4])
-def test_views_depend_on_the_row_and_the_epoch_alone(tokenizer: Any, block: int | None) -> None:
+def test_views_depend_on_the_row_and_the_epoch_alone(tokenizer, block):
     """Neither on the batch, its padding or its order. What stands after a completion is hidden and not scored; an
     exact count of tokens is scored, and an empty row scores nothing."""
     data = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3" * (7 - n)} for n in (1, 3, 6)]

@@ -1,27 +1,23 @@
 """The losses: closed forms, and TRL's on the same log-probabilities."""
 
-from __future__ import annotations
-
 from math import log
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from d1.models import load_model, load_tokenizer
 from d1.preference import METHODS
-from d1.preference.losses import LOSSES
+from d1.preference.trainer import LOSSES
 
 BETA, TOKENS = 0.3, 5
 SIGNS = torch.tensor([1, -1, 1, -1, 1, 1])
 
 
-def random_logps(seed: int) -> Tensor:
+def random_logps(seed):
     """(rows, tokens) of six completions of different lengths, fp64; tokens after an end are 0."""
     generator = torch.Generator().manual_seed(seed)
     length = torch.tensor([5, 3, 1, 4, 2, 5])
@@ -30,7 +26,7 @@ def random_logps(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_start_is_neutral_and_gradients_have_closed_forms(name: str) -> None:
+def test_the_start_is_neutral_and_gradients_have_closed_forms(name):
     """Ratios of 0: DPO's loss is log 2 and KTO's 1/2. Elsewhere the derivative is beta sigmoid(...) by hand."""
     zero = LOSSES[name](torch.zeros(6), SIGNS, BETA)
     torch.testing.assert_close(zero, torch.full_like(zero, log(2) if name == "dpo" else 0.5))
@@ -45,11 +41,11 @@ def test_the_start_is_neutral_and_gradients_have_closed_forms(name: str) -> None
     torch.testing.assert_close(found, expected.detach())
 
 
-def stand_in(*answers: Tensor) -> Any:
+def stand_in(*answers):
     """In place of a model: gives these log-probabilities, one call after the other."""
     waiting = list(answers)
 
-    def call(**given: Any) -> SimpleNamespace:
+    def call(**given):
         logps = waiting.pop(0)
         nothing = torch.zeros(logps.shape)
         return SimpleNamespace(log_probs=logps, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
@@ -57,7 +53,7 @@ def stand_in(*answers: Tensor) -> Any:
     return call
 
 
-def trl_loss(kind: str, model_dir: Path, folder: Path, logps: Tensor, reference: Tensor) -> Tensor:
+def trl_loss(kind, model_dir, folder, logps, reference):
     """TRL's loss of sums over tokens; of KTO with the rows themselves as those that estimate the KL."""
     texts = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     if kind == "kto":
@@ -85,7 +81,7 @@ def trl_loss(kind: str, model_dir: Path, folder: Path, logps: Tensor, reference:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_trls_loss_of_the_same_log_probabilities(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_trls_loss_of_the_same_log_probabilities(kind, tiny_model_dir, tmp_path):
     """Value and gradient. KTO's rows have a mean ratio above 0, where TRL's KL would be clamped."""
     logps, reference = random_logps(1).requires_grad_(), random_logps(2) - 0.2
     ratios = logps.sum(1) - reference.sum(1)

@@ -1,22 +1,15 @@
-"""Whole runs: the reference, memory, accumulation, real processes, kill and resume, what is refused."""
-
-from __future__ import annotations
+"""Whole runs: the reference, accumulation, real processes, kill and resume, what is refused."""
 
 import json
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 
-from d1.__main__ import STAGES
 from d1.models import load_model
-from d1.models.fit import LiveStorages
 from d1.preference.train import main, make_parser
-from d1.runs.stage import on_gpu
 from tests import forks
 
 start = partial(forks.job, "d1.preference.train")
@@ -26,7 +19,7 @@ METHODS = ["vrpo", "vrpo-dare", "elbo-kto"]
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+def flags(tmp_path_factory, tiny_model_dir):
     """Flags of every run here; nine pairs, so that the last step of an epoch is short and has empty rows."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "7" * (1 + i % 5)} for i in range(9)]
@@ -36,28 +29,25 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     return own + STEP
 
 
-def run(flags: list[str], folder: Path, *more: str) -> Any:
+def run(flags, folder, *more):
     return main(make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", *more]))
 
 
-def logged(folder: Path, name: str) -> list[float]:
+def logged(folder, name):
     lines = [json.loads(line) for line in (folder / "job/metrics.jsonl").read_text().splitlines()]
     return [line[name] for line in lines if name in line]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_model(str(folder)).state_dict()
 
 
-def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) -> None:
-    """Nine pairs: in larger batches nothing is computed for the rows that they leave empty."""
-    for batch in ("9", "90"):
-        run(flags, tmp_path / batch, "--batch_size", batch, "--grad_accum_steps", "1")
-    for name in ("loss", "grad_norm", "compute_tokens"):
-        assert logged(tmp_path / "90", name) == logged(tmp_path / "9", name), name
+def assert_two_processes(folder, kind):
+    settings = json.loads((folder / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
 
 
-def test_a_resume_over_other_pairs_is_refused(flags: list[str], tmp_path: Path) -> None:
+def test_a_resume_over_other_pairs_is_refused(flags, tmp_path):
     """A folder of `datasets`, which is no file with contents of its own: the rows themselves are compared."""
     data = Dataset.from_json(flags[flags.index("--train_data") + 1])
     data.save_to_disk(tmp_path / "rows")
@@ -70,9 +60,7 @@ def test_a_resume_over_other_pairs_is_refused(flags: list[str], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_starts_neutral_learns_and_leaves_its_reference(
-    method: str, flags: list[str], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_starts_neutral_learns_and_leaves_its_reference(method, flags, tiny_model_dir, tmp_path):
     """With LoRA there is no second model; without, the second one keeps the weights of the start."""
     how = ["--method", method, "--batch_size", "3", "--grad_accum_steps", "1", "--num_epochs", "8"]
     how += ["--beta", "3"] if method == "vrpo-dare" else []
@@ -80,11 +68,9 @@ def test_a_run_starts_neutral_learns_and_leaves_its_reference(
     for full in ([], ["--full_finetuning"]):
         folder = tmp_path / f"full{len(full)}"
         trainer = run([*flags, *how, *full, "--learning_rate", "1e-2" if not full else "1e-3"], folder)
-        losses = logged(folder, "loss")
-        assert losses[0] == pytest.approx(0.5 if method == "elbo-kto" else 0.6931472, abs=1e-6)
+        losses, margins = logged(folder, "loss"), logged(folder, "rewards/margins")
+        assert (losses[0], margins[0]) == pytest.approx((0.5 if method == "elbo-kto" else 0.6931472, 0), abs=1e-6)
         assert losses[-1] < 0.9 * losses[0]
-        margins = logged(folder, "rewards/margins")
-        assert margins[0] == pytest.approx(0, abs=1e-6)
         assert margins[-1] > 0.01
         assert logged(folder, "rewards/accuracies")[-1] > 0.6
         with trainer.reference() as model:
@@ -96,14 +82,13 @@ def test_a_run_starts_neutral_learns_and_leaves_its_reference(
             assert any(not torch.equal(value, before[name]) for name, value in weights(folder / "job").items())
 
 
-def test_neither_accumulation_nor_processes_change_a_run(flags: list[str], tmp_path: Path) -> None:
+def test_neither_accumulation_nor_processes_change_a_run(flags, tmp_path):
     """Steps of 4 completions; KTO's mean ratio is that of the whole step."""
     shared, one, parts, both = [*flags, "--method", "elbo-kto"], tmp_path / "one", tmp_path / "parts", tmp_path / "both"
     run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], one)
     run([*shared, "--batch_size", "1", "--grad_accum_steps", "4", "--views_at_once", "2"], parts)
     forks.finish(start([*shared, *HALF], both, 2, ACCELERATE_USE_CPU="true"), both / "log")
-    settings = json.loads((both / "job/run.json").read_text())["settings"]
-    assert (settings["world_size"], settings["distributed_type"]) == (2, "MULTI_CPU")
+    assert_two_processes(both, "MULTI_CPU")
     for name in ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "compute_tokens"):
         for folder in (parts, both):
             assert len(logged(one, name)) == 10
@@ -112,17 +97,16 @@ def test_neither_accumulation_nor_processes_change_a_run(flags: list[str], tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "how"), [(2, []), (3, []), (3, ["--full_finetuning"])])
-def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: list[str], tmp_path: Path) -> None:
-    shared = [*flags, *how, "--method", "elbo-kto"]
-    run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], tmp_path / "one")
-    forks.finish(start([*shared, *HALF], tmp_path / "two", 2, **forks.deepspeed(zero)), tmp_path / "two/log")
-    settings = json.loads((tmp_path / "two/job/run.json").read_text())["settings"]
-    assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
+def test_zero_gives_the_run_of_one_process(zero, how, flags, tmp_path):
+    shared, one, two = [*flags, *how, "--method", "elbo-kto"], tmp_path / "one", tmp_path / "two"
+    run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], one)
+    forks.finish(start([*shared, *HALF], two, 2, **forks.deepspeed(zero)), two / "log")
+    assert_two_processes(two, "DEEPSPEED")
     for name in ("loss", "rewards/chosen", "rewards/margins", "compute_tokens"):
-        assert logged(tmp_path / "two", name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=5e-3, abs=1e-5)
 
 
-def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) -> None:
+def test_a_killed_run_repeats_an_unbroken_one(flags, tmp_path):
     """SIGKILL in the second epoch, between two logs: the weights and every logged number are equal to the bit."""
     training = [*flags, "--batch_size", "1", "--grad_accum_steps", "2", "--save_steps", "3", "--logging_steps", "2"]
     training += ["--num_epochs", "4", "--method", "elbo-kto"]
@@ -130,41 +114,21 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     run(training, whole)
     forks.wait_for_kill(start(training, killed, KILLED_AT=str(killed / "job/checkpoint-9")), killed / "log")
     run([*training, "--resume"], killed)
-    for name in ("loss", "grad_norm", "rewards/chosen", "logps/rejected", "rewards/accuracies", "compute_tokens"):
+    names = ("loss", "grad_norm", "rewards/chosen", "logps/rejected", "rewards/accuracies", "compute_tokens")
+    for name in (*names, "train_loss"):
         assert logged(killed, name) == logged(whole, name), name
-    assert logged(killed, "train_loss") == logged(whole, "train_loss")
     expected, found = weights(whole / "job"), weights(killed / "job")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(ValueError, match=r"a run with beta 0.1 instead of 0.3"):
         run([*training, "--resume", "--beta", "0.3"], killed)
 
 
-def test_memory_does_not_grow_with_the_draws(flags: list[str], tmp_path: Path) -> None:
-    """Bytes of live storages at the peak of a step, beyond the first pass that allocates gradients."""
-    peaks = []
-    for views in (2, 12):
-        how = ["--max_steps", "1", "--full_finetuning", "--num_views", str(views)]
-        trainer = run([*flags, *how], tmp_path / f"{views}")
-        loader = iter(trainer.get_train_dataloader())
-        with LiveStorages() as storages:
-            (batch,), count = trainer.get_batch_samples(loader, 1, trainer.args.device)
-            trainer.compute_loss(trainer.model, batch, num_items_in_batch=count).backward()
-        peaks.append(storages.peak)
-    assert peaks[1] < 1.1 * peaks[0]
-
-
-def test_blocks_and_merging(
-    flags: list[str], tiny_block_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A block-causal model's bound is the sum of its blocks'. Card and last line say how the model was made and where
-    it is."""
-    caplog.set_level("INFO")
+def test_blocks_and_merging(flags, tiny_block_dir, tmp_path):
+    """A block-causal model's bound is the sum of its blocks'. The card says how the model was made."""
     run([*flags, "--model_name", str(tiny_block_dir), "--max_steps", "2", "--merge_at_end"], tmp_path)
-    assert caplog.messages[-1] == f"The adapter is in {tmp_path}/job: python -m d1 chat {tmp_path}/job"
     assert load_model(str(tmp_path / "job/merged")).config.block_size == 4
     card = (tmp_path / "job/README.md").read_text()
     assert "preferences, method vrpo: LLaDA 1.5, [arXiv 2505.19223]" in card
-    assert "beta 0.2, 2 draws of counts" in card
     assert "- preference" in card
 
 
@@ -173,13 +137,10 @@ def test_blocks_and_merging(
     [
         (["--antithetic"], "--antithetic needs --estimator espo"),
         (["--train_data", ""], "--train_data is missing"),
-        (["--full_finetuning", "--merge_at_end"], "need LoRA"),
         (["--max_completion_length", "600"], "512 positions: lower --max_prompt_length or --max_completion_length"),
-        pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
     ],
 )
-def test_settings_that_cannot_work_are_refused(flags: list[str], tmp_path: Path, more: list[str], problem: str) -> None:
+def test_settings_that_cannot_work_are_refused(flags, tmp_path, more, problem):
     with pytest.raises(ValueError, match=problem):
         run(flags, tmp_path, *more)
     assert not list(tmp_path.iterdir())
-    assert STAGES["prefer"] == "d1.preference.train"

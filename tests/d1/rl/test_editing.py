@@ -62,10 +62,7 @@ def test_methods_of_final_tokens_train_on_edited_rollouts(model_dir, tmp_path, m
     [
         ({"edit_threshold": 0.49}, "edit_threshold 0.49: below 0.5 more than one token can replace a revealed one"),
         ({"editing": "speed", "edit_threshold": None}, "edit_threshold 0: below 0.5"),
-        (
-            {"method": "rldf"},
-            "states replays what was written last, and edit_threshold writes more than once: take rep",
-        ),
+        ({"method": "rldf"}, "states replays what was written last, and edit_threshold writes more than once"),
         ({"method": "cj-grpo", "sampling_weight_cap": 2.0}, "sampling_weight_cap: replay scores in the sampler's"),
         ({"objective": "rldf", "beta": 0.0, "loss_type": "sum"}, "rldf reads the one step that revealed a token"),
         ({"max_post_steps": 1000}, "max_post_steps"),

@@ -105,15 +105,11 @@ MALFORMED = [
     (GOOD | {"completion_ids": [[9, END], []]}, "row 1: completion_ids has 0 ids"),
     (GOOD | {"completion_ids": [[9, END], [7] * 7]}, "row 1: 7 completion_ids, and there is no EOS"),
     (GOOD | {"completion_ids": [[9, END], [999] * 8]}, "row 1: completion_ids: the model has"),
-    (GOOD | {"completion_ids": [[9, END], [1.5] * 8]}, "row 1: completion_ids: the model has"),
     (GOOD | {"completion_ids": [["a"], [7] * 8]}, "row 0: completion_ids: expected a list of numbers"),
-    (GOOD | {"completion_ids": [5, [7] * 8]}, "row 0: completion_ids: expected a list of numbers"),
-    (GOOD | {"completion_ids": [[9, MASK, END], [7] * 8]}, "row 0: completion_ids hold the mask token"),
     (GOOD | {"prompt_ids": [[], [1, 8]]}, "row 0: prompt_ids has 0 ids"),
     (GOOD | {"prompt_ids": [[1] * 999, [1, 8]]}, "row 0: prompt_ids has 999 ids: expected 1 to max_prompt_length"),
     (GOOD | {"steps": [[0, 0, 1]]}, "as many steps, got 1"),
     (GOOD | {"steps": [[0, 0], STEPS["steps"][1]]}, "row 0: steps has 2 entries for 3 completion_ids"),
-    (GOOD | {"steps": [[0, 0, 4], STEPS["steps"][1]]}, r"row 0: steps\[2\] is 4: expected 0 to 3"),
     (GOOD | {"steps": [[0, 0.5, 1], STEPS["steps"][1]]}, r"row 0: steps\[1\] is 0.5"),
     (GOOD | {"steps": [[0, -1, 1], STEPS["steps"][1]]}, r"row 0: steps\[1\] is -1"),
     (GOOD | {"steps": [[0, 0, 1], [0, 1, 0, 1] * 2]}, r"row 1: steps\[4\] is 0: expected 2 or more"),
@@ -148,9 +144,8 @@ def test_an_engine_that_lies_about_a_row_is_found_by_its_log_probabilities(tiny_
     def lying(prompts, trainer):
         told = honest(prompts, trainer)
         if lie == "tokens":
-            told["completion_ids"] = [
-                [8 + (id * 7 + position) % 30 for position, id in enumerate(row)] for row in told["completion_ids"]
-            ]
+            ids = told["completion_ids"]
+            told["completion_ids"] = [[8 + (id * 7 + at) % 30 for at, id in enumerate(row)] for row in ids]
         else:
             told["logprobs"] = [[-0.01] * len(row) for row in told["logprobs"]]
         return told

@@ -20,7 +20,7 @@ from d1.rl.trainer import DiffuGRPOTrainer
 from d1.serve import KEY
 from d1.serve.client import RolloutServer
 from tests.d1.rl.fleet import LIMIT, Fleet, trainers
-from tests.tiny_grpo import clockless, make_method, weights
+from tests.tiny_grpo import assert_same, clockless, make_method
 
 pytestmark = pytest.mark.usefixtures("server_key")
 PARTS = {"rollout_batch_size": 2, "rollout_server_timeout": LIMIT}  # of four rows per process
@@ -57,12 +57,6 @@ def trained(model_dir, folder, method="d1", before=None, resume=None, **options)
     trainer.before = before or {}
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def assert_same(one, other):
-    before, after = weights(one.model), weights(other.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert clockless(one.state.log_history) == clockless(other.state.log_history)
 
 
 def in_background(*steps):
@@ -112,14 +106,10 @@ def test_a_server_falls_silent_dies_and_comes_back_with_the_weights(
         fleet.pause(1)  # so that the other one gets rows
         works.append(in_background((fleet.until, 0, "d1_tokens_total", 8), (fleet.resume, 1)))
 
-    def kill():
-        fleet.kill(0)
-
     options = {"max_steps": 6}
     here = trained(tiny_model_dir, tmp_path / "here", **options)
-    there = trained(
-        tiny_model_dir, folder / "killed", before={1: stop, 2: kill, 3: come_back}, **options, **fleet.flags
-    )
+    events = {1: stop, 2: lambda: fleet.kill(0), 3: come_back}
+    there = trained(tiny_model_dir, folder / "killed", before=events, **options, **fleet.flags)
     works[1].join()
     assert_same(here, there)
     assert fleet.ask(0, "/model_info").json()["weight_version"].startswith(there.servers.run)
@@ -134,9 +124,6 @@ def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, t
     fleet.pause(1)
     works = []
 
-    def kill():
-        works.append(in_background((fleet.until, 0, "d1_rows_waiting", 1), (fleet.kill, 0), (fleet.kill, 1)))
-
     def go_on():
         fleet.resume(0)
         fleet.resume(1)
@@ -144,19 +131,13 @@ def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, t
     def stop():
         fleet.pause(0)
         fleet.pause(1)
-        kill()
+        works.append(in_background((fleet.until, 0, "d1_rows_waiting", 1), (fleet.kill, 0), (fleet.kill, 1)))
 
     ends = folder / f"ends{accumulated}"
-    fails = 2 if accumulated == 1 else 4
-    step = 2 if accumulated == 1 else 1
+    fails, step = (2, 2) if accumulated == 1 else (4, 1)
+    short = options | {"rollout_server_timeout": 1.0}
     with pytest.raises(ConnectionError, match=f"continue from .*/checkpoint-{step} with --resume"):
-        trained(
-            tiny_model_dir,
-            ends,
-            before={1: go_on, fails: stop},
-            **options | {"rollout_server_timeout": 1.0},
-            **fleet.flags,
-        )
+        trained(tiny_model_dir, ends, before={1: go_on, fails: stop}, **short, **fleet.flags)
     works[0].join()
     assert not [*folder.rglob("d1-weights*")]
     for number in range(2):
@@ -196,9 +177,8 @@ def test_two_trainers_share_servers_and_are_killed(fleet, tiny_model_dir, folder
     finished(trainers(tiny_model_dir, there, resume=str(last), **options, **fleet.flags))
     before, after = (load_file(path / "end.safetensors") for path in (tmp_path / "here", there))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    (processes, whole), (_, resumed) = (
-        json.loads((path / "logged.json").read_text()) for path in (tmp_path / "here", there)
-    )
+    logs = [json.loads((path / "logged.json").read_text()) for path in (tmp_path / "here", there)]
+    (processes, whole), (_, resumed) = logs
     assert processes == 2
     assert clockless(whole) == clockless(resumed)
     assert not [*folder.rglob("d1-weights*")]
@@ -211,12 +191,9 @@ def test_a_server_asks_for_the_key(fleet, monkeypatch):
 
 
 def test_weights_lie_where_all_servers_read_and_there_is_room(tmp_path):
-    run, other = tmp_path / "runs" / "one", tmp_path / "weights"
-    other.mkdir()
-    ram = Path("/dev/shm")
+    run, ram = tmp_path / "runs" / "one", Path("/dev/shm")
     assert folder_with_room(run, [None, ["/"]], 1) == (ram if ram.is_dir() else run)
     assert folder_with_room(run, [[str(tmp_path)], None], 1) == run
-    assert folder_with_room(run, [[str(other), "/gone"], [str(other)]], 1) == other
-    for folders, size in (([[str(other)], [str(run)]], 1), ([None, ["/"]], 1 << 60)):
+    for folders, size in (([[str(tmp_path / "other")], [str(run)]], 1), ([None, ["/"]], 1 << 60)):
         with pytest.raises(ValueError, match="--weights_dir"):
             folder_with_room(run, folders, size)

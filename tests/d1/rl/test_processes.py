@@ -16,13 +16,10 @@ from safetensors.torch import load_file
 from d1.rl.methods import METHODS
 from tests import forks
 from tests.d1.rl.train_methods import train_methods
-from tests.tiny_grpo import PER_MICRO_BATCH, logged, of_each_part, train_a_little, weights
+from tests.tiny_grpo import PER_MICRO_BATCH, clockless, logged, of_each_part, train_a_little, weights
 
 STAGE = Path(__file__).parents[3] / "diffu-grpo"
 TASK = Path(__file__).with_name("letters_task.py")
-TIMES = ("seconds/", "rollout_tokens", "step_time", "train_runtime", "_per_second", "peak_memory", "profiling/")
-
-
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"]
 LAUNCH += ["--num_processes", "2", "--config_file"]
 CONFIGS = {"ddp": "../launch/ddp.yaml", "zero2": "accelerate.yaml", "zero3": "../launch/zero3.yaml"}
@@ -65,15 +62,8 @@ def launch(words, launcher):
     """The words as a command of Accelerate's launcher, in two processes."""
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(STAGE.parent)}
     variables["ACCELERATE_USE_CPU"] = str(launcher == "ddp").lower()
-    done = subprocess.run(
-        [*LAUNCH, CONFIGS[launcher], *words],
-        cwd=STAGE,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    options = {"cwd": STAGE, "env": os.environ | variables, "capture_output": True, "text": True, "timeout": 900}
+    done = subprocess.run([*LAUNCH, CONFIGS[launcher], *words], check=False, **options)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -103,8 +93,7 @@ def final_weights(folder):
 def logs(folder):
     """All logged values, except those that depend on the clock."""
     last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
-    return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
+    return clockless(json.loads((last / "trainer_state.json").read_text())["log_history"])
 
 
 PHASES = {
@@ -188,9 +177,8 @@ def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_meth
         assert len(one.rollouts) == 2
         for name, value in weights(one.model).items():
             assert (value - start[name]).abs().max() > 5e-5
-            torch.testing.assert_close(
-                several[name], value, rtol=1e-4, atol=2e-6, msg=lambda text, of=method: f"{of}: {text}"
-            )
+            where = {"msg": lambda text, of=method: f"{of}: {text}"}
+            torch.testing.assert_close(several[name], value, rtol=1e-4, atol=2e-6, **where)
         for entry, other in zip(logged(one), record["logged"], strict=True):
             # With accumulation the other metrics are means over micro-batches, each of which spans all processes.
             for name in {*(["reward"] if method in ACCUMULATED else AGREE)} & entry.keys():

@@ -57,9 +57,8 @@ def test_trls_loss_takes_them_as_its_own_token_truncate_and_leaves_its_kl_alone(
     options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.3}
     with_weights = weighted(inputs)
     try:
-        theirs, _ = trl_loss(
-            trainer, inputs, **options, use_vllm=True, importance_sampling_ratio=with_weights.sampling_weights
-        )
+        of_vllm = {"use_vllm": True, "importance_sampling_ratio": with_weights.sampling_weights}
+        theirs, _ = trl_loss(trainer, inputs, **options, **of_vllm)
     finally:
         trainer.use_vllm = False
     ours, _ = trl_loss(trainer, with_weights, **options)

@@ -147,7 +147,10 @@ LIES = {
     "a row less": (lambda rows: rows[:-1], "answered 4 prompts with 3 rows"),
     "no list": (lambda rows: {"rows": rows}, "answered 4 prompts with dict"),
     "no JSON": (lambda rows: b"sorry", "answered what is no JSON: 'sorry'"),
-    "another prompt": (lambda rows: with_prompt(rows), r"row 1 .*: 3 tokens of the prompt were read, of \d\d"),
+    "another prompt": (
+        lambda rows: with_count(rows, "prompt_tokens", 3),
+        "row 1 .*: 3 tokens of the prompt were r",
+    ),
     "a token less": (lambda rows: resized(rows, lambda of: of[:-1]), r"row 1 .*: 7 completion_ids, and .* canvas of 8"),
     "a token more": (lambda rows: resized(rows, lambda of: [*of, of[-1]]), r"row 1 .*: completion_ids has 9 ids"),
     "a step less": (lambda rows: cut_steps(rows), "row 1 .*: steps has 7 entries for 8 completion_ids"),
@@ -165,23 +168,18 @@ LIES = {
         r"row 0 .*: steps of block 0 reveal \[4\] tokens: expected \[2, 2\]",
     ),
     "a text": (lambda rows: with_meta(rows, "step_maps", 0, "one"), "row 1 .*: the answer is not of the form"),
-    "no passes": (lambda rows: with_passes(rows, 2), "row 1 .*: forward_passes is 2: expected 4 at least"),
-    "random tokens": (
-        lambda rows: everywhere(rows, with_random_tokens),
-        "row . .*: the log-probabilities are not thos",
+    "no passes": (
+        lambda rows: with_count(rows, "forward_passes", 2),
+        "row 1 .*: forward_passes is 2: expected 4 at",
     ),
+    "random tokens": (lambda rows: everywhere(rows, with_random_tokens), "row . .*: the log-probabilities are not"),
     "higher": (lambda rows: everywhere(rows, with_higher_logps), "row . .*: the log-probabilities are not those of th"),
     "lower": (lambda rows: everywhere(rows, with_lower_entropies), "row . .*: the entropies are not those of this run"),
 }
 
 
-def with_prompt(rows):
-    rows[1]["meta_info"]["prompt_tokens"] = 3
-    return rows
-
-
-def with_passes(rows, count):
-    rows[1]["meta_info"]["forward_passes"] = count
+def with_count(rows, name, count):
+    rows[1]["meta_info"][name] = count
     return rows
 
 

@@ -9,10 +9,9 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.report import SHOWN_FILE
-from d1.rl.stage import ShowProblems, drafts_of
+from d1.rl.stage import ShowProblems
 from d1.rl.trainer import STREAMS
 from d1.sampling import generate
-from d1.show.film import piece
 from tests.tiny_grpo import by_letter, logged, make_trainer, rows, weights
 
 FEW = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.01}
@@ -44,9 +43,8 @@ def sampled(model, tokenizer, settings, seed):
     for number, row in enumerate(rows().select(range(8))):
         random = {"generator": [keyed_generator(seed, STREAMS["rollout", "eval"], 0, number)]}
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        whole = generate(
-            model.eval(), ids, torch.ones_like(ids), settings, mask_token_id=tokenizer.mask_token_id, **random
-        )
+        random |= {"mask_token_id": tokenizer.mask_token_id}
+        whole = generate(model.eval(), ids, torch.ones_like(ids), settings, **random)
         found.append(whole[0, ids.shape[1] :].tolist())
     return found
 
@@ -66,9 +64,8 @@ def test_both_times_they_are_what_the_weights_sample_and_judged_by_the_task(unbr
         expected = sampled(model, tokenizer, trainer.sampling, trainer.args.seed)
         for film, ids in zip(kept[when], expected, strict=True):
             end = next((position for position, token in enumerate(ids) if token in ends), len(ids))
-            assert [token.strip() for token in film["tokens"][:end]] == [
-                tokenizer.decode([token]).strip() for token in ids[:end]
-            ]
+            texts = [tokenizer.decode([token]).strip() for token in ids[:end]]
+            assert [token.strip() for token in film["tokens"][:end]] == texts
             assert film["solved"] == even(tokenizer.decode(ids[:end], skip_special_tokens=True))
     assert [film["prompt"] for film in kept["before"]] == [film["prompt"] for film in kept["after"]]
 
@@ -90,10 +87,3 @@ def test_a_resumed_run_keeps_the_problems_before_and_a_new_one_replaces_them(unb
     (tmp_path / SHOWN_FILE).write_text(json.dumps({"before": kept["after"], "after": kept["before"]}))
     trained(tiny_model_dir, tmp_path)
     assert kept_in(tmp_path) == kept
-
-
-def test_drafts_are_the_tokens_that_later_ones_replaced(tiny_model_dir):
-    tokenizer = load_tokenizer(tiny_model_dir)
-    first, second = tokenizer.convert_tokens_to_ids(["a", "b"])
-    writes = [[0, 2], [1, -1]], [[first, second], [second, 0]], [[-0.5, -0.25], [-1.0, 0.0]]
-    assert drafts_of(writes, tokenizer) == [[[0, piece(tokenizer, first), -0.5]], []]

@@ -20,7 +20,7 @@ from d1.rl.trainer import DiffuGRPOTrainer
 from d1.sampling import rollout
 from tests.commands import ROOT
 from tests.d1.serve.serving import serving
-from tests.tiny_grpo import by_letter, clockless, is_even, logged, make_method, weights
+from tests.tiny_grpo import assert_same, by_letter, is_even, logged, make_method, weights
 
 REPLAY = {"num_views": 3, "epsilon": 0.05}
 WEIGHTED = {"sampling_weight_cap": 1.2}
@@ -57,12 +57,6 @@ def slowly(completions, **columns):
     return by_letter(completions)
 
 
-def same(here, there):
-    assert clockless(there.state.log_history) == clockless(here.state.log_history)
-    before, after = weights(here.model), weights(there.model)
-    return all(torch.equal(before[name], after[name]) for name in before)
-
-
 @pytest.mark.parametrize(
     ("method", "staleness", "changes"),
     [
@@ -78,12 +72,10 @@ def test_a_run_is_that_of_a_loop_that_keeps_all_models(tiny_model_dir, tmp_path,
     with serving(tiny_model_dir, batch_size=64, weights_dir=tmp_path) as served:
         there = make_method(tiny_model_dir, tmp_path / "there", method, **steps, **stale(served, staleness), **changes)
         there.train()
-    assert same(here, there)
-    found = [[entry.get(name) for entry in logged(there) if name in entry] for name in STALE]
-    rollouts = 7 if method == "agrpo-entropy" else 4
-    updates = there.num_iterations
-    assert found[0] == [min(number, staleness) for number in range(rollouts)]
-    assert found[1] == [updates * min(number, staleness) for number in range(rollouts)]
+    assert_same(here, there)
+    found = [[entry[name] for entry in logged(there) if name in entry] for name in STALE]
+    behind = [min(number, staleness) for number in range(7 if method == "agrpo-entropy" else 4)]
+    assert found == [behind, [there.num_iterations * number for number in behind]]
 
 
 class Kept(DiffuGRPOTrainer):
@@ -133,13 +125,13 @@ def test_a_resume_and_a_lost_server_change_nothing(tiny_model_dir, tmp_path):
         for step in (4, 7):
             again = make_method(tiny_model_dir, tmp_path / f"{step}", "agrpo-entropy", **steps, **stale(served, 2))
             again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-            assert same(whole, again)
+            assert_same(whole, again)
     lost = make_lost(tiny_model_dir, tmp_path, steps)
     assert 0 < lost.state.global_step < 10
     with serving(tiny_model_dir, batch_size=64, weights_dir=tmp_path) as served:
         again = make_method(tiny_model_dir, tmp_path / "lost", "agrpo-entropy", **steps, **stale(served, 2))
         again.train(resume_from_checkpoint=str(tmp_path / "lost" / f"checkpoint-{lost.state.global_step}"))
-        assert same(whole, again)
+        assert_same(whole, again)
     assert rollout_buffer(again)
 
 
@@ -194,12 +186,7 @@ def test_two_processes_share_the_rollouts_of_the_first(tmp_path):
         for processes in (1, 2):
             words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
             words += ["--master_port", str(29750 + processes), "-m", "d1", "rl", *flags.split(), served.url]
-            words += [
-                "--per_device_train_batch_size",
-                str(8 // processes),
-                "--output_dir",
-                str(tmp_path / f"{processes}"),
-            ]
+            words += ["--per_device_train_batch_size", str(8 // processes), "--output_dir", f"{tmp_path}/{processes}"]
             subprocess.run(words, env=environment, cwd=tmp_path, check=True, timeout=300)
     one, two = (load_file(tmp_path / str(processes) / "model.safetensors") for processes in (1, 2))
     start = load_file(base / "model.safetensors")

@@ -33,17 +33,9 @@ class Line(torch.nn.Module):
 
 
 def train(folder: Path, steps: int, resume: Path | None = None, plain: bool = False) -> Trainer:
-    args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        logging_steps=1,
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        report_to="none",
-        use_cpu=True,
-        learning_rate=0.1,
-    )
+    often: dict[str, Any] = {"logging_steps": 1, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    where: dict[str, Any] = {"output_dir": str(folder), "report_to": "none", "use_cpu": True}
+    args = TrainingArguments(**where, **often, max_steps=steps, learning_rate=0.1)
     rows = [{"x": torch.tensor([float(i)]), "labels": torch.tensor([2.0 * i])} for i in range(8)]
     trainer = Trainer(model=Line(), args=args, train_dataset=rows, eval_dataset=rows[:2])  # type: ignore[arg-type]
     if plain:  # Transformers' own console
@@ -76,7 +68,6 @@ def test_one_line_a_log_and_one_bar(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_metrics_file_has_what_the_trainer_state_has(tmp_path: Path) -> None:
     trainer = train(tmp_path, 4)
-    assert metrics(tmp_path) == trainer.state.log_history
     assert metrics(tmp_path) == json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     plain = train(tmp_path / "plain", 4, plain=True)
     timing = ("train_runtime", "per_second", "eval_runtime")
@@ -115,18 +106,13 @@ def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "run")) == 2
 
 
-def test_only_what_is_named_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_is_named_is_quiet() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         silence()
-        for text in WARNINGS:
-            warnings.warn(f"{text} and so on", FutureWarning, stacklevel=1)
-        warnings.warn("something a user should know", FutureWarning, stacklevel=1)
+        for text in (*WARNINGS, "something a user should know"):
+            warnings.warn(text, FutureWarning, stacklevel=1)
     assert [str(warning.message) for warning in seen] == ["something a user should know"]
     for name, text in MESSAGES.items():
-        logger = logging.getLogger(name)
-        logger.addHandler(caplog.handler)
-        logger.warning("%s and so on", text)
-        logger.warning("keep this, %s", text)
-        logger.removeHandler(caplog.handler)
-    assert {message.split(",")[0] for message in caplog.messages} == {"keep this"}
+        records = [logging.LogRecord(name, logging.WARNING, "", 0, said, (), None) for said in (text, f"keep {text}")]
+        assert [bool(logging.getLogger(name).filter(record)) for record in records] == [False, True]

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -23,20 +21,14 @@ from d1.runs.record import local_name, of_file, of_model, of_rows, of_settings, 
 from d1.tasks.data import read_file
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
-from tests.faults import edit_json, write_at_the_same_time
+from tests.faults import edit_json, flip_bit, write_at_the_same_time
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 
 
-def one_bit(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    write_at_the_same_time(path, bytes(content))
-
-
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "the first bit of the weights": ("model", lambda folder: one_bit(folder / "model.safetensors", 9)),
-    "the last bit of the weights": ("model", lambda folder: one_bit(folder / "model.safetensors", -1)),
+    "the first bit of the weights": ("model", lambda folder: flip_bit(folder / "model.safetensors", 0.0)),
+    "the last bit of the weights": ("model", lambda folder: flip_bit(folder / "model.safetensors", 1 - 1e-9)),
     "the config": ("model", lambda folder: edit_json(folder / "config.json", rms_norm_eps=1e-2)),
     "another file of weights": ("model", lambda folder: (folder / "more.safetensors").write_bytes(b"1")),
     "a token": ("tokenizer", lambda folder: edit_json(folder / "tokenizer.json", version="2.0")),
@@ -108,75 +100,58 @@ def test_settings_that_name_files_are_followed(tiny_model_dir: Path, tmp_path: P
     }
 
 
-def write_rows(path: Path, text: str) -> None:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"question": [text]}), path)
-    else:
-        path.write_text(f"question\n{text}\n" if path.suffix == ".csv" else json.dumps({"question": text}) + "\n")
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
 @pytest.mark.parametrize("read", [load_rows, lambda path: read_file(path, ("question",))], ids=["training", "task"])
-def test_rows_of_the_same_path_and_time_are_read_again(tmp_path: Path, suffix: str, read) -> None:
-    path, other = tmp_path / f"rows{suffix}", tmp_path / f"other{suffix}"
-    write_rows(path, "first")
-    assert read(str(path))["question"] == ["first"]
-    write_rows(other, "again")
-    write_at_the_same_time(path, other.read_bytes())
-    assert read(str(path))["question"] == ["again"]
+def test_rows_of_the_same_path_and_time_are_read_again(tmp_path: Path, kind: str, read) -> None:
+    first, again = tmp_path / f"first.{kind}", tmp_path / f"again.{kind}"
+    for path in (first, again):
+        getattr(Dataset.from_list([{"question": path.stem}]), f"to_{kind}")(path)
+    assert read(str(first))["question"] == ["first"]
+    write_at_the_same_time(first, again.read_bytes())
+    assert read(str(first))["question"] == ["again"]
 
 
 # --- Model card -------------------------------------------------------------------------------------------------------
 
-SFT = {"model_name": "GSAI-ML/LLaDA-8B-Instruct", "train_data": "simplescaling/s1K"}
-RL = {
-    "method": "espo",
-    "model_path": "GSAI-ML/LLaDA-8B-Instruct",
-    "dataset": "gsm8k",
-    "paper": "ESPO, arXiv 2512.03759",
-}
+HUB = "GSAI-ML/LLaDA-8B-Instruct"
+SFT = {"model_name": HUB, "train_data": "simplescaling/s1K"}
+RL = {"method": "espo", "model_path": HUB, "dataset": "gsm8k", "paper": "ESPO, arXiv 2512.03759"}
 
 
-def run_of(folder: Path, settings: dict[str, Any]) -> Path:
-    """A run's record, next to a model."""
-    save_tiny_model(folder)
+def card_of(folder: Path, settings: dict[str, Any]) -> ModelCard:
+    """The card of a run with these settings."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"settings": settings}))
-    return folder
+    write_card(folder)
+    return ModelCard.load(folder / "README.md")
 
 
-def tables(text: str) -> dict[str, list[str]]:
-    """First cell -> the other cells, for all tables of a card."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return {first: rest for first, *rest in lines}
+def entries(card: ModelCard) -> dict[str, str]:
+    return dict(re.findall(r"^\| (\w+) \| (.*) \|$", card.text, re.MULTILINE))
 
 
 def test_a_card_has_base_method_and_data(tmp_path) -> None:
-    card = ModelCard.load(write_card(run_of(tmp_path / "my-sft", SFT)))
-    assert card.data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
-    assert card.data.datasets == ["simplescaling/s1K"]
+    card = card_of(tmp_path / "my-sft", SFT)
+    assert (card.data.base_model, card.data.datasets) == (HUB, ["simplescaling/s1K"])
     assert (card.data.library_name, card.data.tags) == ("transformers", ["d1", "masked-diffusion", "sft"])
-    entries = tables(card.text)
-    assert (entries["base"], entries["data"]) == (["GSAI-ML/LLaDA-8B-Instruct"], ["simplescaling/s1K"])
-    assert "https://arxiv.org/abs/2502.09992" in entries["method"][0]
-    assert entries["licence"] == ["weights: as GSAI-ML/LLaDA-8B-Instruct and the data; library: Apache-2.0"]
-    settings = RL | {"model_path": str(tmp_path / "my-sft"), "dataset": "code"}
+    found = entries(card)
+    assert (found["base"], found["data"]) == (HUB, "simplescaling/s1K")
+    assert "https://arxiv.org/abs/2502.09992" in found["method"]
     (tmp_path / "my-sft/run.json").unlink()
-    card = ModelCard.load(write_card(run_of(tmp_path / "run" / "merged", settings)))
-    assert card.data.base_model is None
-    entries = tables(card.text)
-    assert entries["base"] == ["my-sft, a local folder, which records no model of the hub that it was made from"]
-    assert entries["method"] == ["diffu-GRPO, method espo: ESPO, [arXiv 2512.03759](https://arxiv.org/abs/2512.03759)"]
-    assert entries["data"] == ["code"]
-    assert entries["answers judged by"][0].startswith("tests in a bubblewrap sandbox, with limits per program: 10 s")
+    card = card_of(tmp_path / "run/merged", RL | {"model_path": str(tmp_path / "my-sft")})
+    assert (card.data.base_model, card.data.datasets) == (None, None)
+    found = entries(card)
+    assert (found["base"], found["data"]) == ("my-sft", "gsm8k")
+    assert found["method"] == "diffu-GRPO, method espo: ESPO, [arXiv 2512.03759](https://arxiv.org/abs/2512.03759)"
     assert str(tmp_path) not in card.content
 
 
 @pytest.mark.parametrize(
     ("file", "record"),
     [
-        ("run.json", {"settings": {"model_name": "GSAI-ML/LLaDA-8B-Instruct"}}),
-        ("adapter_config.json", {"base_model_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}),
-        ("config.json", {"_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}),
+        ("run.json", {"settings": {"model_name": HUB}}),
+        ("adapter_config.json", {"base_model_name_or_path": HUB}),
+        ("config.json", {"_name_or_path": HUB}),
     ],
 )
 def test_the_card_of_a_run_from_a_local_folder_names_the_model_of_the_hub(tmp_path, file, record) -> None:
@@ -184,85 +159,32 @@ def test_the_card_of_a_run_from_a_local_folder_names_the_model_of_the_hub(tmp_pa
         folder.mkdir()
     (first / file).write_text(json.dumps(record))
     (second / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(first)}))
-    card = ModelCard.load(write_card(run_of(tmp_path / "rl", RL | {"model_path": str(second)})))
-    assert card.data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
-    assert tables(card.text)["base"] == ["second, a local folder, made from GSAI-ML/LLaDA-8B-Instruct"]
+    card = card_of(tmp_path / "rl", RL | {"model_path": str(second)})
+    assert card.data.base_model == HUB
+    assert entries(card)["base"] == f"second, made from {HUB}"
     (first / file).write_text(json.dumps({"base_model_name_or_path": str(second)}))  # a circle ends
-    assert ModelCard.load(write_card(tmp_path / "rl")).data.base_model is None
+    assert card_of(tmp_path / "rl", RL | {"model_path": str(second)}).data.base_model is None
 
 
 def test_a_relative_path_in_a_record_is_no_name_on_the_hub(tmp_path) -> None:
-    sft = tmp_path / "runs" / "sft"
-    sft.mkdir(parents=True)
-    (sft / "run.json").write_text(json.dumps({"settings": {"model_name": "runs/gone"}}))
-    settings = RL | {"model_path": str(sft)}
-    card = write_card(run_of(tmp_path / "runs" / "rl", settings))
-    assert ModelCard.load(card).data.base_model is None
-    (tmp_path / "runs" / "gone").mkdir()
-    (tmp_path / "runs" / "gone" / "config.json").write_text(json.dumps({"_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}))
-    assert ModelCard.load(write_card(card.parent)).data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
-
-
-@pytest.mark.parametrize(
-    ("logs", "result"),
-    [
-        (
-            [{"eval_loss": loss, "step": 4 * step} for step, loss in enumerate([0.4, 0.5, 0.6, None])],
-            "loss 0.5 at step 4",
-        ),
-        ([{"eval_reward": 1.5, "eval_rewards/accuracy/mean": 0.25, "step": 4}], "accuracy 25.0% at step 4"),
-        ([{"loss": 0.1, "reward": 0.9, "rewards/accuracy/mean": 1.0, "step": 8}], "not measured"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("more", "hardware", "since"),
-    [({"gpus": ["H100"] * 4}, "4 x H100", ""), ({"gpus": [], "resumed_at": 40}, "EPYC, 2 cores", ", from step 40 on")],
-)
-def test_a_card_has_the_held_out_result_hardware_and_duration(tmp_path, logs, result, more, hardware, since) -> None:
-    folder = run_of(tmp_path / "run", SFT)
-    record = {"settings": SFT, "processes": 8, "cpu": {"model": "EPYC", "cores": 2}, **more}
-    (folder / "run.json").write_text(json.dumps(record))
-    logs = [*logs, {"train_runtime": 3662.4, "step": 9}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
-    entries = tables(write_card(folder).read_text())
-    assert entries["held-out result"] == [result]
-    assert entries["hardware"] == [f"{hardware} per machine; processes: 8"]
-    assert entries["duration"] == [f"1:01:02 (hours:minutes:seconds){since}"]
-
-
-@pytest.mark.parametrize(
-    ("metadata", "pip", "line"),
-    [
-        ("", None, "pip install -e .  # in a copy of the library's repository"),
-        ("Project-URL: Repository, https://here.org/d1\n", None, 'pip install "d1 @ git+https://here.org/d1"'),
-        (
-            "",
-            {"url": "https://here.org/d1", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
-            'pip install "d1 @ git+https://here.org/d1@abc"',
-        ),
-    ],
-)
-def test_a_card_says_how_to_install_the_library(tmp_path, monkeypatch, metadata, pip, line) -> None:
-    info = tmp_path / "site" / "d1-7.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: d1\nVersion: 7.0\n{metadata}")
-    if pip:
-        (info / "direct_url.json").write_text(json.dumps(pip))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    text = write_card(run_of(tmp_path / "run", SFT)).read_text()
-    assert "With the library d1 7.0, an independent rewrite of the code of [d1]" in text
-    assert f"```bash\n{line}\n```" in text
+    runs = tmp_path / "runs"
+    (runs / "sft").mkdir(parents=True)
+    (runs / "sft/run.json").write_text(json.dumps({"settings": {"model_name": "runs/gone"}}))
+    settings = RL | {"model_path": str(runs / "sft")}
+    assert card_of(runs / "rl", settings).data.base_model is None
+    (runs / "gone").mkdir()
+    (runs / "gone/config.json").write_text(json.dumps({"_name_or_path": HUB}))
+    assert card_of(runs / "rl", settings).data.base_model == HUB
 
 
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
-    folder = run_of(tmp_path / "my-model", SFT)
-    text = write_card(folder).read_text()
+    text = card_of(save_tiny_model(tmp_path / "my-model"), SFT).content
     monkeypatch.chdir(tmp_path)
     (loading,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(loading, "README.md", "exec"), names := {})
     ids = torch.arange(8, 20)[None]
     assert names["model"](ids).logits.shape == (1, 12, len(names["tokenizer"]))
-    _, commands = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     check_script(commands, ROOT)
 
 

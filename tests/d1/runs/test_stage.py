@@ -6,12 +6,10 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
@@ -60,26 +58,18 @@ def two_steps(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_numbers_go_to_tensorboard_if_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.flags = [flag for flag in run.flags if flag != "--debugging"]
-    run(tmp_path, "--report_to", "tensorboard", max_steps=1)
-    (folder,) = (tmp_path / "runs").iterdir()
-    events = EventAccumulator(str(folder)).Reload()
-    (loss,) = events.Scalars("train/loss")
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert loss.value == pytest.approx(first["loss"], rel=1e-6)
-    monkeypatch.setattr("d1.runs.stage.is_tensorboard_available", lambda: False)
-    with pytest.raises(ValueError, match="--report_to tensorboard: it is not installed; pip install"):
-        run(tmp_path / "no", "--report_to", "tensorboard")
+@pytest.fixture
+def folder(two_steps: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(two_steps, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "{weights}"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "trainer_state.json", SUMS, "{weights}"])
 def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(
-    run: Run, two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Before a model is loaded; the checkpoint before it is named, and the run continues from that one."""
     weights = "adapter_model.safetensors" if run.stage == "sft" else "model.safetensors"
-    folder = shutil.copytree(two_steps, tmp_path / "run")
     file = folder / "checkpoint-2" / name.format(weights=weights)
     file.unlink()
     loads = {"sft": "d1.runs.stage", "rl": "d1.rl.stage"}[run.stage]
@@ -92,13 +82,8 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(
         run(folder, "--resume")
 
 
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("checkpoint-*"))
-
-
-def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, two_steps: Path, tmp_path: Path) -> None:
+def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, folder: Path) -> None:
     """Also by a run that would only copy the model of its last checkpoint."""
-    folder = shutil.copytree(two_steps, tmp_path / "run")
     checkpoint = folder / "checkpoint-2"
     sums = json.loads((checkpoint / SUMS).read_text())
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != SUMS)
@@ -124,22 +109,16 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, two_steps: Pat
         run(folder, "--resume")
 
 
-def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(
-    run: Run, two_steps: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(two_steps, tmp_path / "run")
+def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(run: Run, folder: Path) -> None:
     clock_steps_back(folder)
     limit = [] if run.stage == "sft" else ["--save_total_limit", "2"]  # SFT's own limit
     run(folder, "--resume", *limit)
-    assert checkpoints(folder) == ["checkpoint-3", "checkpoint-4"]
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
 @pytest.mark.parametrize("name", ["*model.safetensors", "optimizer.pt"])
-def test_a_full_disk_is_one_line_and_the_run_continues_with_room(
-    run: Run, two_steps: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_full_disk_is_one_line_and_the_run_continues_with_room(run: Run, folder: Path, name: str) -> None:
     """safetensors and PyTorch each have their own errors."""
-    folder = shutil.copytree(two_steps, tmp_path / "run")
     flags = ["--resume", "--lr_scheduler_type", "linear", "--report_to", "none"]  # wandb writes files, too
     (file,) = (folder / "checkpoint-2").glob(name)
     message = rf"^no room for checkpoint-3 in {folder} \(.*\d\.\d GB are free there\): checkpoint-2 is .* --resume$"
@@ -147,7 +126,7 @@ def test_a_full_disk_is_one_line_and_the_run_continues_with_room(
         run(folder, *flags)
     assert not (folder / ".saving").exists()
     assert run(folder, *flags).state.global_step == 4
-    assert checkpoints(folder)[-1] == "checkpoint-4"
+    assert (folder / "checkpoint-4").is_dir()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -162,19 +141,16 @@ def test_saved_weights_have_the_mode_of_the_umask(run: Run, tmp_path: Path, umas
     assert {path.name for path in files if path.stat().st_mode & 0o777 != mode} == set()
 
 
-def test_weights_that_the_last_step_made_infinite_are_not_saved(run: Run, tmp_path: Path) -> None:
-    flags = ["--learning_rate", "1e39", "--warmup_steps", "0"]
-    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
-        run(tmp_path / "run", *flags, max_steps=1)
+def test_weights_that_are_not_finite_are_not_saved_and_end_the_run_at_its_next_log(run: Run, tmp_path: Path) -> None:
+    """The last step made them infinite, or a gradient did: before an evaluation, and long before a checkpoint."""
+    problem = "the weights are no longer finite after step 1"
+    with pytest.raises(FloatingPointError, match=problem):
+        run(tmp_path / "run", "--learning_rate", "1e39", "--warmup_steps", "0", max_steps=1)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
-
-
-def test_weights_that_a_gradient_made_infinite_end_the_run_at_its_next_log(run: Run, tmp_path: Path) -> None:
-    """Before an evaluation, and long before the next checkpoint."""
-    trainer = run(tmp_path / "run", max_steps=1)
+    trainer = run(tmp_path / "other", max_steps=1)
     trainer.log({"loss": 1.0, "grad_norm": float("nan")})  # fp16's scaler skipped the step
     next(weight for weight in trainer.model.parameters() if weight.requires_grad).data.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
+    with pytest.raises(FloatingPointError, match=problem):
         trainer.log({"loss": 1.0, "grad_norm": float("nan")})
 
 
@@ -191,11 +167,9 @@ def test_the_last_line_names_the_folder(run: Run, tmp_path: Path, caplog: pytest
 
 
 def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
-    run: Run, two_steps: Path, tmp_path: Path
+    run: Run, two_steps: Path, folder: Path
 ) -> None:
     """The new rate on the old schedule: linear from the peak to 0 in the steps of the run."""
-    folder = shutil.copytree(two_steps, tmp_path / "run")
-    rates = {"1e-3": 1e-3, "4e-4": 4e-4}
 
     def logged() -> list[float]:
         log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -208,25 +182,24 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     resume = ["--resume", "--lr_scheduler_type", "linear", "--learning_rate"]
     run(folder, *resume, "4e-4")
     assert changes() == [{"step": 2, "learning_rate": [1e-3, 4e-4], "max_steps": [2, 4]}]
-    assert logged()[2:] == pytest.approx([rates["4e-4"] * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+    assert logged()[2:] == pytest.approx([4e-4 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
     first = changes()
     resume[1:1] = [str(folder / "checkpoint-3")]
     run(folder, *resume, "1e-3")  # from step 3 on, the first rate is used again
     assert changes() == [*first, {"step": 3, "learning_rate": [4e-4, 1e-3]}]
-    assert logged()[3:] == pytest.approx([rates["1e-3"] / 4], rel=1e-12)
+    assert logged()[3:] == pytest.approx([1e-3 / 4], rel=1e-12)
     resume[1] = str(folder / "checkpoint-2")
     shutil.copytree(two_steps / "checkpoint-2", resume[1], dirs_exist_ok=True)
     run(folder, *resume, "1e-3")  # what came after step 2 no longer counts
     assert changes() == [{"step": 2, "max_steps": [2, 4]}]
-    assert logged()[2:] == pytest.approx([rates["1e-3"] * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+    assert logged()[2:] == pytest.approx([1e-3 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
-def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, two_steps: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(two_steps, tmp_path / "run")
+def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"a run with (?=.*seed 42 instead of 7).*weight_decay 0\.\d instead of 0\.5"):
         run(folder, "--resume", "--seed", "7", "--weight_decay", "0.5")
     (folder / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is damaged .* delete it to continue without a record"):
+    with pytest.raises(ValueError, match=r"run\.json is no JSON .* delete it to continue without a record"):
         run(folder, "--resume")
 
 
@@ -241,8 +214,7 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
     record = json.loads((folder / "run.json").read_text())
     setting = "model_path" if run.stage == "rl" else "model_name"
     assert record["settings"][f"contents of {setting}"] == of_model(str(model))
-    assert f"contents of {named}: {of_file(data)}" in (folder / "README.md").read_text()
-    assert f"rows of {named}: {record['settings'][f'rows of {named}']}" in (folder / "README.md").read_text()
+    assert record["settings"][f"contents of {named}"] == of_file(data)
     for path, name in (model / "config.json", setting), (model / "tokenizer_config.json", setting), (data, named):
         before = path.read_bytes()
         if path == data:
@@ -250,14 +222,9 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
         else:
             edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"model_max_length": 99}))
         for max_steps in (1, 2):
-            with pytest.raises(
-                ValueError, match=rf"a run with contents of {name} [^ ].* instead of .*settings and files"
-            ):
+            with pytest.raises(ValueError, match=rf"a run with contents of {name} [^ ].* instead of .*settings and f"):
                 run(folder, *own, max_steps=max_steps)
         path.write_bytes(before)
-    edited = {name: value for name, value in record["settings"].items() if not name.startswith(("contents", "rows"))}
-    (folder / "run.json").write_text(json.dumps(record | {"settings": edited}))  # as older versions wrote it
-    edit_json(model / "config.json", rms_norm_eps=1e-5)
     assert run(folder, *own, max_steps=2).state.global_step == 2
 
 
@@ -272,12 +239,3 @@ def test_another_reward_under_the_same_path_is_recorded(tiny_model_dir: Path, tm
     run(tmp_path / "run", *own, "--resume", max_steps=2)
     changed = {"step": 1, "max_steps": [1, 2], "contents of reward_file": [before, of_file(rewards)]}
     assert json.loads((tmp_path / "run/run.json").read_text())["changes"] == [changed]
-
-
-@pytest.mark.parametrize("run", ["sft"], indirect=True)
-def test_deepspeed_that_is_not_installed_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
-    with pytest.raises(ValueError, match='for DeepSpeed, which is not installed: pip install "deepspeed=='):
-        run(tmp_path / "run")
-    assert not list(tmp_path.iterdir())

@@ -5,11 +5,8 @@ exact cache, only the tokens are counted. It is separate from `benchmarks/publis
 which has neither caches nor rules and keeps no record.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +17,7 @@ from hypothesis import strategies as st
 
 from d1.masking import keyed_generator
 from d1.models import head
-from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling import SamplingSettings, rollout
 from d1.sampling.reveal import REMASKING
 
 MASK, VOCAB = 3, 64
@@ -53,14 +50,7 @@ GIVEN: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck
 
 
 @st.composite
-def cases(
-    draw: Any,
-    samplers: st.SearchStrategy[dict[str, Any]],
-    longest: int = 12,
-    block_length: int | None = None,
-    truncated: Sequence[dict[str, Any]] = TRUNCATED,
-    orders: Sequence[str] = tuple(REMASKING),
-) -> dict[str, Any]:
+def cases(draw, samplers, longest=12, block_length=None, truncated=TRUNCATED, orders=tuple(REMASKING)):
     """A batch of prompts and the settings to complete them: lengths, noise, guidance, EOS stop, size of a chunk."""
     gen_length, block_length = draw(st.integers(1, longest)), block_length or draw(st.integers(1, longest + 2))
     sampler, temperature = draw(samplers), draw(st.sampled_from([0.0, 0.8]))
@@ -124,11 +114,11 @@ class Frozen:
         return logits
 
 
-def parts(total: int, count: int) -> list[int]:
+def parts(total, count):
     return [total // count + (part < total % count) for part in range(count)]
 
 
-def blocks_of(positions: Sequence[int], settings: SamplingSettings, model: Any) -> list[tuple[int, int]]:
+def blocks_of(positions, settings, model):
     """The tokens and steps of each block of the positions to fill."""
     length = len(positions)
     if not getattr(model.config, "block_size", None):
@@ -142,7 +132,7 @@ def blocks_of(positions: Sequence[int], settings: SamplingSettings, model: Any) 
     return list(zip(sizes, steps, strict=True))
 
 
-def count_by_rule(rule: str | None, level: float, probabilities: list[float], entropies: list[float]) -> int:
+def count_by_rule(rule, level, probabilities, entropies):
     """The number of the most confident tokens (given in that order) that a rule reveals."""
     n = 0
     while rule is not None and n < len(probabilities):
@@ -159,7 +149,7 @@ def count_by_rule(rule: str | None, level: float, probabilities: list[float], en
     return n
 
 
-def left_of(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> dict[int, float]:
+def left_of(logits, temperature=1.0, top_k=0, top_p=1.0):
     """{id: probability} of the tokens of one position that may be drawn: the `top_k` most likely and, after
     renormalising, the smallest number of most likely ones among them with a total of `top_p`."""
     best = max(logits)
@@ -176,7 +166,7 @@ def left_of(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p
     return {token: power / total for token, power in powers.items()}
 
 
-def recorded(logits: list[float], token: int, settings: SamplingSettings) -> float:
+def recorded(logits, token, settings):
     """The log-probability to record for a token, which itself always counts as allowed."""
     if not settings.record_as_sampled:
         return math.log(left_of(logits)[token])
@@ -185,14 +175,7 @@ def recorded(logits: list[float], token: int, settings: SamplingSettings) -> flo
     return -math.log(math.fsum(powers.values()))
 
 
-def sample(
-    model: Any,
-    text: list[int],
-    settings: SamplingSettings,
-    generator: torch.Generator,
-    ends: list[int] | None = None,
-    holes: list[int] | None = None,
-) -> Row:
+def sample(model, text, settings, generator, ends=None, holes=None):
     """The row that `rollout` must give for the prompt `text` and this generator, whatever else is in the batch; with
     `holes`, the row that `fill` must give for these positions of `text`."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
@@ -291,13 +274,13 @@ def sharper(model):
     return model
 
 
-def rounding(settings: SamplingSettings) -> float:
+def rounding(settings):
     """By how much the guidance and the temperature of a recorded log-probability enlarge the rounding of logits."""
     drawn = settings.temperature if settings.record_as_sampled else 1.0
     return (1 + 2 * settings.cfg_scale) / min(drawn, 1.0)
 
 
-def check_row(got: Rollout, row: int, width: int, expected: Row, enlarged: float = 1.0) -> None:
+def check_row(got, row, width, expected, enlarged=1.0):
     """Compares row `row` of a rollout with the reference; its prompt has `width` tokens without padding."""
     length, close = got.logps.shape[1], {"rtol": 1e-5, "atol": 2e-5 * enlarged}
     assert got.ids[row, -length - width :].tolist() == expected.ids
@@ -318,7 +301,7 @@ def check_row(got: Rollout, row: int, width: int, expected: Row, enlarged: float
         assert got.edits[row].item() == sum(len(position) - 1 for position in expected.writes if position)
 
 
-def check_against_the_reference(model: Any, case: dict[str, Any], **options: Any) -> Rollout:
+def check_against_the_reference(model, case, **options):
     """Compares a padded batch with each row alone, and returns the rollout."""
     widths, settings, ends = case["widths"], case["settings"], case.get("ends")
     ids, mask = make_prompts(widths, case["seed"])

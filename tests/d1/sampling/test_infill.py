@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import Rollout, fill, fill_steps
-from tests.d1.sampling.reference import (
-    EDITORS,
-    GIVEN,
-    MASK,
-    WITHOUT_CACHE,
-    cases,
-    check_row,
-    make_prompts,
-    sample,
-)
+from tests.d1.sampling.reference import EDITORS, GIVEN, MASK, WITHOUT_CACHE, cases, check_row, make_prompts, sample
 
 LENGTHS = {"mask_token_id": MASK, "block_length": 4, "steps": 6}
 
@@ -86,12 +77,10 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     ("change", "message"),
     [
         ({"hidden": torch.zeros(1, 6).bool()}, "nothing to fill"),
-        ({"hidden": torch.ones(1, 6)}, "hidden must be bool"),
-        ({"hidden": torch.ones(1, 5).bool()}, r"must be \(rows, length\)"),
+        *(({"hidden": hidden}, r"must be \(rows, length\)") for hidden in (torch.ones(1, 6), torch.ones(1, 5).bool())),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "are padding"),
-        ({"steps": 0}, "steps must be positive"),
+        ({"steps": 0}, "steps must be an integer in"),
         ({"steps": 1}, "between 2 and 6 steps, got 1"),
-        ({"block_length": 0}, "block_length must be positive"),
         ({"sampler": "cached"}, "hidden positions may be anywhere: use the sampler exact or parallel"),
         ({"generator": [keyed_generator(0)] * 2}, "one generator per row"),
     ],

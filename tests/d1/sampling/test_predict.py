@@ -1,6 +1,5 @@
 """The distribution that tokens are drawn from, and what is recorded of it."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import d1.sampling.predict
 from d1.masking import keyed_generator
 from d1.sampling import rollout
 from d1.sampling.predict import draw_ids
-from tests.d1.sampling.reference import MASK, left_of
+from tests.d1.sampling.reference import MASK
 from tests.d1.scoring.enumeration import assert_frequencies
 
 VOCAB = 8
@@ -51,37 +50,6 @@ def test_the_smallest_uniform_number_gives_no_freak_noise(monkeypatch):
 
     monkeypatch.setattr(d1.sampling.predict, "uniform", smallest)
     assert draw_ids(torch.tensor([[[0.0, 20.0]]]), 1.0).item() == 1
-
-
-@pytest.mark.parametrize("mask_logit", [-60.0, 9.0])
-@pytest.mark.parametrize(
-    "chosen",
-    [{}, {"top_k": 2}, {"top_k": 1}, {"top_p": 0.8}, {"top_p": 1e-6}, {"top_k": 4, "top_p": 0.9, "temperature": 0.5}],
-    ids=str,
-)
-def test_tokens_are_drawn_from_what_is_left_and_recorded_with_these_chances(chosen, mask_logit):
-    """The mask token is never chosen. If it is the most likely token (in no trained model), only the record includes
-    it."""
-    count, words = 3000, [0.0, 1.0, 0.5, mask_logit, 1.4, -1.0, -0.5, 0.2]
-    chosen = {"temperature": 1.3, **chosen}
-    prompt = torch.ones(count, 1, dtype=torch.long)
-    options = {"mask_token_id": MASK, "gen_length": 1, "block_length": 1, "steps": 1}
-    model = Fixed(torch.tensor(words).expand(1, 2, VOCAB))
-    got, own = (
-        rollout(model, prompt, prompt, generator=keyed_generator(5), **options | chosen | {"record_as_sampled": record})
-        for record in (True, False)
-    )
-    of = [chosen.get(name, default) for name, default in (("temperature", 1), ("top_k", 0), ("top_p", 1.0))]
-    left = left_of([-math.inf if token == MASK else word for token, word in enumerate(words)], *of)
-    often = got.ids[:, 1].bincount(minlength=VOCAB)
-    assert set(often.nonzero().flatten().tolist()) == set(left) - {MASK}
-    chances = torch.tensor([left.get(token, 0.0) for token in range(VOCAB)])
-    assert_frequencies(often, chances)
-    assert got.logps.isfinite().all()
-    if mask_logit < 0:
-        torch.testing.assert_close(got.logps[:, 0].exp(), chances[got.ids[:, 1]])
-    assert torch.equal(own.ids, got.ids)
-    torch.testing.assert_close(own.logps[:, 0], torch.tensor(words).log_softmax(-1)[got.ids[:, 1]])
 
 
 # --- Which positions a step predicts and reveals, with fixed logits ---------------------------------------------------

@@ -14,7 +14,7 @@ from d1.models.distribution import OWN, Distribution
 from d1.sampling import SamplingSettings
 from d1.sampling.caches import CACHES, Cache
 from d1.sampling.reveal import REMASKING, RULES, Order, Rule
-from d1.sampling.settings import FLAGS, SAMPLERS, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import FLAGS, add_sampling_flags, sampling_settings
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
 PARALLEL = {"sampler": "parallel"}
@@ -25,13 +25,12 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *[({name: value}, f"{name} must be positive and whole, got") for name in GOOD for value in (0, 2.0, "4", True)],
-        *[({name: value}, f"{name} must be >= 0") for name in ("temperature", "cfg_scale") for value in NUMBERS],
-        *[(PARALLEL | {"reveal_level": value}, "reveal_level must be >= 0") for value in NUMBERS[:-1]],
+        *[({name: value}, f"{name} must be an integer in") for name in GOOD for value in (0, 2.0, "4", True)],
+        *[({name: value}, f"{name} must be in") for name in ("temperature", "cfg_scale") for value in NUMBERS],
+        *[(PARALLEL | {"reveal_level": value}, "reveal_level must be in") for value in NUMBERS[:-1]],
         ({"steps": 2}, "12 tokens in 3 blocks need between 3 and 12 steps, got 2"),
-        ({"steps": 13}, "between 3 and 12 steps, got 13"),
-        *[({"temperature": 1.0, "top_k": value}, "top_k must be whole and >= 0") for value in (-1, 2.0, "3", None)],
-        *[({"temperature": 1.0, "top_p": value}, "top_p must be above 0") for value in (*NUMBERS, 0.0, 1.1)],
+        *[({"temperature": 1.0, "top_k": value}, "top_k must be an integer in") for value in (-1, 2.0, "3", None)],
+        *[({"temperature": 1.0, "top_p": value}, "top_p must be in") for value in (*NUMBERS, 0.0, 1.1)],
         *[({name: value}, "need a temperature above 0") for name, value in TRUNCATED.items()],
         ({"remasking": "margin"}, "remasking must be one of low_confidence, random, .*got 'margin'"),
         (PARALLEL | {"remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
@@ -39,13 +38,10 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
         ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual, delayed"),
         (PARALLEL | {"reveal": "margin"}, "reveal must be one of threshold, factor, entropy"),
         ({"kv_cache": "dual"}, "kv_cache='dual' would be ignored by the sampler exact"),
-        (PARALLEL | {"kv_cache": "dual"}, "would be ignored by the sampler parallel"),
         ({"reveal": "factor"}, "would be ignored by the sampler exact"),
         ({"sampler": "cached", "reveal_level": 0.5}, "would be ignored by the sampler cached"),
         ({"edit_threshold": 0.5}, "would be ignored by the sampler exact: choose a parallel one"),
-        ({"editing": "speed"}, "would be ignored by the sampler exact: choose a parallel one"),
-        (PARALLEL | {"edit_threshold": 1.0}, r"edit_threshold must be in \[0, 1\), got 1.0"),
-        (PARALLEL | {"edit_threshold": "0.5x"}, r"edit_threshold must be in \[0, 1\)"),
+        (PARALLEL | {"edit_threshold": 1.0}, r"edit_threshold must be in \[0, 1\) or None, got 1.0"),
         (PARALLEL | {"edit_threshold": 0.5, "max_post_steps": -1}, r"max_post_steps must be an integer in \[0, 256\]"),
         (PARALLEL | {"max_post_steps": 3}, "max_post_steps would be ignored: nothing is edited"),
         (PARALLEL | {"editing": "fast"}, "editing must be one of quality, speed, got 'fast'"),
@@ -63,7 +59,6 @@ def test_what_makes_no_sense_is_refused(changes, message):
     [
         ({}, (None, None, 0.0, None, 0)),
         ({"sampler": "cached"}, ("dual", None, 0.0, None, 0)),
-        ({"sampler": "cached", "kv_cache": "prefix"}, ("prefix", None, 0.0, None, 0)),
         (PARALLEL | {"reveal": "factor"}, (None, "factor", RULES["factor"].level, None, 0)),
         (PARALLEL | {"reveal_level": 0}, (None, "threshold", 0, None, 0)),
         ({"sampler": "cached+parallel"}, ("dual", "threshold", 0.9, None, 0)),
@@ -88,7 +83,6 @@ def test_settings_know_whether_they_draw_from_what_and_what_they_record():
     assert (greedy.draws, greedy.drawn_from, greedy.record_distribution) == (False, OWN, OWN)
     assert (warm.draws, warm.drawn_from, warm.record_distribution) == (True, Distribution(0.5, 2, 0.9), OWN)
     assert dataclasses.replace(warm, record_as_sampled=True).record_distribution == warm.drawn_from
-    assert SamplingSettings(**GOOD, remasking="random").draws
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
@@ -100,16 +94,6 @@ def parsed(line: str = "", leave_out=(), **changes):
     parser = argparse.ArgumentParser()
     add_sampling_flags(parser, leave_out, **changes)
     return vars(parser.parse_args(line.split()))
-
-
-def test_every_field_of_the_settings_has_its_flag_and_the_same_default():
-    """Except for what only RL sets: the distribution apart from the temperature, and what is recorded."""
-    assert SAMPLERS == ("exact", "cached", "parallel", "cached+parallel")
-    fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
-    assert [fields.pop(name) for name in ("top_k", "top_p", "record_as_sampled")] == [0, 1.0, False]
-    assert [{"diffusion_steps": "steps"}.get(name, name) for name in FLAGS if name != "seed"] == [*fields]
-    flags = parsed()
-    assert {name: flags[name] for name in FLAGS if name in [*fields][3:]} == dict([*fields.items()][3:])
 
 
 @pytest.mark.parametrize(
@@ -132,11 +116,6 @@ def test_a_command_leaves_flags_out_and_changes_others():
     assert list(flags) == [name for name in FLAGS if name not in ("seed", "kv_cache")]
     assert (flags["gen_length"], flags["diffusion_steps"]) == (None, 3)
     assert parsed()["gen_length"] == 128
-    parser = argparse.ArgumentParser()
-    add_model_flags(parser, checkpoint_path={"default": ""})
-    flags = vars(parser.parse_args(["--model_name", "m", "--plain_chat_template"]))
-    unset = {"dtype": None, "attn_implementation": None}
-    assert flags == {"model_path": "m", "checkpoint_path": "", "plain_chat_template": True, **unset}
 
 
 ALL = "--temperature 0.5 --cfg_scale 1 --sampler cached+parallel --kv_cache prefix --reveal factor --reveal_level 2"
@@ -145,7 +124,6 @@ ALL = "--temperature 0.5 --cfg_scale 1 --sampler cached+parallel --kv_cache pref
 @pytest.mark.parametrize(
     ("line", "config", "expected"),
     [
-        ("", None, (128, 32, 64)),
         ("", LlamaConfig(), (128, 32, 64)),
         ("", IN_BLOCKS, (128, 4, 64)),
         ("--gen_length 1", IN_BLOCKS, (1, 4, 1)),
@@ -158,18 +136,11 @@ def test_what_is_said_is_kept_and_steps_and_blocks_that_are_left_open_are_filled
     assert sampling_settings(parsed(line), config) == SamplingSettings(*expected)
 
 
-def test_flags_with_other_names_give_the_settings():
-    args = argparse.Namespace(max_completion_length=12, block_length=4, diffusion_steps=6, temperature=0.5, seed=3)
-    found = SamplingSettings.of(args, steps="diffusion_steps", gen_length="max_completion_length")
-    assert found == SamplingSettings(12, 4, 6, 0.5)
-
-
 @pytest.mark.parametrize(
     ("line", "config", "message"),
     [
         ("--block_length 8", IN_BLOCKS, "has blocks of 4 tokens, so block_length must be 4, not 8"),
         ("--sampler cached", BertConfig(), "bert is an encoder"),
-        ("--diffusion_steps 3", None, "128 tokens in 4 blocks need between 4 and 128 steps, got 3"),
     ],
 )
 def test_flags_that_make_no_sense_or_do_not_suit_the_model_are_refused(line, config, message):

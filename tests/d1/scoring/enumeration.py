@@ -76,6 +76,11 @@ def some_rows(sampled: SampledRows, which: Any) -> SampledRows:
     return SampledRows(**{name: of if of is None else of[which] for name, of in vars(sampled).items()})
 
 
+def of_row(row: int, count: int) -> tuple[Tensor, Tensor]:
+    """What the views of `count` draws of a row need: no noise in the prompt, and the scored tokens."""
+    return torch.zeros(count, 1, PROMPT, dtype=torch.bool), SAMPLED.scored[row].expand(count, -1)
+
+
 def subsets(positions: Any) -> list[tuple[int, ...]]:
     return [some for size in range(len(positions) + 1) for some in combinations(positions, size)]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import permutations, product
-from math import comb, factorial, log
+from math import comb
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from tests.d1.scoring.enumeration import (
     LENGTHS,
     PROMPT,
     SAMPLED,
-    all_states,
     any_order_bound,
     assert_frequencies,
     assert_same,
@@ -25,7 +24,7 @@ from tests.d1.scoring.enumeration import (
     every_model,
     marked,
     merged,
-    numbers_of,
+    of_row,
     quadrature,
     randomness,
     repeated,
@@ -56,11 +55,6 @@ def spreads(kind, row):
         return [((u, v), p * q) for (u, p), (v, q) in product(quadrature(), quadrature())]
     # Between the points where one of the batch's numbers passes 1.
     return [(rotated(u, row), chance) for u, chance in quadrature(parts=2 * ROWS)]
-
-
-def of_row(row, count):
-    """What the views of `count` draws of a row need: no noise in the prompt, and the scored tokens."""
-    return torch.zeros(count, 1, PROMPT, dtype=torch.bool), SAMPLED.scored[row].expand(count, -1)
 
 
 def all_elbo_draws(kind, row, antithetic):
@@ -296,45 +290,3 @@ def test_complements_take_each_token_once_a_draw_with_the_weight_one_half():
     assert torch.equal(hidden[:, 3:], ~hidden[:, :3])
     torch.testing.assert_close(weights, hidden / 6)
     assert_frequencies(hidden[:, 0].sum(-1).bincount(minlength=5), torch.full((5,), 1 / 5))
-
-
-# --- Variance ---------------------------------------------------------------------------------------------------------
-
-
-def variance_of_counts(sums):
-    """For 16 stratified draws: each count of 1..4 occurs four times, so only the set varies."""
-    return sum(4 * (4 / (16 * x)) ** 2 * torch.stack(some).var(unbiased=False) for x, some in enumerate(sums[1:], 1))
-
-
-def variance_of_elbo(sums):
-    """For 16 stratified draws: times t_v = (v + u) / 16, at which a set of x is drawn with probability t^x (1 - t)^(4 -
-    x) and its sum has the weight 1 / t. The second moment for sets of one token would be infinite without the smallest
-    time, 2^-24."""
-    squares = [float(sum(value**2 for value in some)) for some in sums]
-    second = squares[1] * (24 * log(2) - 11 / 6)  # the integral of (1 - t)^3 / t
-    second += sum(squares[x] * factorial(x - 2) * factorial(4 - x) / 6 for x in (2, 3, 4))
-
-    def mean(t):
-        return sum(t ** (x - 1) * (1 - t) ** (4 - x) * float(sum(sums[x])) for x in range(1, 5))
-
-    within = second - sum(p * mean(t) ** 2 for t, p in quadrature(points=4))
-    means = [(sum(mean((v + u) / 16) for v in range(16)) / 16, p) for u, p in quadrature(points=4)]
-    return within / 16 + sum(p * m**2 for m, p in means) - sum(p * m for m, p in means) ** 2
-
-
-@pytest.mark.parametrize(("layers", "seed"), [(1, 0), (2, 0), (1, 4), (2, 4)])
-def test_sixteen_draws_of_exact_counts_have_a_third_of_the_standard_deviation_of_independent_tokens(layers, seed):
-    model, rows = tiny(layers, seed), 300
-    with torch.no_grad():
-        states = all_states(model, 0)
-        bound = any_order_bound(model)[0].sum()
-    totals, sums = torch.zeros(16, dtype=torch.float64), [[] for _ in range(5)]
-    for some, logps in states.items():
-        totals[sum(2**k for k in some)] = logps[list(some)].sum()
-        sums[len(some)].append(logps[list(some)].sum())
-    random = Randomness([keyed_generator(1, row) for row in range(rows)], keyed_generator(2), 0, rows)
-    views = ESTIMATORS["counts"](repeated(0, rows), random, settings(num_views=16, stratified=True))
-    estimates = (views.weights.amax(-1) * totals[numbers_of(views.noise[..., PROMPT:])]).sum(1)
-    assert abs(estimates.mean() - bound) < 4 * (estimates.var() / rows) ** 0.5
-    assert float(estimates.var() / variance_of_counts(sums)) == pytest.approx(1, abs=0.25)
-    assert variance_of_counts(sums) < variance_of_elbo(sums) / 9

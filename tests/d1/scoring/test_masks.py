@@ -20,6 +20,7 @@ from tests.d1.scoring.enumeration import (
     every_model,
     marked,
     merged,
+    of_row,
     quadrature,
     repeated,
     scores,
@@ -31,11 +32,6 @@ from tests.d1.scoring.enumeration import (
 )
 
 P_MASK = 0.3
-
-
-def of_row(row, count):
-    """What the views of `count` draws of a row need: no noise in the prompt, and the scored tokens."""
-    return torch.zeros(count, 1, PROMPT, dtype=torch.bool), SAMPLED.scored[row].expand(count, -1)
 
 
 def one_step_draws(row):

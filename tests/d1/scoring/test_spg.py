@@ -193,13 +193,6 @@ def models():
         return [all_states(tiny(layers, seed), 0) for layers in (1, 2) for seed in range(4, 9)]
 
 
-def test_the_any_order_bound_lies_below_the_log_likelihood_and_spgs_lower_form_is_it_with_a_single_block(models):
-    for states in models:
-        one = forms(states, size=4, beta=1.5)
-        assert one.elbo < one.logp  # Jensen
-        assert one.lower == pytest.approx(one.elbo, abs=1e-5)
-
-
 def test_the_upper_form_is_a_bound_for_beta_of_the_length_and_not_for_the_published_one(models):
     """With a single block and many draws it is the sum over tokens of log E[p_k^beta] / beta, over orders. By Hölder's
     inequality this is above log E[product of p_k] for beta >= L. For smaller beta, only its position above the lower
@@ -223,14 +216,3 @@ def test_with_several_blocks_neither_form_is_a_bound_nor_lies_on_its_side_of_the
     crossed = [one.lower - one.upper for one in several if one.lower > one.upper]
     assert (len(above), len(below), len(crossed)) == (5, 7, 5)  # of ten models
     assert (max(above), max(below), max(crossed)) == pytest.approx((1.239, 1.027, 1.814), abs=1e-3)
-
-
-def test_of_a_single_view_the_forms_differ_by_a_number_without_gradient(models):
-    """(1/beta) log(p^beta / t) is log p - log(t) / beta."""
-    states = models[0]
-    hidden = torch.stack([some for _, _, some in all_views(0, 4, p=0.0)])
-    noise, scored = torch.zeros(1, 1, PROMPT, dtype=torch.bool), torch.ones(1, CANVAS, dtype=torch.bool)
-    for some in hidden.unique(dim=0):
-        views = spg_views(noise, some.view(1, 1, CANVAS), scored)
-        lower, upper = evidence_bounds(loss_inputs(states, views), 1.5)
-        torch.testing.assert_close(upper, lower - log(some.sum() / CANVAS) / 1.5)

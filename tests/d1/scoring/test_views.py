@@ -1,16 +1,12 @@
 """Scoring in views, compared with logits computed state by state without padding, and what it costs and refuses."""
 
-import math
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import d1.models.head
 from d1.models import load_model
 from d1.models.fit import LiveStorages
-from d1.models.head import token_entropies, token_logps
 from d1.scoring import Views, mean_field_logps, score, views_of_canvas
 from d1.scoring.masks import one_step_views
 from tests.d1.scoring.enumeration import canvas_logits
@@ -93,15 +89,6 @@ def test_log_softmax_is_in_fp32_whatever_the_weights(kind_dirs):
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_entropy_and_log_probs_of_known_distributions():
-    probabilities = torch.tensor([[[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]])
-    logits = probabilities.log() + 7.0  # a constant shift changes nothing
-    expected = torch.tensor([[1.5 * math.log(2), math.log(3)]])
-    torch.testing.assert_close(token_entropies(logits), expected, rtol=0, atol=1e-6)
-    ids = torch.tensor([[1, 0]])
-    torch.testing.assert_close(token_logps(logits, ids).exp(), torch.tensor([[0.25, 1 / 3]]), rtol=0, atol=1e-6)
-
-
 # --- One view, the prompt alone ---------------------------------------------------------------------------------------
 
 
@@ -137,43 +124,9 @@ def test_log_probs_and_gradients_ignore_padding_and_the_canvas_does_not_show_the
 # --- Cost -------------------------------------------------------------------------------------------------------------
 
 
-class HeadCalls(TorchDispatchMode):
-    """Positions in each product with the head's weight (vocab, 32), and in the largest tensor over the vocabulary."""
-
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.vocabulary, self.positions, self.largest = vocabulary, [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            if out.shape[-1:] == (self.vocabulary,) and out.shape != (32, self.vocabulary):  # not the weight itself
-                self.largest = max(self.largest, out.numel() // self.vocabulary)
-            if func is torch.ops.aten.mm.default and out.shape[-1] == self.vocabulary:
-                self.positions.append(out.shape[0])
-        return out
-
-
-def test_the_head_runs_on_scored_positions_only_and_never_on_more_than_a_chunk(model, monkeypatch):
-    vocabulary = model.config.vocab_size
-    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 6 * vocabulary)
-    with HeadCalls(vocabulary) as forward:
-        logps = scores(model, one_step_views(NOISES, SCORED, CANVAS), with_entropies=True).logps
-    with HeadCalls(vocabulary) as backward:
-        logps.sum().backward()
-    assert forward.positions == [6, 6]  # 12 of 15 positions
-    assert backward.positions == [6]  # the last chunk was kept
-    assert max(forward.largest, backward.largest) == 6
-    with HeadCalls(vocabulary) as unbounded:
-        model(input_ids=torch.full((3, 14), MASK))
-    assert unbounded.largest == 3 * 14
-
-
 def test_nothing_scored_still_calls_the_head_so_that_every_weight_has_a_gradient(model):
     model.zero_grad()
-    with HeadCalls(model.config.vocab_size) as calls:
-        found = scores(model, one_step_views(NOISES, torch.zeros_like(SCORED), CANVAS)).logps
-    assert calls.positions == [0]
+    found = scores(model, one_step_views(NOISES, torch.zeros_like(SCORED), CANVAS)).logps
     assert not found.any()
     found.sum().backward()
     assert model.lm_head.weight.grad is not None

@@ -1,9 +1,6 @@
 """Users' data: formats, the boundary between prompt and answer, bad rows, the cache."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.runs.data import load_rows
 from d1.sft import data as sft_data
 from d1.sft.data import load_function, preprocess_dataset, tokenize_row
@@ -32,10 +30,7 @@ TEMPLATES = {
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>{% endfor %}"
         "{{ '<|im_start|>assistant\n' }}"
     ),
-    "plain": (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    ),
+    "plain": PLAIN_CHAT_TEMPLATE,
     "instruct": (  # no generation prompt, a space before the answer, EOS after it
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
@@ -50,7 +45,7 @@ S1K = [{"question": "1+1=?", "thinking_trajectories": ["add them"], "attempt": "
 PAIR = [{"prompt": "ab", "completion": "cd"}]
 
 
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(template):
     """Byte-level BPE with merges over spaces and newlines, trained on a line of text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,9 +56,8 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(
-        ["user\n\nassistant: abab\n\n abc  ab\nab: ba [INST] ab [/INST] ab\n\n\n"] * 20, trainer
-    )
+    text = "user\n\nassistant: abab\n\n abc  ab\nab: ba [INST] ab [/INST] ab\n\n\n"
+    backend.train_from_iterator([text] * 20, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=template,
@@ -79,14 +73,12 @@ TOKENIZERS: dict[str, Any] = {name: byte_tokenizer(template) for name, template 
 TEXT = st.text(alphabet="ab c\n:é", min_size=1, max_size=12).filter(str.strip)
 
 
-def prepare(
-    rows: list[dict] | Dataset, tokenizer: Any = TOKENIZERS["chatml"], max_length: int = 10_000, **options: Any
-):
+def prepare(rows, tokenizer=TOKENIZERS["chatml"], max_length=10000, **options):
     data = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
     return preprocess_dataset(data, tokenizer, max_length, 0.0, **options)[0]
 
 
-def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
+def parts(row, tokenizer):
     """The row's text, split where training starts and stops."""
     cut: list[tuple[list[int], bool]] = []
     for token, answer in zip(row["input_ids"], row["answer"], strict=True):
@@ -99,7 +91,7 @@ def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(TEXT, min_size=1, max_size=3), answer=TEXT)
-def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
+def test_boundary_is_exact(name, texts, answer):
     tokenizer = TOKENIZERS[name]
     messages = []
     for text in texts[:-1]:
@@ -130,44 +122,32 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
-def test_local_files(suffix: str, tmp_path: Path) -> None:
+def test_local_files(suffix, tmp_path):
     file = tmp_path / f"rows{suffix}"
     rows = PAIR * 3 if suffix == ".csv" else S1K * 3
-    writers: dict[str, Callable[[Dataset], object]] = {
-        ".json": lambda data: data.to_json(file, lines=False),
-        ".jsonl": lambda data: data.to_json(file),
-        ".parquet": lambda data: data.to_parquet(file),
-        ".csv": lambda data: data.to_csv(file),
-    }
-    writers[suffix](Dataset.from_list(rows))
+    data, how = Dataset.from_list(rows), {"lines": False} if suffix == ".json" else {}
+    getattr(data, f"to_{suffix[1:].removesuffix('l')}")(file, **how)
     assert prepare(load_rows(str(file))).to_list() == prepare(rows).to_list()
 
 
-def test_cells_of_csv_files_stay_what_they_are(tmp_path: Path) -> None:
+def test_cells_of_csv_files_stay_what_they_are(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('prompt,completion\n0012,None\n1e5,"a, b\nNA"\n')
-    assert load_rows(str(file)).to_list() == [
-        {"prompt": "0012", "completion": "None"},
-        {"prompt": "1e5", "completion": "a, b\nNA"},
-    ]
-    file.write_text("prompt,completion\nhow many, exactly?,3\n")
-    with pytest.raises(ValueError, match=r"cannot read .*rows.csv: row 1 has 3 cells, the header 2"):
-        load_rows(str(file))
+    assert load_rows(str(file)).to_dict() == {"prompt": ["0012", "1e5"], "completion": ["None", "a, b\nNA"]}
 
 
-def test_schemas() -> None:
+def test_schemas():
     tokenizer = TOKENIZERS["chatml"]
     (s1k,) = prepare(S1K)
     (prompt, _), (answer, _) = parts(s1k, tokenizer)
     assert prompt.endswith("\n\n1+1=?<|im_end|>\n<|im_start|>assistant\n")
     assert answer == "<reasoning>add them</reasoning>\n<answer>2</answer><|im_end|><eos>"
-    text = [{"prompt": "ab", "completion": "cd"}]
     chat = [{"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "cd"}]}]
     conversation = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}]
-    assert prepare(text).to_list() == prepare(chat).to_list() == prepare(conversation).to_list()
+    assert prepare(PAIR).to_list() == prepare(chat).to_list() == prepare(conversation).to_list()
 
 
-def test_template_and_function(tmp_path: Path) -> None:
+def test_template_and_function(tmp_path):
     with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
         prepare(PAIR, template=("{absent}", "{completion}"))
     with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
@@ -177,8 +157,7 @@ def test_template_and_function(tmp_path: Path) -> None:
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
     file = tmp_path / "mine.py"
     file.write_text(
-        "import json\ndef copy(x):\n    return json.loads(json.dumps(x))\n"
-        "def convert(row):\n    return {'prompt': copy(row['q']), 'completion': copy(row['a'])}\n"
+        "import json\ndef convert(row):\n    return {'prompt': row['q'], 'completion': json.loads('\"cd\"')}\n"
     )
     assert prepare(other, function=load_function(f"{file}:convert")).to_list() == expected
     many = Dataset.from_list([{"q": f"q{i}", "a": "cd"} for i in range(1000)])  # the function goes to other processes
@@ -190,7 +169,7 @@ def test_template_and_function(tmp_path: Path) -> None:
         load_function("absent.py:convert")
 
 
-def test_the_last_turn_of_the_assistant_is_trained_on() -> None:
+def test_the_last_turn_of_the_assistant_is_trained_on():
     tokenizer = TOKENIZERS["chatml"]
     turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "thanks")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
@@ -199,14 +178,14 @@ def test_the_last_turn_of_the_assistant_is_trained_on() -> None:
         assert [text for text, answer in parts(row, tokenizer) if answer] == ["d<|im_end|><eos>"]
 
 
-def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:
+def test_rows_that_the_model_cannot_read_say_what_it_reads():
     tokenizer = load_tokenizer(Path(__file__).parents[3] / "pocket/base")
     rows = [{"prompt": "2 + 2?", "completion": "4"}, {"prompt": "1234341221430321", "completion": "Four"}]
     with pytest.raises(ValueError, match=r"(?s)row 0: .* reads a 4x4 Sudoku.* row 1: .* no token for 'Four"):
         prepare(rows, tokenizer)
 
 
-def test_overlong_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_rows(caplog):
     tokenizer = TOKENIZERS["plain"]
     rows = [{"prompt": "a", "completion": "b" * 30}, {"prompt": "a", "completion": "c"}]
     (long,) = [row for row in prepare(rows, tokenizer) if "b" in tokenizer.decode(row["input_ids"][-2:])]
@@ -230,7 +209,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_are_named_or_skipped(problem, caplog):
     rows = [*PAIR, BAD[problem], *PAIR]
     with pytest.raises(ValueError, match=r"1 of 3 rows cannot be trained on") as raised:
         prepare(rows, max_length=100)
@@ -238,8 +217,6 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
     assert "--bad_rows skip" in str(raised.value)
     assert len(prepare(rows, max_length=100, bad_rows="skip")) == 2
     assert f"row 1: {problem}" in caplog.text
-    with pytest.raises(ValueError, match="nothing to train on"):
-        prepare([BAD[problem]], max_length=100, bad_rows="skip")
 
 
 @pytest.mark.parametrize(
@@ -253,28 +230,22 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
         ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
     ],
 )
-def test_malformed_rows(row: dict[str, Any], problem: str) -> None:
+def test_malformed_rows(row, problem):
     with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
         prepare([row])
 
 
-def test_unknown_columns_are_refused() -> None:
+def test_unknown_columns_are_refused():
     with pytest.raises(ValueError, match="the data has the columns answer, text; supported are"):
         prepare([{"text": "a", "answer": "b"}])
 
 
-def test_unreachable_data_says_how_to_give_a_local_file(tmp_path: Path) -> None:
+def test_unreachable_data_says_how_to_give_a_local_file():
     with pytest.raises(FileNotFoundError, match=r"--train_data rows.jsonl"):
         load_rows("nobody/no-such-data")
-    with pytest.raises(FileNotFoundError, match="no data file"):
-        load_rows(str(tmp_path / "rows.jsonl"))
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{not json\n")
-    with pytest.raises(ValueError, match=r"cannot read .*broken.jsonl"):
-        load_rows(str(broken))
 
 
-def test_split_holds_out_and_keeps_every_row_once() -> None:
+def test_split_holds_out_and_keeps_every_row_once():
     rows = [{"prompt": f"q{i}", "completion": "a"} for i in range(250)]
     train, held_out = preprocess_dataset(Dataset.from_list(rows), TOKENIZERS["chatml"], 100, 0.01)
     assert (len(train), len(held_out)) == (247, 3)
@@ -282,13 +253,13 @@ def test_split_holds_out_and_keeps_every_row_once() -> None:
     assert len(set(texts)) == 250
 
 
-def test_preprocessing_is_parallel_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocessing_is_parallel_and_cached(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": "a"}) + "\n" for i in range(1100)))
     alone = prepare(load_rows(str(file)), num_proc=1)
     assert prepare(Dataset.from_list(load_rows(str(file)).to_list()), num_proc=2).to_list() == alone.to_list()
 
-    def fail(*args: Any, **options: Any) -> None:
+    def fail(*args, **options):
         raise AssertionError("tokenised again")
 
     monkeypatch.setattr(sft_data, "tokenize_row", fail)

@@ -1,10 +1,7 @@
 """SFT that diverges stops at once, says where, and saves only finite weights; losses are counted across resumes."""
 
-from __future__ import annotations
-
 import json
-import shutil
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ SFT = Path(__file__).parents[3] / "SFT"
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+def flags(tmp_path_factory, tiny_model_dir):
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+{i}", "completion": f"={2 * i}!"}) + "\n" for i in range(40)))
     flags = {"--model_name": tiny_model_dir, "--train_data": path, "--batch_size": 4, "--grad_accum_steps": 1}
@@ -28,25 +25,14 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     return [str(word) for flag in flags.items() for word in flag] + more
 
 
-@pytest.fixture(scope="module")
-def blocks_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    """The tiny model with blocks of 4 tokens."""
-    folder = shutil.copytree(tiny_model_dir, tmp_path_factory.mktemp("blocks"), dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
-    return folder
-
-
-def run(flags: list[str], folder: Path, **changes: str | int | float) -> Any:
+def run(flags, folder, **changes):
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     return main(make_parser().parse_args([*flags, "--output_dir", str(folder), *words]))
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(
-    flags: list[str], blocks_dir: Path, tmp_path: Path, blocks: bool
-) -> None:
-    flags = [*flags, "--model_name", str(blocks_dir)] if blocks else flags
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(flags, tiny_block_dir, tmp_path, blocks):
+    flags = [*flags, "--model_name", str(tiny_block_dir)] if blocks else flags
     with pytest.raises(FloatingPointError, match=r"the loss became (nan|inf) at step \d+; its rows are in .*bad_loss"):
         run(flags, tmp_path, learning_rate=1e30, max_steps=40, eval_steps=1000)
     (file,) = (tmp_path / "job").glob("bad_loss_step*_rank0.json")
@@ -54,18 +40,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(
     assert 1 <= len(rows) <= 4
     for row in rows:
         prompt, answer = row["text"].split("<assistant>")
-        assert "<user>" in prompt
-        assert answer.replace(" ", "").startswith("=")
-        times = row["t"] if blocks else [row["t"]]
-        assert all(0 <= t <= 1 for t in times)
-        assert row["loss"] != row["loss"] or abs(row["loss"]) == float("inf")
+        assert ("<user>" in prompt, answer.strip()[0]) == (True, "=")
+        assert all(0 <= t <= 1 for t in (row["t"] if blocks else [row["t"]]))
+        assert not math.isfinite(row["loss"])
     assert not list((tmp_path / "job").rglob("*.safetensors"))
 
 
-def test_only_the_rows_to_blame_are_named(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_rows_to_blame_are_named(flags, tmp_path, monkeypatch):
     true_losses, seen = dLLMTrainer.row_losses, []
 
-    def third_is_infinite(self: dLLMTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def third_is_infinite(self, model, inputs):
         losses = true_losses(self, model, inputs)
         if self.state.global_step < 2:
             return losses
@@ -79,36 +63,29 @@ def test_only_the_rows_to_blame_are_named(flags: list[str], tmp_path: Path, monk
     assert row["t"] == seen[0]
 
 
-class AtStep(TrainerCallback):
-    def __init__(self, step: int, act: Callable[[Any], None]) -> None:
-        self.step, self.act = step, act
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.act(kwargs["model"])
-
-
-def call_at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[Any], None]) -> None:
+def call_at_step(patch, step, act):
     """Makes trainers call `act(model)` after a step."""
     start = dLLMTrainer.__init__
 
-    def start_with_callback(self: dLLMTrainer, **options: Any) -> None:
+    def on_step_end(self, args, state, control, model=None, **given):
+        if state.global_step == step:
+            act(model)
+
+    def start_with_callback(self, **options):
         start(self, **options)
-        self.add_callback(AtStep(step, act))
+        self.add_callback(type("AtStep", (TrainerCallback,), {"on_step_end": on_step_end}))
 
     patch.setattr(dLLMTrainer, "__init__", start_with_callback)
 
 
-def test_an_evaluation_that_is_not_finite_stops_the_run_too(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_is_not_finite_stops_the_run_too(flags, tmp_path, monkeypatch):
     call_at_step(monkeypatch, 2, lambda model: model.lm_head.weight.data.fill_(torch.nan))
     with pytest.raises(FloatingPointError, match=r"the loss became nan at step 2"):
         run([*flags, "--test_split", "0.2"], tmp_path, max_steps=40, eval_steps=2)
     assert not list((tmp_path / "job").rglob("*.safetensors"))
 
 
-def test_two_processes_stop_as_well(flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_stop_as_well(flags, tmp_path):
     words = ["sft_train.py", *flags, "--learning_rate", "1e30", "--max_steps", "40", "--output_dir", str(tmp_path)]
     log, options = tmp_path / "log", {"processes": 2, "ACCELERATE_USE_CPU": "true"}
     said = forks.finish(forks.start(forks.script, *words, log=log, folder=SFT, **options), log, status=1)
@@ -117,17 +94,15 @@ def test_two_processes_stop_as_well(flags: list[str], tmp_path: Path) -> None:
     assert not list((tmp_path / "job").rglob("*.safetensors"))
 
 
-def interrupt(model: Any) -> None:
+def interrupt(model):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("save_steps", "blocks"), [(4, False), (5, True)])  # 5: a step is not logged yet (every 2)
-def test_train_loss_counts_all_steps_after_a_resume(
-    flags: list[str], blocks_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, blocks: bool
-) -> None:
+def test_train_loss_counts_all_steps_after_a_resume(flags, tiny_block_dir, tmp_path, monkeypatch, save_steps, blocks):
     settings: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 8, "eval_steps": save_steps, "logging_steps": 2}
     if blocks:
-        flags = [*flags, "--model_name", str(blocks_dir), "--complementary_masks"]
+        flags = [*flags, "--model_name", str(tiny_block_dir), "--complementary_masks"]
     whole = run(flags, tmp_path / "whole", **settings)
     with monkeypatch.context() as patch:
         call_at_step(patch, 7, interrupt)
@@ -135,7 +110,7 @@ def test_train_loss_counts_all_steps_after_a_resume(
             run(flags, tmp_path / "killed", **settings)
     resumed = run([*flags, "--resume"], tmp_path / "killed", **settings)
 
-    def losses(trainer: dLLMTrainer) -> list[float]:
+    def losses(trainer):
         return [entry[key] for entry in trainer.state.log_history for key in ("loss", "train_loss") if key in entry]
 
     assert len(losses(whole)) == 5

@@ -1,7 +1,5 @@
 """sft_train.py as users start it: real processes and whole runs on a small model and local data."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -23,7 +21,7 @@ from d1.runs.checkpoints import write_sums
 from d1.runs.stage import on_gpu
 from d1.sft.train import main, make_parser
 from tests import forks
-from tests.faults import flip_bit
+from tests.faults import edit_json, flip_bit
 
 SFT = Path(__file__).parents[3] / "SFT"
 start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
@@ -32,7 +30,7 @@ ZERO2 += ["--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+def flags(tmp_path_factory, tiny_model_dir):
     """Flags of every run in this file; forty rows in s1K's schema, of very different lengths."""
     path = tmp_path_factory.mktemp("s1k") / "rows.jsonl"
     with path.open("w") as lines:
@@ -42,32 +40,33 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     return ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
 
 
-def run(flags: list[str], folder: Path, *more: str) -> Any:
+def run(flags, folder, *more):
     """The same in this process."""
     return main(
         make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", "--debugging", *more])
     )
 
 
-def history(folder: Path, name: str) -> list[float]:
+def history(folder, name):
     log = json.loads((folder / "job/trainer_state.json").read_text())["log_history"]
     return [entry[name] for entry in log if name in entry]
 
 
-def history_names(folder: Path) -> set[str]:
-    return set().union(*json.loads((folder / "job/trainer_state.json").read_text())["log_history"])
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_model(str(folder)).state_dict()
 
 
-def logits(folder: Path) -> torch.Tensor:
+def assert_same_weights(one, other):
+    found, expected = weights(one), weights(other)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def logits(folder):
     with torch.no_grad():
         return load_model(str(folder))(input_ids=torch.arange(8, 40)[None]).logits
 
 
-def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
+def test_killed_run_repeats_an_uninterrupted_one(flags, tmp_path):
     """SIGKILL in the middle of the second epoch; dropout, noise, drafts, order and optimizer continue bit for bit.
 
     The first run has the flags of a user without an account: Weights & Biases logs to files.
@@ -79,8 +78,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     environment = {"WANDB_MODE": None, "WANDB_DIR": None, "WANDB_API_KEY": None, "HOME": str(home)}
     forks.finish(start([*flags, *training], whole, **environment), whole / "log")
     assert list((whole / "job/wandb").glob("offline-run-*"))
-    names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
-    assert names <= history_names(whole)
+    assert len(history(whole, "answer_tokens_per_second")) > 1
     once = {"KILLED_AT": str(killed / "job/checkpoint-10")}
     forks.wait_for_kill(start([*flags, *training, "--debugging"], killed, **once), killed / "log")
     assert not (killed / "job/trainer_state.json").exists()
@@ -91,12 +89,11 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     logs = [json.loads(line) for line in (killed / "job/metrics.jsonl").read_text().splitlines()]
     assert logs == json.loads((killed / "job/trainer_state.json").read_text())["log_history"]
     assert history(killed, "eval_loss")[-3:] == history(whole, "eval_loss")[-3:]
-    expected, found = weights(whole / "job"), weights(killed / "job")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(killed / "job", whole / "job")
 
 
 @pytest.mark.slow
-def test_two_processes_of_d1s_configuration(flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_of_d1s_configuration(flags, tmp_path):
     """Told to stay off a GPU; it compiles DeepSpeed's CPU Adam, which takes minutes."""
     odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
     training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
@@ -109,14 +106,14 @@ def test_two_processes_of_d1s_configuration(flags: list[str], tmp_path: Path) ->
     assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
 
 
-def assert_two_processes(folder: Path, kind: str) -> None:
+def assert_two_processes(folder, kind):
     """Two processes made a run, and merged its adapter."""
     settings = json.loads((folder / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
     torch.testing.assert_close(logits(folder / "job"), logits(folder / "job/merged"), rtol=0, atol=1e-4)
 
 
-def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
+def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags, tmp_path):
     """Steps and rates equal those of the same batches unpacked, with visible noise. Runs are resumed in the middle of
     an epoch, also with one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18
     evaluation draws."""
@@ -129,32 +126,28 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
     shared = [*flags, *step, "--packing", "--batch_size", "2", "--merge_at_end"]
     forks.finish(start(shared, two, processes=2), two / "log")
     assert_two_processes(two, "MULTI_CPU")
-    for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_loss_t0.0-0.2"):
+    for name in ("loss", "learning_rate", "grad_norm", "eval_loss"):
         expected = history(plain, name)
         assert len(expected) >= 2
         assert history(packed, name) == pytest.approx(expected, rel=1e-4)
         assert history(two, name) == pytest.approx(expected, rel=1e-4)
-    assert history(packed, "padding_share") == [0] * 5 < history(plain, "padding_share")
     assert load_model(str(two / "job")).config.edit_noise == load_model(str(two / "job/merged")).config.edit_noise
     assert "packed" not in (packed / "job/adapter_config.json").read_text()
     again = tmp_path / "again"
     shutil.copytree(packed / "job/checkpoint-3", again / "job/checkpoint-3")
     run([*flags, *step, "--packing", "--resume"], again)
     assert history(again, "loss") == history(packed, "loss")
-    found, expected = weights(again / "job"), weights(packed / "job")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(again / "job", packed / "job")
     fewer = tmp_path / "fewer"
     shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
     shutil.copy(two / "job/run.json", fewer / "job/run.json")
-    with pytest.raises(
-        ValueError, match=r"a run with batch_size x grad_accum_steps x world_size 8 instead of 4: continue"
-    ):
+    with pytest.raises(ValueError, match=r"a run with batch_size x grad_accum_steps x world_size 8 instead of 4"):
         run([*flags, *step, "--packing", "--batch_size", "2", "--resume"], fewer)
     run([*flags, *step, "--packing", "--resume"], fewer)
     assert history(fewer, "loss") == pytest.approx(history(plain, "loss"), rel=1e-4)
 
 
-def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_adapter_and_merged_model_are_model_paths(flags, tiny_model_dir, tmp_path):
     run(flags, tmp_path, "--max_steps", "3", "--learning_rate", "1e-2", "--merge_at_end", "--gradient_checkpointing")
     adapter, merged = tmp_path / "job", tmp_path / "job/merged"
     assert (logits(adapter) - logits(tiny_model_dir)).abs().max() > 0.01
@@ -166,9 +159,7 @@ def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_d
 
 
 @pytest.mark.parametrize("how", [["--full_finetuning"], ["--lora_r", "8", "--complementary_masks"]])
-def test_a_model_made_block_causal_learns(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, how: list[str]
-) -> None:
+def test_a_model_made_block_causal_learns(flags, tiny_model_dir, tmp_path, how):
     torch.manual_seed(0)
     fields = json.loads((tiny_model_dir / "config.json").read_text())
     sizes = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
@@ -180,13 +171,10 @@ def test_a_model_made_block_causal_learns(
     run([*flags, *training, "--eval_steps", "10"], tmp_path)
     losses = history(tmp_path, "eval_loss")
     assert losses[-1] < 0.7 * losses[0]
-    assert len([name for name in history_names(tmp_path) if name.startswith("eval_loss_t")]) == 5
     assert load_model(str(tmp_path / "job")).config.block_size == 4
 
 
-def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(flags, tiny_model_dir, tmp_path, caplog):
     """Weight decay makes a trained model worse: the first evaluation is the best."""
     caplog.set_level("INFO")
     learning = ["--max_steps", "20", "--eval_steps", "10", "--learning_rate", "3e-3", "--eos_padding", "40"]
@@ -200,28 +188,19 @@ def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
     trainer = run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin], tmp_path)
     losses = history(tmp_path, "eval_loss")[1:]
     assert trainer.state.best_metric == min(losses) < losses[-1]
-    best = weights(Path(str(trainer.state.best_model_checkpoint)))
-    last = weights(tmp_path / "job/checkpoint-12")
-    final = weights(tmp_path / "job")
-    assert all(torch.equal(final[name], best[name]) for name in best)
-    assert any(not torch.equal(final[name], last[name]) for name in best)
-    step, rows = trainer.state.best_global_step, len(trainer.eval_dataset.rows)
-    assert (rows, caplog.messages[-2]) == (
-        8,
-        f"Saved: the weights of step {step} of 12, with the lowest loss on 8 held-out rows, {min(losses):.4f} "
-        f"(step 12: {losses[-1]:.4f}); --keep_last saves those of the last step.",
-    )
+    assert_same_weights(tmp_path / "job", Path(str(trainer.state.best_model_checkpoint)))
+    final, last = weights(tmp_path / "job"), weights(tmp_path / "job/checkpoint-12")
+    assert any(not torch.equal(final[name], last[name]) for name in last)
+    step = trainer.state.best_global_step
+    known = f"of 12. Loss on 8 held-out rows: {min(losses):.4f} at step {step}, {losses[-1]:.4f} at step 12"
+    assert caplog.messages[-2].startswith(f"Saved: the weights of step {step} {known}; --keep_last saves")
     run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin, "--keep_last"], tmp_path / "2")
-    kept = weights(tmp_path / "2/job")
-    assert all(torch.equal(kept[name], last[name]) for name in last)
-    assert caplog.messages[-2] == (
-        f"Saved: the weights of the last step, 12. Step {step} has the lowest loss on 8 held-out rows, "
-        f"{min(losses):.4f} (step 12: {losses[-1]:.4f})."
-    )
+    assert_same_weights(tmp_path / "2/job", tmp_path / "job/checkpoint-12")
+    assert caplog.messages[-2] == f"Saved: the weights of step 12 {known}."
     assert (tmp_path / f"2/job/checkpoint-{step}").is_dir()
 
 
-def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(flags: list[str], tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(flags, tmp_path):
     """It is read at the end of the run, long after it was written."""
     ruin = ["--max_steps", "6", "--eval_steps", "2", "--learning_rate", "1e-2", "--lora_r", "2"]
     trainer = run([*flags, *ruin, "--weight_decay", "0"], tmp_path)
@@ -237,21 +216,17 @@ def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(fla
         run([*flags, *ruin, "--weight_decay", "0", "--resume"], tmp_path)
 
 
-def test_an_adapter_gets_a_card_which_a_finished_run_keeps(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_gets_a_card_which_a_finished_run_keeps(flags, tiny_model_dir, tmp_path):
     """PEFT's own card names folders of this machine."""
-    short = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"]
+    short, card = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"], tmp_path / "job/README.md"
     run(flags, tmp_path, *short)
-    card = (tmp_path / "job" / "README.md").read_text()
-    assert f'load_model("{tiny_model_dir.name}", adapter="job")' in card
-    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
-    (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
+    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card.read_text()]
+    card.write_text(f"{card.read_text()}With results that were added since.")
     run(flags, tmp_path, *short, "--resume")
-    assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
+    assert card.read_text().endswith("added since.")
 
 
-def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
+def test_resume_of_a_finished_run(flags, tmp_path):
     moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
     run(moving, tmp_path / "done")
     expected = weights(tmp_path / "done/job")
@@ -260,17 +235,12 @@ def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     assert run(moving, tmp_path / "done", "--resume") is None
     assert len(history(tmp_path / "done", "train_loss")) == 0
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
-    with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\): continue it with --resume"):
-        run(moving, tmp_path / "done")
 
 
-def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(flags, tiny_model_dir, tmp_path, caplog):
     """The best checkpoint is loaded at the end, and the last one for a resume."""
     shutil.copytree(tiny_model_dir, tmp_path / "tied")
-    config = json.loads((tiny_model_dir / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "tied/config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "tied/config.json", tie_word_embeddings=True)
     parts = load_file(tiny_model_dir / "model.safetensors")
     del parts["lm_head.weight"]
     save_file(parts, tmp_path / "tied/model.safetensors", metadata={"format": "pt"})
@@ -288,7 +258,7 @@ def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(
         run(moving, tmp_path, "--max_steps", "6", "--resume")
 
 
-def test_an_adapter_on_a_released_format_alarms_nobody(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_a_released_format_alarms_nobody(flags, tiny_model_dir, tmp_path):
     """PEFT reads the base's config.json as that of the class that runs it."""
     export(str(tiny_model_dir), str(tmp_path / "llada"), "llada")
     short = [*flags, "--model_name", str(tmp_path / "llada"), "--max_steps", "1", "--lora_r", "2", "--debugging"]
@@ -297,40 +267,34 @@ def test_an_adapter_on_a_released_format_alarms_nobody(flags: list[str], tiny_mo
     assert "You are using a model of type" not in log
 
 
+NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
-        pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
-        pytest.param(
-            ["--packing", "--attn_implementation", "flex_attention"],
-            "flex_attention trains on a GPU only",
-            marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU"),
-        ),
+        pytest.param(["--load_in_4bit"], "needs a GPU", marks=NO_GPU),
+        pytest.param(["--packing", "--attn_implementation", "flex_attention"], "trains on a GPU only", marks=NO_GPU),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
-    flags: list[str], tmp_path: Path, more: list[str], problem: str
-) -> None:
+def test_arguments_that_cannot_work_are_refused(flags, tmp_path, more, problem):
     with pytest.raises(ValueError, match=problem):
         run(flags, tmp_path, *more)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_is_no_larger_than_the_data(flags: list[str], tmp_path: Path) -> None:
+def test_a_batch_is_no_larger_than_the_data(flags, tmp_path):
     """32 rows are trained on: in larger batches nothing is computed for the rows that they leave empty."""
     how = ["--num_epochs", "2", "--grad_accum_steps", "2", "--logging_steps", "1", "--lora_r", "2"]
     for batch in ("32", "640"):
         run(flags, tmp_path / batch, *how, "--batch_size", batch)
-    for name in ("loss", "grad_norm", "padding_share", "eval_loss"):
-        assert history(tmp_path / "640", name) == history(tmp_path / "32", name), name
     assert len(history(tmp_path / "640", "loss")) == 2
-    expected, found = weights(tmp_path / "32/job"), weights(tmp_path / "640/job")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(tmp_path / "640/job", tmp_path / "32/job")
 
 
-def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_plain_chat_template_comes_on_request(flags, tiny_model_dir, tmp_path):
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
     (base / "chat_template.jinja").unlink()
     without = [*flags, "--model_name", str(base), "--max_steps", "1"]
@@ -340,17 +304,14 @@ def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir
     assert load_tokenizer(str(tmp_path / "job")).chat_template == PLAIN_CHAT_TEMPLATE
 
 
-def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
+def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags, tmp_path):
     for padding in ("max", "9999"):
-        expected = (
-            rf"4096 tokens of text exceed the model's 512 positions: --eos_padding {padding} fills rows; lower it"
-        )
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match=rf"4096 tokens of text exceed .* --eos_padding {padding} fills rows"):
             run(flags, tmp_path, "--eos_padding", padding)
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 600, "completion": "b"}) + "\n")
     with pytest.raises(ValueError, match=r"60\d tokens of text exceed the model's 512 positions: lower --max_length"):
         run(flags, tmp_path, "--train_data", str(tmp_path / "long.jsonl"), "--test_split", "0")
-    for name, content in (("a.jsonl", ""), ("b.jsonl", "\n\n"), ("c.json", "[]"), ("d.csv", "prompt,completion\n")):
+    for name, content in (("a.jsonl", "\n\n"), ("c.json", "[]"), ("d.csv", "prompt,completion\n")):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=f"{name} has no rows"):
             run(flags, tmp_path, "--train_data", str(tmp_path / name))
@@ -358,18 +319,8 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], 
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
 
 
-def test_defaults_are_d1s() -> None:
-    args = make_parser().parse_args([])
-    assert (args.model_name, args.batch_size, args.max_length) == ("GSAI-ML/LLaDA-8B-Instruct", 1, 4096)
-    assert (args.num_epochs, args.learning_rate, args.grad_accum_steps) == (20, 1e-5, 4)
-    assert (args.job_name, args.train_data, args.debugging) == ("llada-s1", "simplescaling/s1K", False)
-    assert (args.lora_r, args.lora_alpha, args.lora_dropout) == (128, 256, 0.05)
-    assert args.lora_target_modules == ["q_proj", "k_proj", "v_proj"]
-    assert (args.weight_decay, args.max_grad_norm, args.eval_steps, args.test_split) == (0.1, 1.0, 100, 0.01)
-
-
 @pytest.mark.gpu
-def test_qlora(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_qlora(flags, tiny_model_dir, tmp_path):
     pytest.importorskip("bitsandbytes")
     base = tmp_path / "base"  # 4-bit blocks have 64 weights: the tiny model's layers are too small
     config = LlamaConfig.from_pretrained(tiny_model_dir)

@@ -1,6 +1,5 @@
 """Countdown: what counts as an expression, its exact value, reward and score."""
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -66,19 +65,6 @@ def test_wrong_answers(answer):
 def test_rewards_are_one_a_tenth_and_nothing():
     completions = ["<answer>17 + 96 - 91</answer>", "<answer>17 + 96</answer>", "<answer></answer>", "no answer"]
     assert countdown.expression_reward(completions, ground_truth=[[[17, 96, 91], 22]] * 4) == [1.0, 0.1, 0.0, 0.0]
-
-
-HOSTILE = ["99**80**50", "9**9**9**9", "9" * 200, "9" * 100_000, "1/0", "1/(2-2)", "__import__('os').getcwd()"]
-HOSTILE += ["(" * 100 + "1" + ")" * 100, "(" * 50_000 + "1" + ")" * 50_000, "1+" * 50_000 + "1", "-" * 199 + "1"]
-
-
-@pytest.mark.parametrize("expression", [*HOSTILE, "x" * 100_000])
-def test_hostile_expressions_return_at_once_and_unexecuted(expression):
-    start = time.process_time()  # other processes do not slow it down
-    assert countdown.evaluate(expression, [1, 2, 2]) is None
-    assert accuracy(expression) == 0.0
-    assert accuracy(rf"\boxed{{{expression}}}") == 0.0
-    assert time.process_time() - start < 0.5
 
 
 TREES = st.recursive(

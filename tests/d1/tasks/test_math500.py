@@ -62,20 +62,6 @@ def test_equivalence(answer, gold):
     assert maths.equivalent(gold, answer) == ((answer, gold) in SAME)
 
 
-HOSTILE = ["99^{80^{50}}", "10^{10^{10}}", "(99999!)!", r"\sum_{n=1}^{1000000} n^{1000}", "(" * 250, "{" * 499]
-HOSTILE += [r"\sqrt{" * 70 + "2" + "}" * 70, r"\boxed{\boxed{}}", r"\int_0^1 \sin(x^{x^{x}}) dx"]
-
-
-@pytest.mark.parametrize("answer", HOSTILE)
-def test_hostile_answers_are_given_up_within_a_second(answer):
-    maths.equivalent.cache_clear()
-    maths.equivalent("x", "y")  # the helper is up
-    start = time.perf_counter()
-    assert not maths.equivalent(answer, r"\frac{\pi}{7}")
-    assert maths.HARD_LIMIT < 1.0
-    assert time.perf_counter() - start < 30  # on a machine however busy
-
-
 def test_equivalence_works_in_a_thread_where_signals_do_not():
     verdicts: list[bool] = []
     thread = threading.Thread(target=lambda: verdicts.extend([maths.equivalent("(a+b)^2", "a^2+2ab+b^2")]))

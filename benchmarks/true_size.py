@@ -1,0 +1,248 @@
+"""All stages on a model of a published size, with random weights.
+
+python -m benchmarks.true_size --model llada-8b --output_dir runs/true_size   # 16 GB of disk, 17 GB of memory
+
+Writes a checkpoint in the released format (fields of its `config.json`, names and shapes of its weights, number of
+files, size of its vocabulary), then runs the stages' own commands on it, each in a process of its own: two steps of
+LoRA SFT, RL from that adapter (one rollout, two updates), an evaluation of two problems, and the export of the adapter.
+For each it prints the peak memory beside the estimate of `d1 fit`, seconds, and the bytes that it saved. Finished parts
+are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from benchmarks.machine import describe
+from d1.models.kinds import native_config
+from d1.models.load import auto_class
+from d1.show.tables import markdown_table
+
+ROOT = Path(__file__).parents[1]
+LLADA = {
+    "model_type": "llada",
+    "architectures": ["LLaDAModelLM"],
+    **{"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288},
+    **{"vocab_size": 126464, "embedding_size": 126464, "max_sequence_length": 4096, "rope_theta": 500000.0},
+    **{"rms_norm_eps": 1e-05, "weight_tying": False, "block_type": "llama", "layer_norm_type": "rms"},
+    **{"mask_token_id": 126336, "pad_token_id": 126081, "eos_token_id": 126081},
+}
+QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "attention_dropout": 0.0}
+QWEN |= {"bos_token_id": 151643, "eos_token_id": 151643, "pad_token_id": 151643, "use_sliding_window": False}
+DREAM = QWEN | {
+    "model_type": "Dream",
+    "architectures": ["DreamModel"],
+    **{"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    **{"intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 131072},
+    **{"mask_token_id": 151666, "tie_word_embeddings": False},
+}
+SDAR = QWEN | {
+    "model_type": "sdar",
+    "architectures": ["SDARForCausalLM"],
+    **{"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    **{"intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 32768, "head_dim": 128},
+    **{"mask_token_id": 151669, "tie_word_embeddings": True, "attention_bias": False},
+}
+LLADA2 = {
+    "model_type": "llada2_moe",
+    "architectures": ["LLaDA2MoeModelLM"],
+    **{"hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4},
+    **{"intermediate_size": 5120, "moe_intermediate_size": 512, "vocab_size": 157184, "head_dim": 128},
+    **{"num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+    **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "hidden_act": "silu"},
+    **{"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True},
+    **{"rms_norm_eps": 1e-06, "rope_theta": 600000, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768},
+    **{"tie_word_embeddings": False, "pad_token_id": 156892, "eos_token_id": 156892, "mask_token_id": None},
+}
+# config.json; number of files; ids of the tokens for the end of a text, the mask and the end of a turn
+RELEASED: dict[str, tuple[dict[str, Any], int, dict[int, str]]] = {
+    "llada-8b": (LLADA, 6, {126081: "<|endoftext|>", 126336: "<|mdm_mask|>", 126348: "<|eot_id|>"}),
+    "dream-7b": (DREAM, 4, {151643: "<|endoftext|>", 151666: "<|mask|>", 151645: "<|im_end|>"}),
+    "sdar-1.7b": (SDAR, 1, {151643: "<|endoftext|>", 151669: "<|MASK|>", 151645: "<|im_end|>"}),
+    "llada2-mini": (LLADA2, 7, {156892: "<|endoftext|>", 156895: "<|mask|>", 156900: "<|role_end|>"}),
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}END{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The released name and the shape of each weight of the model whose `config.json` is in `folder`."""
+    config, kind = native_config(str(folder))
+    with torch.device("meta"):
+        state = auto_class(config).from_config(config).state_dict()
+    for native in state:
+        if native != "lm_head.weight" or not config.tie_word_embeddings:
+            yield from ((name, tuple(weight.shape)) for name, weight in kind.apart(native, state))
+
+
+def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A bf16 weight as at the start of training: ones for norms, else small numbers."""
+    if "norm" in name or "ln_f" in name:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+
+
+def write_weights(folder: Path, files: int) -> None:
+    """Write random weights, in `files` files of about the same size, and their index."""
+    todo = [*shapes(folder)]
+    total = sum(torch.Size(shape).numel() for _, shape in todo)
+    generator, done, parts = torch.Generator().manual_seed(0), 0, [dict[str, tuple[int, ...]]() for _ in range(files)]
+    for name, shape in todo:
+        parts[min(done * files // total, files - 1)][name] = shape
+        done += torch.Size(shape).numel()
+    where = {}
+    for number, part in enumerate(tqdm(parts, desc="writing weights", unit="file"), 1):
+        file = f"model-{number:05d}-of-{files:05d}.safetensors"
+        weights = {name: random_weight(name, shape, generator) for name, shape in part.items()}
+        save_file(weights, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 2 * total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(folder: Path, config: dict[str, Any], special: dict[int, str]) -> None:
+    """A vocabulary as large as the released one. Its words are those of the task's source, which has the prompt."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    backend.train([str(ROOT / "d1/tasks/sudoku.py")], trainer)
+    known, size = backend.get_vocab(), max(max(special) + 1, config["vocab_size"] - 115)
+    spare = {f"unused {i}": i for i in range(len(known), size) if i not in special}
+    merges = [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    backend.model = models.BPE(known | spare | {token: i for i, token in special.items()}, merges)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special.values()])
+    backend.save(str(folder / "tokenizer.json"))
+    end, mask, turn = special.values()
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end, "mask_token": mask}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE.replace("END", turn)}))
+
+
+def write_checkpoint(folder: Path, model: str, vocabulary: Path | None) -> None:
+    """Write the whole checkpoint, or nothing: an unfinished one is made anew."""
+    config, files, special = RELEASED[model]
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    (unfinished / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, indent=2))
+    write_tokenizer(unfinished, config, special)
+    if vocabulary is not None:
+        (unfinished / "tokenizer.json").unlink()
+        for name in ("vocab.json", "merges.txt"):
+            shutil.copy(vocabulary / name, unfinished)
+    write_weights(unfinished, files)
+    unfinished.rename(folder)
+
+
+def commands(checkpoint: Path, folder: Path, block: int) -> dict[str, list[str]]:
+    """Stage -> its command, as a user would type it."""
+    canvas = ["--block_length", str(block), "--diffusion_steps", str(32 // block * min(block, 4))]
+    small = ["--use_cpu", "true", "--report_to", "none", "--dtype", "bfloat16"]
+    of_adapter = ["--use_peft", "--lora_r", "128", "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"]
+    return {
+        "sft": [
+            *("sft", "--model_name", str(checkpoint), "--train_data", str(ROOT / "dataset/sudoku_sft.jsonl")),
+            *("--output_dir", str(folder), "--job_name", "sft", "--dtype", "bfloat16", "--debugging"),
+            *("--batch_size", "1", "--grad_accum_steps", "1", "--max_steps", "2", "--max_length", "256"),
+            *("--test_split", "0"),
+        ],
+        "rl": [
+            *("rl", "--model_path", str(folder / "sft"), "--dataset", "sudoku", "--output_dir", str(folder / "rl")),
+            *("--data_file", str(ROOT / "dataset/sudoku_train.csv"), *small, "--max_steps", "2", *canvas),
+            *("--per_device_train_batch_size", "2", "--num_generations", "2", "--num_iterations", "2"),
+            *("--max_prompt_length", "160", "--max_completion_length", "32", *of_adapter),
+        ],
+        "eval": [
+            *("eval", "--model_path", str(folder / "rl"), "--dataset", "sudoku", "--limit", "2", "--dtype", "bfloat16"),
+            *("--gen_length", "32", *canvas, "--batch_size", "2", "--output_dir", str(folder / "eval")),
+        ],
+    }
+
+
+def peak_of(command: list[str], log: Path) -> tuple[float, float]:
+    """Run `python -m d1 ...`; its peak resident memory in GB and its seconds. RuntimeError, with its last lines, if it
+    fails."""
+    started = time.perf_counter()
+    settings = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "d1", *command], cwd=ROOT, env=os.environ | settings, stdout=file, stderr=file
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"d1 {' '.join(command)} failed: {log.read_text()[-2000:]}")
+    return used.ru_maxrss * 1024 / 1e9, time.perf_counter() - started
+
+
+def estimate(checkpoint: Path, stage: str) -> float:
+    """GB that `d1 fit` computes for a command of `commands`, without those of CUDA."""
+    shape = {"sft": ("1", "256"), "rl": ("2", "192"), "eval": ("2", "192")}[stage]
+    words = ["fit", "--model_path", str(checkpoint), "--stage", stage, "--batch", shape[0], "--length", shape[1]]
+    if stage == "rl":
+        words += ["--no-load_in_4bit", "--lora_targets", "attention", "--max_completion_length", "32"]
+        words += ["--steps_per_generation", "1", "--block_length", "8", "--diffusion_steps", "16"]
+    done = subprocess.run([sys.executable, "-m", "d1", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    numbers = dict(re.findall(r"^(CUDA|total).*?([\d.]+) GB$", done.stdout, re.MULTILINE))
+    return float(numbers["total"]) - float(numbers["CUDA"])
+
+
+def seconds_per_pass(folder: Path) -> float | None:
+    """Of RL's rollout, from its log: a pass over both rows."""
+    log = folder / "metrics.jsonl"
+    last = json.loads(log.read_text().splitlines()[-1]) if log.is_file() else {}
+    passes = last.get("sampling/forward_passes")
+    return last["seconds/rollout"] / passes if passes else None
+
+
+def size_of(folder: Path) -> float:
+    """GB of a folder's files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+
+
+def main(args: argparse.Namespace) -> None:
+    folder = args.output_dir / args.model
+    checkpoint, results = folder / "checkpoint", folder / "results.json"
+    if not checkpoint.is_dir():
+        write_checkpoint(checkpoint, args.model, args.vocabulary)
+    config, _ = native_config(str(checkpoint))
+    block = getattr(config, "block_size", None) or 8
+    found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
+    for stage, command in tqdm(commands(checkpoint, folder, block).items(), desc="stages"):
+        if stage in found:
+            continue
+        shutil.rmtree(folder / stage, ignore_errors=True)  # of an attempt that was stopped
+        peak, seconds = peak_of(command, folder / f"{stage}.log")
+        found[stage] = {"peak GB": peak, "d1 fit": estimate(checkpoint, stage), "seconds": seconds}
+        found[stage] |= {"seconds/pass": seconds_per_pass(folder / stage), "saved GB": size_of(folder / stage)}
+        results.write_text(json.dumps(found, indent=2))
+    rows = [
+        [stage, *("" if value is None else f"{value:.2f}" for value in numbers.values())]
+        for stage, numbers in found.items()
+    ]
+    head = f"{args.model}, {size_of(checkpoint):.2f} GB, on {describe()}"
+    sys.stdout.write(f"{head}\n\n{markdown_table(['stage', *next(iter(found.values()))], rows)}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=RELEASED, required=True)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/true_size"))
+    parser.add_argument("--vocabulary", type=Path, help="folder with Qwen's vocab.json and merges.txt")
+    main(parser.parse_args())
