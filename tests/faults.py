@@ -85,22 +85,19 @@ def with_nan(source: Path, folder: Path, weight: str, at: tuple[int, ...] = (), 
 
 
 @contextmanager
-def no_room(kept: torch.nn.Module, times: int) -> Iterator[list[tuple[bool, str]]]:
-    """The next `times` moves of other models than `kept` find no room on their device. Yields all moves so far: whether
-    it was `kept` that moved, and where to."""
-    plain, moves = torch.nn.Module.to, list[tuple[bool, str]]()
+def no_room(kept: torch.nn.Module, times: int) -> Iterator[None]:
+    """The next `times` moves of other models than `kept` find no room on their device."""
+    plain, left = torch.nn.Module.to, [times]
 
     def to(self: torch.nn.Module, *where: Any, **options: Any) -> torch.nn.Module:
-        if not isinstance(self, PreTrainedModel | PeftModel):  # a part
-            return plain(self, *where, **options)
-        moves.append((self is kept, str(where[0])))
-        if self is not kept and sum(not own for own, _ in moves) <= times:
+        if isinstance(self, PreTrainedModel | PeftModel) and self is not kept and left[0]:
+            left[0] -= 1
             raise torch.OutOfMemoryError("no room, made on purpose")
         return plain(self, *where, **options)
 
     torch.nn.Module.to = to  # type: ignore[assignment]
     try:
-        yield moves
+        yield
     finally:
         torch.nn.Module.to = plain  # type: ignore[method-assign]
 

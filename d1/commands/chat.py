@@ -49,8 +49,6 @@ class Chat:
                         text = self.answer(line, show)
                     sys.stdout.write(harmless(text) + "\n")
                     sys.stdout.flush()
-                    if not text.strip():
-                        note("the answer is empty: the model began it with the end token, or with nothing but spaces")
             except EOFError:
                 if self.on_terminal:
                     note("")
@@ -66,11 +64,8 @@ class Chat:
                 note(one_line(error))
 
     def answer(self, question: str, show: Callable[[list[int]], object]) -> str:
-        """The model's answer. Question and answer are added to the conversation when the answer is complete.
-
-        Args:
-            show: called after each forward pass with the ids of the canvas.
-        """
+        """The model's answer; `show` gets the ids of the canvas after each forward pass. Question and answer are added
+        to the conversation when the answer is complete."""
         import torch
 
         from d1.masking import keyed_generator

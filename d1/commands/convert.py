@@ -25,9 +25,7 @@ def a2d(args: argparse.Namespace) -> None:
 
     a2d(args.source, args.out, args.mask_token, args.keep_shift, args.plain_chat_template, args.block_size)
     attention = "full attention" if args.block_size is None else f"blocks of {args.block_size}"
-    shift = ", still predicting the next position" if args.keep_shift else ""
-    mask = f"mask token {args.mask_token}"
-    say_written(args.out, f"{args.source} with {attention} and the {mask}{shift}", "train it: d1 sft --model_name")
+    say_written(args.out, f"{args.source} with {attention}. Next, train it: d1 sft --model_name {args.out}")
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
@@ -53,20 +51,16 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> None:
     from d1.models.convert import export
-    from d1.models.kinds import raw_config
 
-    same = raw_config(args.source).get("model_type") == args.format
     export(args.source, args.out, args.format)
-    note = f", which had the format {args.format} already" if same else ""
-    say_written(args.out, f"{args.source}{note}, for the code of {args.format}")
+    say_written(args.out, f"{args.source}, for the code of {args.format}")
 
 
-def say_written(out: str, what: str, next_step: str = "") -> None:
+def say_written(out: str, what: str) -> None:
     """Writes a line about the model folder `out` to stderr."""
     from d1.models.kinds import raw_config
     from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
-    count = sum(elements for *_, elements, _ in stored_weights(out))
-    kind, dtype = raw_config(out)["model_type"], str(checkpoint_dtype(out)).removeprefix("torch.")
-    advice = f". Next, {next_step} {out}" if next_step else ""
-    sys.stderr.write(f"Written: {out} ({kind}, {count:,} parameters in {dtype}): {what}{advice}\n")
+    count, kind = sum(elements for *_, elements, _ in stored_weights(out)), raw_config(out)["model_type"]
+    dtype = str(checkpoint_dtype(out)).removeprefix("torch.")
+    sys.stderr.write(f"Written: {out} ({kind}, {count:,} parameters in {dtype}): {what}\n")

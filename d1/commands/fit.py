@@ -12,14 +12,12 @@ import argparse
 import math
 import re
 import sys
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from d1.distill.methods import METHODS as DISTILLATIONS
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range
 from d1.rl.methods import METHODS
 from d1.sampling.settings import DTYPES
@@ -31,15 +29,7 @@ PER_STAGE: dict[str, dict[str, Any]] = {
     # 200 of the prompt and 256 of the completion
     "rl": {"batch": 6, "length": 456, "lora_targets": ["all-linear"], "method": "d1"},
     "prefer": {"batch": 2, "length": 4096, "lora_targets": ["attention"]},
-    "distill": {"batch": 1, "length": 456, "lora_targets": ["all-linear"], "method": "dparallel"},
     "eval": {"batch": 8, "length": 712},
-}
-SAMPLED = ("method", "views_at_once", "max_completion_length", "diffusion_steps")
-OWN = {  # flags that only these stages read
-    "rl": (*SAMPLED, "beta", "steps_per_generation", "edit_threshold"),
-    "sft": ("edit_turns",),
-    "prefer": ("num_views", "max_completion_length"),
-    "distill": SAMPLED,
 }
 WITH_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? with \d+ GB(?: each)? \((.+)\)$", re.MULTILINE)
@@ -53,38 +43,33 @@ UTILISATION = 0.4  # the share of the peak that a run reaches, an assumption
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", help="only its config.json is read")
-    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "distill", "eval"])
+    parser.add_argument("--stage", choices=PER_STAGE)
     recipe = parser.add_argument_group("a file of settings, whose values take the place of all other flags")
     recipe.add_argument("--config", type=Path, metavar="FILE", help="yaml of SFT or RL, such as those of recipes/")
     recipe.add_argument("--card", choices=PEAKS, help="for the hours (default: that of the file's head, or H100)")
     recipe.add_argument("--rows", type=COUNT, help="to train on (default: those of the data set, where known)")
     share = "share of the card's peak speed that the run reaches (default: %(default)s)"
     recipe.add_argument("--utilisation", type=Range(0, 1, open_low=True), default=UTILISATION, help=share)
-    rows = "rows per GPU, of prefer completions, two per pair (default: the stage's recipe)"
-    parser.add_argument("--batch", type=COUNT, help=rows)
-    tokens = "tokens per row, prompt and completion (default: the stage's recipe)"
-    parser.add_argument("--length", type=COUNT, help=tokens)
-    parser.add_argument("--block_length", type=COUNT, default=32)
-    parser.add_argument("--gpus", type=COUNT, help="(default: 1, or by the head of the --config file)")
-    zero = "DeepSpeed ZeRO stage (default: 0, plain DDP, or by the head of the --config file)"
-    parser.add_argument("--zero", type=int, choices=range(4), help=zero)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: train all weights (default: %(default)s)")
-    targets = "attention, all-linear or names of modules (default: the stage's recipe)"
-    parser.add_argument("--lora_targets", nargs="+", help=targets)
+    one = parser.add_argument_group("one stage (default: d1's recipe)")
+    one.add_argument("--batch", type=COUNT, help="rows per GPU, of prefer completions, two per pair")
+    one.add_argument("--length", type=COUNT, help="tokens per row, prompt and completion")
+    one.add_argument("--block_length", type=COUNT, default=32)
+    one.add_argument("--gpus", type=COUNT, help="(default: 1, or by the head of the --config file)")
+    one.add_argument("--zero", type=int, choices=range(4), help="DeepSpeed ZeRO stage (default: as for --gpus, or 0)")
+    one.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    one.add_argument("--lora_r", type=NATURAL, default=128, help="0: train all weights (default: %(default)s)")
+    one.add_argument("--lora_targets", nargs="+", help="attention, all-linear or names of modules")
     bits = "frozen weights in NF4 (default: in RL with LoRA)"
-    parser.add_argument("--load_in_4bit", action=argparse.BooleanOptionalAction, help=bits)
-    parser.add_argument("--gradient_checkpointing", action="store_true")
-    turns = "SFT: passes per batch, whose activations are all kept (default: %(default)s)"
-    parser.add_argument("--edit_turns", type=COUNT, default=1, help=turns)
-    rl = parser.add_argument_group("RL and distill, with the names and values of training")
-    rl.add_argument("--method", choices=[*METHODS, *DISTILLATIONS], help="of the stage (default: d1, dparallel)")
-    beta = "above 0, full training keeps a reference model (default: the method's)"
-    rl.add_argument("--beta", type=AMOUNT, help=beta)
+    one.add_argument("--load_in_4bit", action=argparse.BooleanOptionalAction, help=bits)
+    one.add_argument("--gradient_checkpointing", action="store_true")
+    one.add_argument("--edit_turns", type=COUNT, default=1, help="SFT: passes per batch (default: %(default)s)")
+    one.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
+    rl = parser.add_argument_group("RL, with the names and values of training")
+    rl.add_argument("--method", choices=METHODS)
+    rl.add_argument("--beta", type=AMOUNT, help="above 0, full training keeps a reference (default: the method's)")
     rl.add_argument("--views_at_once", type=COUNT, default=1)
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
-    parser.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
     rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
     rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
     rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
@@ -106,18 +91,6 @@ def of_preference(args: argparse.Namespace) -> dict[str, Any]:
     return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}
 
 
-def of_distillation(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `FitSettings` for a distillation; `beta` is above 0 if it copies the trained weights."""
-    method, canvas = DISTILLATIONS[args.method], min(args.max_completion_length, args.length)
-    steps = -(-args.diffusion_steps // method.values.get("num_iterations", 1))
-    views = {"halves": 2, "trace": 1, "steps": steps}[method.states]
-    positions = {"halves": args.block_length, "trace": canvas, "steps": args.block_length * steps}[method.states]
-    target = {"own": 1, "rival": 16, "best": 4 + 12 * method.values.get("teacher_top_k", 0)}[method.target]
-    # What the states hide, and for each compared position 36 bytes and the target's.
-    stored = 16 * args.length + 2 * views * canvas + positions * (36 + target)
-    return {"beta": float(method.teacher == "reference"), "views": views, "canvas": canvas, "stored": stored}
-
-
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
     """The fields of `FitSettings` for an RL run: views, their stored bytes, and `beta`, 0 without a reference.
 
@@ -126,51 +99,41 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     from d1.rl.config import DiffuGRPOConfig, drawn_views, most_views
     from d1.scoring import ESTIMATORS
 
-    canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps", "block_length")}
-    given: dict[str, Any] = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
+    given: dict[str, Any] = {"gradient_accumulation_steps": args.steps_per_generation}
+    given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
+    for name in ("max_completion_length", "diffusion_steps", "block_length"):
+        if name not in METHODS[args.method].values:
+            given[name] = getattr(args, name)
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
     if args.edit_threshold is not None:
         given |= {"sampler": "parallel", "reveal": "threshold", "edit_threshold": args.edit_threshold}
-    # The smallest batch, because rows are counted elsewhere.
-    batch: dict[str, Any] = {"per_device_train_batch_size": 2, "num_generations": 2}
-    batch["gradient_accumulation_steps"] = args.steps_per_generation
-    config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **batch, **given)
-    tokens = min(args.max_completion_length, args.length)
+    config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **given)
+    canvas = min(args.max_completion_length, args.length)
     # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
     # that divide the views among them store all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
     # With edits, replay also keeps ids of 8 bytes: what each view shows and what it scores.
     ids = 16 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
-    bytes_per_row = (
-        config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
-    )
-    stored = bytes_per_row * args.steps_per_generation
+    views = config.num_iterations * drawn_views(config, block_size) * args.steps_per_generation
+    stored = views * (args.length + (4 * numbers + ids) * canvas)
     beta = config.beta if config.needs_reference else 0.0
-    return {"beta": beta, "views": most_views(config, block_size), "canvas": tokens, "stored": stored}
+    return {"beta": beta, "views": most_views(config, block_size), "canvas": canvas, "stored": stored}
 
 
 # ---- the run that a file describes, and its hours
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A run that a file describes.
+class Recipe(NamedTuple):
+    """A run that a file describes."""
 
-    Attributes:
-        flags: those of `d1 fit` that describe it.
-        steps: optimizer steps.
-        steps_per_rollout: of RL, else 1.
-        tokens: purpose -> tokens of the whole run in forward passes; a backward pass counts as 1 where weights are
-            frozen, and as 2 where they are trained.
-        context: tokens that a token attends to.
-    """
-
-    flags: dict[str, Any]
-    steps: int
-    steps_per_rollout: int
+    flags: dict[str, Any]  # those of `d1 fit`
+    steps: int  # of the optimizer
+    steps_per_rollout: int  # of RL, else 1
+    # Purpose -> tokens of the whole run in forward passes; a backward pass counts as 1 where weights are frozen, and as
+    # 2 where they are trained.
     tokens: dict[str, float]
-    context: int
+    context: int  # tokens that a token attends to
 
 
 def hardware_of(file: Path) -> dict[str, Any]:
@@ -201,10 +164,10 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     count, batch = rows_of(args.train_data, None, rows), args.batch_size * (2 if args.complementary_masks else 1)
     batches = math.ceil((count - math.ceil(count * args.test_split)) / (args.batch_size * gpus))
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_epochs * -(-batches // args.grad_accum_steps))
-    flags = {"model_path": args.model_name, "stage": "sft", "batch": batch, "length": args.max_length}
-    flags |= {"dtype": args.dtype or "bfloat16", "lora_r": 0 if args.full_finetuning else args.lora_r}
-    flags |= {name: getattr(args, name) for name in ("load_in_4bit", "gradient_checkpointing", "edit_turns")}
-    flags["lora_targets"] = args.lora_target_modules
+    names = ("lora_r", "load_in_4bit", "gradient_checkpointing", "edit_turns")
+    flags = {name: getattr(args, name) for name in names} | ({"lora_r": 0} if args.full_finetuning else {})
+    flags |= {"model_path": args.model_name, "stage": "sft", "batch": batch, "length": args.max_length}
+    flags |= {"dtype": args.dtype or "bfloat16", "lora_targets": args.lora_target_modules}
     size = block_size(config_of(args.model_name))
     streams = args.max_length * (2 if size else 1)  # a block-causal model reads the row clean and noised
     tokens = float(steps * args.grad_accum_steps * gpus * batch * streams * args.edit_turns)
@@ -230,14 +193,12 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     size = block_size(config_of(args.model_path))
     args.block_length = args.block_length or size or 32
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
-    flags = {"model_path": args.model_path, "stage": "rl", "batch": args.per_device_train_batch_size}
-    length = args.max_prompt_length + args.max_completion_length
-    flags |= {"length": length, "method": args.method, "beta": args.beta}
-    flags["dtype"] = "bfloat16" if settings.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
+    length, targets = args.max_prompt_length + args.max_completion_length, model.lora_target_modules
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
-    flags |= {name: getattr(args, name) for name in names}
+    flags = {name: getattr(args, name) for name in ("model_path", "method", "beta", *names)}
+    flags |= {"stage": "rl", "batch": args.per_device_train_batch_size, "length": length}
+    flags["dtype"] = "bfloat16" if settings.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
     flags |= {"steps_per_generation": args.steps_per_generation // gpus, "load_in_4bit": model.load_in_4bit}
-    targets = model.lora_target_modules
     flags["lora_targets"] = [targets] if isinstance(targets, str) else targets
     flags["lora_r"] = model.lora_r if model.use_peft else 0
     completions = numbers["rollouts"] * numbers["completions per rollout"]
@@ -246,11 +207,11 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     parts = {}
     for name, passes in numbers.items():
         head, _, purpose = name.partition(": ")
-        if head == "passes per completion (maximum)" and purpose == "sampling":
-            parts[purpose] = float(completions * (passes * (size or length) + (length if size else 0)))
-        elif head == "passes per completion (maximum)":
-            each = scored * (1 if model.use_peft or "backward" not in purpose else 2)
-            parts[purpose] = float(completions * passes * each)
+        each = scored * (1 if model.use_peft or "backward" not in purpose else 2) * passes
+        if purpose == "sampling":
+            each = passes * (size or length) + (length if size else 0)
+        if head == "passes per completion (maximum)":
+            parts[purpose] = float(completions * each)
     per_rollout = max(1, numbers["optimizer steps"] // max(1, numbers["rollouts"]))
     return Recipe(flags, numbers["optimizer steps"], per_rollout, parts, length)
 
@@ -306,37 +267,21 @@ def run(args: argparse.Namespace) -> None:
     elif args.model_path is None or args.stage is None:
         raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     args = with_recipe(args)
-    from d1.models.adapters import adapter_chain
     from d1.models.fit import FitSettings, fit_table
-    from d1.models.kinds import block_size, native_config
+    from d1.models.kinds import block_size
 
     if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":
         raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA adapter (--lora_r of at least 1)")
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
-    base, _ = adapter_chain(args.model_path, None)
-    config, _ = native_config(base)
-    known = DISTILLATIONS if args.stage == "distill" else METHODS
-    if args.method is not None and args.method not in known:
-        raise ValueError(f"--method {args.method} is none of --stage {args.stage}: use one of {', '.join(known)}")
-    match args.stage:
-        case "sft":
-            fields |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
-        case "rl":
-            fields |= of_method(args, block_size(config))
-        case "prefer":
-            fields |= of_preference(args)
-        case "distill":
-            fields |= of_distillation(args)
+    config = config_of(args.model_path)
+    fields = {n: value for n, value in vars(args).items() if n in FitSettings.__annotations__ and value is not None}
+    if args.stage == "sft":
+        fields |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
+    elif args.stage in ("rl", "prefer"):
+        fields |= of_preference(args) if args.stage == "prefer" else of_method(args, block_size(config))
     settings = FitSettings(**fields)
-    hidden = {"command", "model_path", "config", "card", "rows", "utilisation"}
-    hidden |= {*chain(*OWN.values())} - {*OWN.get(args.stage, ())}
-    shown = {name: value for name, value in {**vars(args), "beta": settings.beta}.items() if name not in hidden}
-    words = (
-        f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in shown.items()
-    )
-    sys.stdout.write(f"Computed for {', '.join(words)}\n\n")
-    sys.stdout.write(fit_table(config, settings) + "\n")
+    shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})
+    words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())
+    sys.stdout.write(f"Computed for {', '.join(words)}\n\n{fit_table(config, settings)}\n")
     if recipe is not None:
         hours, line = hours_of(recipe, args)
         used = f"{PEAKS[args.card]:g} TFLOP/s each in bf16, of which {args.utilisation:.0%} are used"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
@@ -18,15 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
-from d1.ranges import COUNT, NATURAL, Range
+from d1.ranges import COUNT, Range
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL
 
 if TYPE_CHECKING:
     from d1.serve.requests import Server
 
-PARTING = 10  # seconds that clients have to read their answers after --drain_seconds
-MISSING = "d1 serve needs FastAPI, uvicorn and prometheus-client: pip install -e '.[serve]' in the checkout"
+MISSING = "d1 serve needs FastAPI and uvicorn: pip install -e '.[serve]' in the checkout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     port = Range(0, 65535, integer=True)
     server.add_argument("--port", type=port, default=30000, help="0: any that is free (default: %(default)s)")
-    names = "names by which clients call this server, besides localhost and HOST (default: none; '*': all; with an API "
-    names += "key: all)"
+    names = "names by which clients call this server, besides localhost and HOST ('*': all; with an API key: all)"
     server.add_argument("--allowed_hosts", nargs="+", metavar="NAME", default=[], help=names)
     server.add_argument("--api_key", default=os.environ.get(KEY), help=f"key that clients must send (default: ${KEY})")
     server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
@@ -46,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
     server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
     server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
-    drain = "time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)"
-    server.add_argument("--drain_seconds", type=NATURAL, help=drain)
     add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
 
 
@@ -70,13 +65,11 @@ def named_address(host: str, port: int) -> Iterator[None]:
 
 
 def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """The names in the header `Host` of requests to a server that listens on `host`. If that is all addresses, the
-    machine's name is one of them."""
-    names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower().strip("[]") for name in more)]
-    if host in ("", "0.0.0.0", "::"):
-        own = socket.gethostname().lower()
-        names += [own, own.partition(".")[0]]
-    return tuple(dict.fromkeys(names))
+    """The names in the header `Host` of requests to a server that listens on `host`; if that is all addresses, also the
+    machine's own."""
+    own = socket.gethostname().lower()
+    names = [own, own.partition(".")[0]] if host in ("", "0.0.0.0", "::") else [host.lower()]
+    return (*LOCAL, *names, *(name.lower().strip("[]") for name in more))
 
 
 def served_model(args: argparse.Namespace) -> Any:
@@ -108,7 +101,6 @@ def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
 def run(args: argparse.Namespace) -> None:
     try:
         import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
         import uvicorn
     except ImportError as error:
         raise ImportError(MISSING) from error
@@ -124,15 +116,7 @@ def run(args: argparse.Namespace) -> None:
     check_canvas(args)
 
     server = server_of(args, tokenizer)
-    patience = None if args.drain_seconds is None else args.drain_seconds + PARTING
-    config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=patience)
-
-    class Draining(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if args.drain_seconds is not None:
-                asyncio.get_running_loop().call_later(args.drain_seconds, server.engine.finish)
-            await super().shutdown(sockets)
-
+    program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))
     gc.collect()
     gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
     with named_address(args.host, args.port):
@@ -143,4 +127,4 @@ def run(args: argparse.Namespace) -> None:
     if args.host not in LOCAL and not args.api_key:
         logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
-    Draining(config).run(sockets=[own])
+    program.run(sockets=[own])

@@ -77,26 +77,24 @@ def titles(runs: list[argparse.Namespace]) -> list[str]:
     """A title per run: the flags that differ between the runs, or the model's name if there are none."""
     flags = [vars(one) | {"against": None, "model_path": Path(one.model_path).name or one.model_path} for one in runs]
     names = [name for name in flags[0] if any(one[name] != flags[0][name] for one in flags)] or ["model_path"]
+
+    def described(name: str, value: Any) -> str:
+        if name == "model_path":
+            return str(value)
+        return name if value is True else f"no {name}" if value in (None, False) else f"{name} {without_folders(value)}"
+
     return [", ".join(described(name, one[name]) for name in names) for one in flags]
-
-
-def described(name: str, value: Any) -> str:
-    if name == "model_path":
-        return str(value)
-    return name if value is True else f"no {name}" if value in (None, False) else f"{name} {without_folders(value)}"
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError or OSError, before anything is loaded, for no question or a file that cannot be written."""
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs a question: either --prompt TEXT, or --dataset TASK and --index N")
-    for kind, path in (("html", args.html), ("svg", args.svg)):
-        if path is None:
-            continue
+    for path in filter(None, (args.html, args.svg)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
         if path.is_dir():
-            raise IsADirectoryError(f"--{kind} {path} is a folder: name a file, such as {path / f'watch.{kind}'}")
+            raise IsADirectoryError(f"{path} is a folder: name a file, such as {path / 'watch.html'}")
 
 
 def row_of(args: argparse.Namespace) -> dict[str, Any]:

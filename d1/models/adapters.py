@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
@@ -144,3 +146,17 @@ def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
     merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(Path(folder).resolve())
     return merged
+
+
+@torch.no_grad()
+def base_digest(model: Any) -> str:
+    """16 hexadecimal digits of the weights below an adapter, the same for all precisions of a checkpoint of 16 bits:
+    of each weight its name, its shape, and 64 numbers as bf16. 4-bit weights have others."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        if "lora_" in name or "modules_to_save" in name:
+            continue
+        own = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+        numbers = weight.flatten()[:: max(1, weight.numel() // 64)][:64].to("cpu", torch.bfloat16)
+        digest.update(f"{own} {tuple(weight.shape)} {numbers.tolist()}".encode())
+    return digest.hexdigest()[:16]

@@ -43,7 +43,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte per block of 64, an 
 class FitSettings:
     """The settings of one stage that determine its memory."""
 
-    stage: str  # "sft", "rl", "prefer", "distill" or "eval"
+    stage: str  # "sft", "rl", "prefer" or "eval"
     batch: int = 1  # rows per GPU
     length: int = 4096  # tokens of a row, prompt and completion
     block_length: int = 32
@@ -55,7 +55,7 @@ class FitSettings:
     load_in_4bit: bool = False
     gradient_checkpointing: bool = False
     beta: float = 0.04
-    # RL, prefer, distill:
+    # RL, prefer:
     views: int = 1  # views per row and update
     views_at_once: int = 1  # views per row and forward pass
     canvas: int = 256  # tokens of the completion, part of `length`
@@ -188,7 +188,7 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
-    if settings.stage not in ("rl", "distill") or not block_size(config):
+    if settings.stage != "rl" or not block_size(config):
         return found
     rollout = activation_bytes(config, replace(settings, stage="eval", views=1))  # its cache can be the larger part
     return max(found[0], rollout[0]), max(found[1], rollout[1])
@@ -235,9 +235,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     if settings.zero == 3 or settings.load_in_4bit:
         buffers += max(sizes) * size  # a gathered or dequantised weight
     reference = 0.0
-    if settings.stage == "distill" and settings.beta > 0:  # a copy of the trained weights, also with LoRA
-        reference = trained * float(trained_size)
-    elif settings.stage in ("rl", "prefer") and settings.lora_r == 0 and settings.beta > 0:
+    if settings.stage in ("rl", "prefer") and settings.lora_r == 0 and settings.beta > 0:
         reference = trained * float(trained_size if settings.stage == "prefer" else size)
     summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # sum over passes, by autograd
     return {

@@ -139,6 +139,9 @@ def load_model(
             bnb_4bit_compute_dtype=options["dtype"],
         )
     model = load_base(base, options)
+    for module in model.modules():  # bitsandbytes 0.50 would repack weights on some CPUs, and lose their gradients
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     for folder in adapters[:-1]:
         model = merge_adapter(add_adapter(model, folder), folder)
     return (add_adapter(model, adapters[-1]) if adapters else model).eval()

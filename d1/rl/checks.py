@@ -493,8 +493,13 @@ def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
     if not args.model_path:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
     check_off(model_args, OFF_IN_MODEL)
-    if model_args.load_in_4bit and not (torch.cuda.is_available() and model_args.use_peft):
-        raise ValueError("--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: 4-bit weights are not trained")
+    if model_args.load_in_4bit and not model_args.use_peft:
+        raise ValueError("--load_in_4bit (NF4) needs --use_peft: 4-bit weights are not trained themselves")
+    if model_args.load_in_4bit and args.rollout_mode == "server":
+        raise ValueError(
+            "rollout_mode server samples with weights of 16 or 32 bits, which are another policy than 4-bit ones: add "
+            "--load_in_4bit false, or sample in the trainer"
+        )
     if model_args.attn_implementation == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:

@@ -134,6 +134,9 @@ class DiffuGRPOConfig(GRPOConfig):
     rollout_server_timeout: Annotated[float, POSITIVE] = setting(
         240.0, "Seconds to wait while no rollout server answers; then the run ends."
     )
+    rollout_own_batch: bool | None = setting(
+        None, "`d1 serve` samples a request alone, as the trainer would to the bit. Unset: if it computes in float32."
+    )
     rollout_staleness: Annotated[int, NATURAL] = setting(
         0, "Of rollout_mode server: sample with the weights of this many rollouts ago, while the trainer learns."
     )
@@ -220,7 +223,15 @@ class DiffuGRPOConfig(GRPOConfig):
         for part in ("", "_kwargs"):  # Transformers warns of the old names, of which TRL sets the first
             if getattr(self, f"{RECOMPUTE}{part}") is None:
                 setattr(self, f"{RECOMPUTE}{part}", getattr(self, f"gradient_checkpointing{part}"))
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "assign use_cpu" not in str(error):
+                raise
+            raise ValueError(
+                "these settings are for a GPU (bf16), and PyTorch finds none on this machine: check `nvidia-smi`, or "
+                "train a small model on the CPU with --use_cpu true, in float32 with --bf16 false --dtype float32"
+            ) from error
         check_settings(self)
         try_entries(self)
 

@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers.trainer_utils import get_last_checkpoint
 
+from d1.models.adapters import base_digest
 from d1.models.convert import write_weights
 from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
 from d1.rl.config import DiffuGRPOConfig
@@ -141,7 +142,7 @@ class PolicyServers:
 
     def __init__(self, args: DiffuGRPOConfig, accelerator: Accelerator, mask_token_id: int) -> None:
         self.accelerator, self.mask_token_id = accelerator, mask_token_id
-        self.servers = [RolloutServer(url) for url in args.rollout_server_base_url or ()]
+        self.servers = [RolloutServer(url, args.rollout_own_batch) for url in args.rollout_server_base_url or ()]
         self.size, self.patience = args.rollout_batch_size, args.rollout_server_timeout
         self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
         self.weights: Weights | None = None
@@ -194,7 +195,8 @@ class PolicyServers:
             return
 
         def in_first_process() -> Weights:
-            self.weights = Weights(self.run, version, self.folder.write(model, version, self.servers))
+            folder = self.folder.write(model, version, self.servers)
+            self.weights = Weights(self.run, version, folder, base_of_adapter(model))
             self.prepare_all([server for server in self.servers if not server.problem])
             return self.weights
 
@@ -270,6 +272,11 @@ class PolicyServers:
                 except Exception as error:
                     future.set_exception(error)
             held.pop(server, None)
+
+
+def base_of_adapter(model: Any) -> str | None:
+    """`base_digest` of a model with an adapter, which is all that servers get; None: they get whole weights."""
+    return base_digest(model) if hasattr(model, "peft_config") else None
 
 
 def take_out(server: RolloutServer, error: Exception) -> None:
@@ -471,7 +478,8 @@ class Ahead:
             for later in range(number, number + self.staleness + 1):
                 if later not in self.requests and (prompts := self.prompts_of(later)):
                     of, folder = self.kept[self.weights_of(later)]
-                    sampling = self.thread.submit(self.sample, prompts, Weights(self.servers.run, folder.name, folder))
+                    weights = Weights(self.servers.run, folder.name, folder, base_of_adapter(model))
+                    sampling = self.thread.submit(self.sample, prompts, weights)
                     self.requests[later] = Request(prompts, of, sampling)
             request = self.requests[number]
             taken = request.prompts, request.step, request.result.result()

@@ -37,6 +37,8 @@ MESSAGES = {  # logger -> the beginning of such a message
     # 5.23, when PEFT 0.21 saves an adapter: it compares the vocabulary with that in the base's config.json, which it
     # reads as the class that runs the model, and a released format has a name of its own.
     "transformers.configuration_utils": "You are using a model of type",
+    # 0.50, for a kernel that would round to bf16 and that sampling with gradients must not use
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
 
 # Seconds that a process other than the first waits before it prints: if the first failed, too, a launcher stops it.

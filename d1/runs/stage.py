@@ -204,8 +204,6 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
     folder, the device or the model cannot be used."""
     folder = Path(args.output_dir) / args.job_name
     check_output_dir(folder)
-    if args.load_in_4bit and not on_gpu():  # on a CPU, an evaluation converts the weights to a format without gradients
-        raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
     if args.attn_implementation == "flex_attention" and not on_gpu():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     log_to_console()

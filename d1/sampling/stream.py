@@ -140,21 +140,14 @@ class Stream:
         gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
         self.kept = [index for index in range(len(batch.rows)) if index not in gone]
         self.count = len(self.kept)
-        return self.taken(done) if done else None
-
-    def so_far(self) -> Finished:
-        """All rows at work, as `leave` gives those that ended, with mask tokens where a token is still hidden."""
-        return self.taken([*range(len(self.rows))])
-
-    def taken(self, indices: Sequence[int]) -> Finished:
-        """These rows of the batch as they are now; `faults` then checks them."""
-        self.done = [*indices]
-        canvas, rows = self.batch.canvas, self.batch.upload(indices)
+        if not done:
+            return None
+        self.done, rows, canvas = done, batch.upload(done), batch.canvas
         taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
-        return [self.rows[index].number for index in indices], taken
+        return [batch.rows[index].number for index in done], taken
 
     def faults(self) -> dict[int, NotFiniteError]:
-        """By number, the errors of rows of the last `leave` or `so_far` whose values are not finite."""
+        """By number, the errors of rows of the last `leave` whose values are not finite."""
         canvas, rows = self.batch.canvas, self.batch.rows
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
         broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]

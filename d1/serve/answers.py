@@ -14,30 +14,20 @@ from d1.serve.engine import Completed, Revealed, Row
 from d1.show.film import chip, piece
 
 
-def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool, step_maps: bool) -> dict[str, Any]:
+def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool) -> dict[str, Any]:
     """The answer of `/generate`: up to and including the first end, if it is `cut_off`; else the whole canvas."""
     end = first_end(done.ids, row.ends if cut_off else ())
     count = min(end + 1, len(done.ids))
     why: dict[str, Any] = {"type": "length", "length": count}
     if end < len(done.ids):
         why = {"type": "stop", "matched": done.ids[end]}
-    elif done.cut_short:
-        why = {"type": "abort", "message": "the server is stopping"}
-    meta: dict[str, Any] = {
-        "id": row.rid,
-        "finish_reason": why,
-        "prompt_tokens": len(row.ids),
-        "completion_tokens": count,
-        "weight_version": done.weight_version,
-        "forward_passes": done.passes,
-        "forward_tokens": done.forward_tokens,
-    }
+    meta: dict[str, Any] = {"id": row.rid, "finish_reason": why, "weight_version": done.weight_version}
+    meta |= {"prompt_tokens": len(row.ids), "completion_tokens": count, "step_maps": step_map(done)[:count]}
+    meta |= {"forward_passes": done.passes, "forward_tokens": done.forward_tokens}
     if logprobs:
         pairs = zip(done.logps[:count], done.ids, strict=False)
         meta["output_token_logprobs"] = [[logp, token, None] for logp, token in pairs]
         meta["output_token_entropies"] = done.entropies[:count]
-    if step_maps:
-        meta["step_maps"] = step_map(done)[:count]
     return {"output_ids": done.ids[:count], "meta_info": meta}
 
 
@@ -60,12 +50,12 @@ class Choice:
     stops: Sequence[str]
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    reason: str | None = None  # why it ended: "stop", "length" or, in SGLang's word, "abort"
+    reason: str | None = None  # why it ended: "stop" or "length"
     ready: int = 0  # characters that no later token changes
     sent: int = 0  # characters that were passed on
 
-    def read(self, ids: list[int], whole: bool, cut_short: bool = False) -> None:
-        """Takes all tokens so far; `whole`: no more come; `cut_short`: because the server stops."""
+    def read(self, ids: list[int], whole: bool) -> None:
+        """Takes all tokens so far; `whole`: no more come."""
         end = first_end(ids, self.ends)
         text, over = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)), whole or end < len(ids)
         if not over:
@@ -75,7 +65,7 @@ class Choice:
         if end < len(ids) or len(self.text) < min(len(text), certain + 1):
             self.reason = "stop"
         else:
-            self.reason = "abort" if cut_short else "length" if whole else None
+            self.reason = "length" if whole else None
         self.ready = len(self.text) if self.reason else certain
 
     def news(self) -> str:
@@ -101,27 +91,11 @@ def envelope(name: str, model: str, rows: Sequence[Row], choices: list[Any], **m
     return {**head, "choices": choices, **more}
 
 
-def completion_choice(index: int, choice: Choice, done: Completed | None, chat: bool) -> dict[str, Any]:
-    """One of the choices, with log-probabilities if `done` is given."""
-    logprobs: dict[str, Any] | None = None
-    if done is not None:
-        tokens = [piece(choice.tokenizer, token) for token in choice.ids]
-        logps = done.logps[: len(tokens)]
-        if chat:
-            pairs = zip(tokens, logps, strict=True)
-            parts = [{"token": t, "logprob": p, "bytes": [*t.encode()], "top_logprobs": []} for t, p in pairs]
-            logprobs = {"content": parts}
-        else:
-            offsets = [*accumulate(map(len, tokens), initial=0)][:-1]
-            logprobs = {"tokens": tokens, "token_logprobs": logps, "top_logprobs": None, "text_offset": offsets}
-    said = {"message": {"role": "assistant", "content": choice.text}} if chat else {"text": choice.text}
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": choice.reason}
-
-
-def chunk_choice(index: int, text: str | None, reason: str | None, chat: bool) -> dict[str, Any]:
+def choice_of(index: int, text: str | None, reason: str | None, kind: str = "") -> dict[str, Any]:
+    """One of the choices; of a chat, `kind` is "message" or, in a stream, "delta", which may have no text."""
     said: dict[str, Any] = {"text": text or ""}
-    if chat:
-        said = {"delta": {} if text is None else {"role": "assistant", "content": text}}
+    if kind:
+        said = {kind: {} if text is None else {"role": "assistant", "content": text}}
     return {"index": index, **said, "logprobs": None, "finish_reason": reason}
 
 

@@ -5,44 +5,33 @@ The rows of a request stop when its client leaves.
 
 import asyncio
 import hmac
-import html
-import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.models.adapters import base_digest
 from d1.runs.cli import one_line
-from d1.serve.answers import Choice, completion_choice, envelope, generated, usage
-from d1.serve.engine import Engine, QueueFull, weights_below
+from d1.serve.answers import Choice, choice_of, envelope, generated, usage
+from d1.serve.engine import QueueFull, Stopped, weights_below
 from d1.serve.requests import (
     Chat,
     Completion,
     Generate,
     Pause,
-    RowsStopped,
     Server,
     Update,
     completed,
     streamed,
-    wants_logprobs,
 )
 from d1.show.page import film_page
 
 OPEN = ("/", "/health")  # without the API key
 LARGEST_BODY = 8 << 20  # bytes
 HERE = Path(__file__).parent
-EXAMPLES = (  # of a first message: a question, and what the models in pocket/ read
-    "A train leaves at 9:40 and arrives at 13:05. How long does it take?",
-    "Solve 0002403020033024",
-    "Numbers: [13, 5, 4]\nTarget: 4",
-    "Tom has 85 books. He drops 8. He buys 6. How many books?",
-    "f('abcde') = 'daacb'\nf('edcba') = 'beecd'",
-)
 STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueError: 400}
-STATUS |= {ConnectionError: 503, RowsStopped: 503}
+STATUS |= {ConnectionError: 503, Stopped: 503}
 
 
 # FastAPI is optional, so the functions below import it. It reads the annotations of routes, which must not be strings,
@@ -52,7 +41,6 @@ STATUS |= {ConnectionError: 503, RowsStopped: 503}
 def make_app(server: Server) -> Any:
     """The ASGI application, which starts the engine's thread and ends it."""
     from fastapi import FastAPI
-    from prometheus_client import CollectorRegistry
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -62,12 +50,9 @@ def make_app(server: Server) -> Any:
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     add_refusals(app)
-    registry = CollectorRegistry()
-    registry.register(EngineMetrics(server.engine))
-    routers = (sglang_routes(server), openai_routes(server), pages(server, registry))
-    for router in routers:
+    for router in (sglang_routes(server), openai_routes(server), pages(server)):
         app.include_router(router)
-    return Gate(server, app, {route.path for router in routers for route in router.routes}, registry)
+    return Gate(server, app)
 
 
 def refusal(status: int, message: str) -> Any:
@@ -131,11 +116,8 @@ def sglang_routes(server: Server) -> Any:
 
     @router.get("/model_info")
     async def model_info() -> Any:
-        config = engine.model.config
-        block = getattr(config, "block_size", None)
-        facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
-        facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
-        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch.")}
+        facts = {"model_path": server.name, "weight_version": engine.version, "mask_token_id": engine.mask_token_id}
+        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "base": base_digest(engine.model)}
         return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
     @router.post("/generate")
@@ -143,7 +125,7 @@ def sglang_routes(server: Server) -> Any:
         rows = await asyncio.to_thread(server.rows_to_generate, body)
 
         def answer(done: list[Any]) -> Any:
-            given = not body.sampling_params.ignore_eos, body.return_logprob, body.return_step_maps
+            given = not body.sampling_params.ignore_eos, body.return_logprob
             answers = [generated(row, one, *given) for row, one in zip(rows, done, strict=True)]
             several = isinstance(body.input_ids[0], list) or len(rows) > 1
             return JSONResponse(answers if several else answers[0])
@@ -157,8 +139,6 @@ def sglang_routes(server: Server) -> Any:
     async def update_weights_from_disk(body: Update) -> Any:
         try:
             folder = await asyncio.to_thread(weights_below, server.weights_dir, body.model_path)
-            if body.abort_all_requests:
-                engine.stop_all("aborted by an update of the weights")
             assert server.loader is not None
             load = partial(server.loader.load, folder)
             update = engine.replace_model(load, body.weight_version or str(folder))
@@ -170,7 +150,7 @@ def sglang_routes(server: Server) -> Any:
 
     @router.post("/pause_generation")
     async def pause_generation(body: Pause) -> Any:
-        engine.pause(body.mode)
+        engine.pause()
         return {"status": "ok", "mode": body.mode}
 
     @router.post("/continue_generation")
@@ -178,17 +158,13 @@ def sglang_routes(server: Server) -> Any:
         engine.resume()
         return {"status": "ok"}
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])  # SGLang's clients send it before new weights
-    async def flush_cache() -> Any:
-        return Response("no keys and values are kept from one request to another\n")
-
     return router
 
 
 def openai_routes(server: Server) -> Any:
     """OpenAI's routes: completions and chats, whole or streamed."""
     from fastapi import APIRouter, Request
-    from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi.responses import StreamingResponse
 
     router = APIRouter()
 
@@ -206,12 +182,9 @@ def openai_routes(server: Server) -> Any:
 
     async def openai(body: Any, request: Request, name: str) -> Any:
         """The answer in OpenAI's dialect, streamed or whole; `name` is its kind of object."""
-        logprobs, chats = wants_logprobs(body), name.startswith("chat")
         rows = await asyncio.to_thread(server.rows_of_openai, body)
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]
         if body.stream:
-            if logprobs:
-                raise ValueError("logprobs are not streamed: leave out stream or logprobs")
             parts = streamed(server, rows, choices, name, bool((body.stream_options or {}).get("include_usage")))
             first = await anext(parts)  # a full queue is answered by 429, before the stream begins
 
@@ -223,27 +196,24 @@ def openai_routes(server: Server) -> Any:
             headers = {"Cache-Control": "no-store"}
             return StreamingResponse(everything(), media_type="text/event-stream", headers=headers)
 
-        def answer(done: list[Any]) -> Any:
-            parts = [completion_choice(i, c, done[i] if logprobs else None, chats) for i, c in enumerate(choices)]
-            return JSONResponse(envelope(name, server.name, rows, parts, usage=usage(rows, choices)))
-
         async def sample() -> Any:
-            return await asyncio.to_thread(answer, await completed(server.engine, rows, choices))
+            await completed(server.engine, rows, choices)
+            kind = "message" if name.startswith("chat") else ""
+            parts = [choice_of(index, choice.text, choice.reason, kind) for index, choice in enumerate(choices)]
+            return envelope(name, server.name, rows, parts, usage=usage(rows, choices))
 
         return await answered(request, sample())
 
     return router
 
 
-def pages(server: Server, registry: Any) -> Any:
+def pages(server: Server) -> Any:
     """The chat page for people, and the numbers for Prometheus."""
     from fastapi import APIRouter
-    from fastapi.responses import HTMLResponse, Response
-    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    router = APIRouter()
-    form = (HERE / "chat.html").read_text().replace("EXAMPLE", html.escape(example(server.tokenizer)))
-    page = film_page(server.name, [], form, (HERE / "chat.js").read_text())
+    router, engine = APIRouter(), server.engine
+    page = film_page(server.name, [], (HERE / "chat.html").read_text(), (HERE / "chat.js").read_text())
 
     @router.get("/")
     async def chat_page() -> Any:
@@ -251,82 +221,45 @@ def pages(server: Server, registry: Any) -> Any:
 
     @router.get("/metrics")
     async def metrics() -> Any:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        numbers = {
+            "rows_waiting": len(engine.waiting),
+            "rows_at_work": len(engine.rows),
+            "forward_passes_total": engine.passes,
+            "row_passes_total": engine.row_passes,  # rows, summed over forward passes
+            "tokens_total": engine.tokens,  # of canvases that ended
+        }
+        return PlainTextResponse("".join(f"d1_{name} {value}\n" for name, value in numbers.items()))
 
     return router
 
 
 class Gate:
-    """Checks the headers of a request before its body is read, and measures its time (ASGI)."""
+    """Checks the headers of a request before its body is read (ASGI)."""
 
-    def __init__(self, server: Server, app: Any, paths: set[str], registry: Any) -> None:
-        from prometheus_client import Histogram
-
-        self.server, self.app, self.paths = server, app, paths
-        self.seconds = Histogram(
-            "d1_request_seconds", "Requests by path and status", ("path", "status"), registry=registry
-        )
+    def __init__(self, server: Server, app: Any) -> None:
+        self.server, self.app = server, app
 
     def refuse(self, scope: Any) -> Any:
         """The refusal of a request by its headers; None if it may pass."""
-        headers, server = dict(scope["headers"]), self.server
+        headers, key = dict(scope["headers"]), self.server.api_key
         host = headers.get(b"host", b"").decode("latin-1")
-        if not server.api_key and not server.is_called(host):  # a page of another site, say
-            return refusal(400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names")
-        given, wanted = headers.get(b"authorization", b""), f"Bearer {server.api_key}".encode()
-        if server.api_key and scope["path"] not in OPEN and not hmac.compare_digest(given, wanted):
-            return refusal(401, "this server asks for its API key, as Authorization: Bearer KEY")
-        if b"transfer-encoding" in headers:
-            return refusal(411, "a body needs a Content-Length")
-        if int(headers.get(b"content-length", b"0")) > LARGEST_BODY:
-            return refusal(413, f"a body has at most {LARGEST_BODY} bytes")
+        other = not key and not self.server.is_called(host)  # a page of another site, say
+        given, wanted = headers.get(b"authorization", b""), f"Bearer {key}".encode()
+        no_key = key and scope["path"] not in OPEN and not hmac.compare_digest(given, wanted)
+        large = int(headers.get(b"content-length", b"0")) > LARGEST_BODY
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != b"application/json":  # browsers let no page of another site send it
-            return refusal(415, "a POST needs the header Content-Type: application/json, also without a body")
+        no_json = scope["method"] == "POST" and kind != b"application/json"  # browsers let no other site's page send it
+        for wrong, status, message in (
+            (other, 400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names"),
+            (no_key, 401, "this server asks for its API key, as Authorization: Bearer KEY"),
+            (b"transfer-encoding" in headers, 411, "a body needs a Content-Length"),
+            (large, 413, f"a body has at most {LARGEST_BODY} bytes"),
+            (no_json, 415, "a POST needs the header Content-Type: application/json, also without a body"),
+        ):
+            if wrong:
+                return refusal(status, message)
         return None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        began, path = time.perf_counter(), scope["path"] if scope["path"] in self.paths else "other"
-        status = 500
-
-        async def sending(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await (self.refuse(scope) or self.app)(scope, receive, sending)
-        finally:
-            self.seconds.labels(path, status).observe(time.perf_counter() - began)
-
-
-def example(tokenizer: Any) -> str:
-    """The first of the examples that a model can read; empty if it reads none."""
-    for text in EXAMPLES:
-        with suppress(ValueError):
-            if encode_prompt(tokenizer, render_prompt(tokenizer, [{"role": "user", "content": text}])):
-                return text
-    return ""
-
-
-class EngineMetrics:
-    """The engine's numbers for Prometheus, read when they are asked for."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def collect(self) -> Any:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-
-        engine = self.engine
-        yield GaugeMetricFamily("d1_rows_waiting", "Rows in the queue", len(engine.waiting))
-        yield GaugeMetricFamily("d1_rows_at_work", "Rows in a batch", len(engine.rows))
-        yield GaugeMetricFamily("d1_batch_size", "Maximum of rows at work", engine.batch_size)
-        yield CounterMetricFamily("d1_forward_passes", "Forward passes of a batch", engine.passes)
-        yield CounterMetricFamily("d1_row_passes", "Rows, summed over forward passes", engine.row_passes)
-        yield CounterMetricFamily("d1_forward_tokens", "Tokens processed, of rows that ended", engine.forward_tokens)
-        yield CounterMetricFamily("d1_tokens", "Tokens of finished canvases", engine.tokens)
-        yield InfoMetricFamily("d1_weights", "The weights in use", {"version": engine.version})
+        refused = self.refuse(scope) if scope["type"] == "http" else None
+        await (refused or self.app)(scope, receive, send)

@@ -87,10 +87,6 @@ byId("ask").addEventListener("submit", async (event) => {
     byId("stop").hidden = !(byId("send").disabled = false);
   }
 });
-byId("example").addEventListener("click", () => {
-  byId("said").value = byId("example").textContent;
-  byId("said").focus();
-});
 byId("stop").addEventListener("click", () => asking?.abort());
 byId("reset").addEventListener("click", () => {
   asking?.abort();

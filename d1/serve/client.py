@@ -34,23 +34,15 @@ ROUNDING = 1e-3  # nats by which a log-probability may be above 0, or an entropy
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of rows before they are sampled.
+    """What is known of rows before they are sampled."""
 
-    Attributes:
-        vocabulary: tokens of the model.
-        mask_token_id: the token that no completion holds.
-        ends: token ids that end a completion.
-        settings: how the rows are sampled; they say how many tokens a canvas has.
-        aligned: blocks are counted from a text's first token, as a block-causal model's are.
-        by_our_rules: this library's samplers reveal the tokens, so the number of tokens per step is known, and the EOS
-            stop fills whole blocks with the first of `ends`. Otherwise the steps need only lie in the right blocks.
-    """
-
-    vocabulary: int
-    mask_token_id: int
-    ends: Sequence[int]
-    settings: SamplingSettings
-    aligned: bool = False
+    vocabulary: int  # tokens of the model
+    mask_token_id: int  # which no completion holds
+    ends: Sequence[int]  # token ids that end a completion
+    settings: SamplingSettings  # how the rows are sampled; they say how many tokens a canvas has
+    aligned: bool = False  # blocks are counted from a text's first token, as a block-causal model's are
+    # This library's samplers reveal the tokens, so the number of tokens per step is known, and the EOS stop fills whole
+    # blocks with the first of `ends`. Otherwise the steps need only lie in the right blocks.
     by_our_rules: bool = True
 
 
@@ -119,11 +111,10 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
 def check_counts(what: str, taken: Tensor, due: Tensor, rule: str | None) -> None:
     """Raises ValueError unless the steps of a block revealed `due` tokens each or, with a `rule`, one or more each and
     after each step at least the sum of `due`."""
-    if rule is None:
-        possible = taken.tolist() == due.tolist()
-    else:
-        possible = len(taken) <= len(due) and bool((taken > 0).all())
-        possible = possible and bool((taken.cumsum(0) >= due[: len(taken)].cumsum(0)).all())
+    possible = taken.tolist() == due.tolist()
+    if rule is not None:
+        enough = (taken > 0).all() and len(taken) <= len(due)
+        possible = bool(enough and (taken.cumsum(0) >= due[: len(taken)].cumsum(0)).all())
     if not possible:
         words = "" if rule is None else f" at least, one or more in each (rule {rule})"
         raise ValueError(f"{what} reveal {taken.tolist()!s:.60} tokens: expected {due.tolist()!s:.60}{words}")
@@ -140,8 +131,8 @@ def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
     """(count,) numbers. Raises ValueError for anything else."""
     try:
         tensor = torch.as_tensor(values).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}") from error
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.tensor(0)
     if tensor.dim() != 1 or tensor.dtype == torch.bool:
         raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}")
     if count not in (None, len(tensor)):
@@ -161,43 +152,24 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
 
 # --- SGLang's dialect: its requests, and its answers in the form of `d1 serve` ----------------------------------------
 
-START = "python -m sglang.launch_server --model-path MODEL --dllm-algorithm D1 --max-running-requests 64"
 
-
-def probe(mask_token_id: int) -> dict[str, Any]:
-    """A request whose answer shows whether SGLang runs the plugin: one prompt with two names, at temperature 1."""
-    prompt, params = [int(mask_token_id == 0)], {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
-    return {"input_ids": [prompt, prompt], "rid": [uuid.uuid4().hex, uuid.uuid4().hex], "sampling_params": params}
-
-
-def check_answer(where: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError, with the command that starts a right server, unless these answers to `probe` come from SGLang
-    with the plugin; `where` begins the message."""
-    if all("step_maps" in row["meta_info"] for row in rows):
-        return
-    same = ", and two samples at temperature 1 are identical" if rows[0]["output_ids"] == rows[1]["output_ids"] else ""
-    raise ValueError(
-        f"{where}it does not sample by d1's rules: its answers have no step_maps{same}. Install d1 into its "
-        f"environment (pip install --no-deps) and start it with: {START}"
-    )
-
-
-def sglang_request(
-    texts: Sequence[Sequence[int]],
-    keys: Sequence[Sequence[int]],
-    settings: SamplingSettings,
-    ends: Sequence[int],
-    mask_token_id: int,
+def request_of(
+    prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None, own_batch: bool = True
 ) -> dict[str, Any]:
-    """The body of `/generate` for prompts without padding; `keys` and `ends` as in `Prompts`."""
-    names = {name: value for name, value in asdict(settings).items() if value is not None}
-    length, seed = names.pop("gen_length"), keys[0][0]
-    custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
-    params = {"max_new_tokens": length, "temperature": settings.temperature, "ignore_eos": True}
+    """The body of `/generate` for the prompts without their padding; SGLang is told the `mask_token_id`, and `d1 serve`
+    whether the rows are a batch of their own."""
+    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
+    params: dict[str, Any] = {"max_new_tokens": names.pop("gen_length"), "ignore_eos": True}
+    rids, seed, ends = ["-".join(map(str, key[1:])) for key in prompts.keys], prompts.keys[0][0], [*prompts.ends]
+    if mask_token_id is None:
+        params |= names | {"sampling_seed": seed, "eos_stop": ends}
+        body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "return_logprob": True}
+        return body | ({"padded_to": prompts.ids.shape[1]} if own_batch else {})
+    custom = {"settings": names, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
+    params |= {"temperature": prompts.settings.temperature, "custom_params": custom}
     # SGLang refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the point.
     own = uuid.uuid4().hex
-    rids = [f"{'-'.join(map(str, key[1:]))}.{own}" for key in keys]
-    return {"input_ids": [*texts], "rid": rids, "sampling_params": params | {"custom_params": custom}}
+    return {"input_ids": [*texts], "rid": [f"{rid}.{own}" for rid in rids], "sampling_params": params}
 
 
 def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
@@ -233,31 +205,28 @@ class Unavailable(OSError):
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights in a folder; the names of all versions of a run begin with `run`."""
+    """Weights in a folder; the names of all versions of a run begin with `run`.
+
+    Attributes:
+        base: `base_digest` of the model that an adapter belongs to; None: the weights are whole.
+    """
 
     run: str
     version: str
     folder: Path
+    base: str | None = None
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows to sample: the arguments of `rollout`.
+    """Rows to sample: the arguments of `rollout`."""
 
-    Attributes:
-        ids, mask: (rows, prompt), padded on the left.
-        keys: of each row's generator, as `keyed_generator` takes it: the seed, then two numbers at least.
-        ends: of the EOS stop; none: no stop.
-        aligned: the model's blocks are counted from a text's first token, as a block-causal model's are.
-        vocabulary, mask_token_id: the model's number of tokens, and the one that no completion holds.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    keys: Sequence[Sequence[int]]
+    ids: Tensor  # (rows, prompt), padded on the left
+    mask: Tensor  # (rows, prompt)
+    keys: Sequence[Sequence[int]]  # of each row's generator, as `keyed_generator` takes it: the seed, then two or more
     settings: SamplingSettings
-    ends: Sequence[int]
-    aligned: bool
+    ends: Sequence[int]  # of the EOS stop; none: no stop
+    aligned: bool  # as in `Expected`
     vocabulary: int
     mask_token_id: int
 
@@ -268,21 +237,16 @@ class Prompts:
 
 
 class RolloutServer:
-    """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words.
+    """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words."""
 
-    Attributes:
-        problem: why no rows go to it now; None: it may get some.
-        folders: below which it loads weights; None: anywhere.
-        mask_token_id: that of the run, for SGLang, which is not asked for its own; None for `d1 serve`.
-        dtype: what it says that it computes in, such as "float32"; None: it does not say.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url, self.version = url.rstrip("/"), ""
-        self.problem: str | None = "it was not asked yet"
-        self.folders: list[str] | None = []
-        self.mask_token_id: int | None = None
-        self.dtype: str | None = None
+    def __init__(self, url: str, own_batch: bool | None = None) -> None:
+        """With `own_batch`, rows of a request share no batch with others; None: in float32, where they then equal the
+        trainer's to the bit. In 16 bits, fuller batches save passes."""
+        self.url, self.version, self.own_batch = url.rstrip("/"), "", own_batch
+        self.problem: str | None = "it was not asked yet"  # why no rows go to it now; None: it may get some
+        self.folders: list[str] | None = []  # below which it loads weights; None: anywhere
+        self.mask_token_id: int | None = None  # the run's, for SGLang, which is not asked for its own; else None
+        self.dtype: str | None = None  # in which it computes, such as "float32"; None: it does not say
         self.lock = threading.Lock()  # one thread at a time talks about weights
 
     @property
@@ -304,14 +268,10 @@ class RolloutServer:
         told = f"{url} answered {answer.status_code}: {answer.text[:500]}"
         if answer.status_code in BUSY:
             raise Unavailable(told)
-        if answer.status_code == 401:
-            raise ValueError(f"{told} (set {KEY} for this run)")
         if answer.status_code != 200:
-            raise ValueError(told)
-        if "json" not in answer.headers.get("content-type", ""):
-            return answer.text
+            raise ValueError(f"{told} (set {KEY} for this run)" if answer.status_code == 401 else told)
         try:
-            return answer.json()
+            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
         except ValueError as error:
             raise ValueError(f"{url} answered what is no JSON: {answer.text!r:.60}") from error
 
@@ -331,16 +291,16 @@ class RolloutServer:
             if mask != mask_token_id:
                 raise ValueError(f"{self.url} hides tokens by {mask}, and this run by {mask_token_id}")
             if self.folders == []:
-                raise ValueError(
-                    f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
-                    "this run can write to"
-                )
+                told = "start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that this run can write to"
+                raise ValueError(f"{self.url} loads no weights: {told}")
             if "mask_token_id" not in facts and self.problem:  # SGLang, which may have restarted
-                rows = self.ask("POST", "/generate", probe(mask_token_id))
-                explained(f"{self.url}: ", check_answer, rows)
+                self.check_plugin(int(mask_token_id == 0))
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
+            if weights.base is not None and facts.get("base", weights.base) != weights.base:  # SGLang does not say
+                told = "start it with the model, and in the number of bits, that this run trains an adapter on"
+                raise ValueError(f"{self.url} serves another model than that of this run: {told}")
             if facts["weight_version"] != weights.version:
                 if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
                     self.ask("POST", f"/flush_cache?timeout={DRAIN}")
@@ -350,14 +310,23 @@ class RolloutServer:
                     raise Unavailable(f"{self.url} took weights and has {found} now, not {weights.version}")
             self.version = weights.version
 
+    def check_plugin(self, token: int) -> None:
+        """Raises ValueError, with the command that starts a right server, unless SGLang answers with the plugin."""
+        params = {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
+        rows = self.ask("POST", "/generate", {"input_ids": [[token]], "sampling_params": params})
+        if not explained(f"{self.url}: ", lambda where: "step_maps" in rows[0]["meta_info"]):
+            raise ValueError(
+                f"{self.url}: it does not sample by d1's rules: its answers have no step_maps. Install d1 into its "
+                "environment (pip install --no-deps) and start it with: python -m sglang.launch_server --model-path "
+                "MODEL --dllm-algorithm D1 --max-running-requests 64"
+            )
+
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
-        """`rollout` of the prompts by the server, in a batch of their own, with these weights and no others."""
+        """`rollout` of the prompts by the server, with these weights and no others."""
         ids, settings, ends = prompts.ids, prompts.settings, prompts.ends
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        if self.mask_token_id is None:
-            body = request_of(prompts, texts)
-        else:
-            body = sglang_request(texts, prompts.keys, settings, ends, self.mask_token_id)
+        own_batch = self.dtype == "float32" if self.own_batch is None else self.own_batch
+        body = request_of(prompts, texts, self.mask_token_id, own_batch)
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
             found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
@@ -408,10 +377,7 @@ def meta_of(where: str, row: Any, rid: str, text: Sequence[int]) -> dict[str, An
 
 def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected: Expected) -> dict[str, Tensor]:
     """What `check_row` returns for an answer to the prompt `text`, and the numbers of passes and of their tokens.
-
-    Raises:
-        ValueError: as `check_row`; or the parts of the answer contradict each other.
-    """
+    Raises ValueError as `check_row` does, or if the parts of the answer contradict each other."""
     meta, ids, length = row["meta_info"], row["output_ids"], expected.settings.gen_length
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     steps = meta["step_maps"]
@@ -429,16 +395,6 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     if type(fed) is not int or not passes <= fed <= passes * most:
         raise ValueError(f"{where}forward_tokens is {fed!r:.40}: expected {passes} to {passes * most}")
     return columns | {"passes": torch.tensor(passes), "forward_tokens": torch.tensor(fed)}
-
-
-def request_of(prompts: Prompts, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The body of `/generate` of `d1 serve`, for the prompts without their padding."""
-    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
-    params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": prompts.keys[0][0]}
-    params |= {"ignore_eos": True, "eos_stop": [*prompts.ends]}
-    rids = ["-".join(map(str, key[1:])) for key in prompts.keys]
-    body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "padded_to": prompts.ids.shape[1]}
-    return body | {"return_logprob": True, "return_step_maps": True}
 
 
 def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:

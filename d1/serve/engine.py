@@ -34,7 +34,7 @@ from d1.models.adapters import add_adapter
 from d1.models.kinds import block_size, native_config
 from d1.models.load import load_model
 from d1.sampling.loop import Rollout, Step
-from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
 from d1.transformers_bridge import attention_kernel
 
@@ -56,7 +56,7 @@ def key_of(rid: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A row that ended; lists have one value per token of its canvas or, if it was cut short, of the first tokens."""
+    """A row that ended; lists have one value per token of its canvas."""
 
     ids: list[int]
     logps: list[float]
@@ -66,7 +66,6 @@ class Completed:
     passes: int
     forward_tokens: int
     weight_version: str
-    cut_short: bool = False  # because the server stops
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,15 @@ class Finished:
     weight_version: str
 
 
-@dataclass(frozen=True)
-class Stopped:
+@dataclass
+class Stopped(Exception):
     """The end of a row without a completion."""
 
     reason: str
     status: int = 503  # of HTTP
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Lane(NamedTuple):
@@ -143,11 +145,8 @@ class Row:
 
 
 def weights_below(roots: Sequence[Path], path: str) -> Path:
-    """The folder of weights that a request names; a relative name is looked for in each of `roots`.
-
-    Raises:
-        ValueError: it does not lie below one of `roots` with all of its files.
-    """
+    """The folder of weights that a request names; a relative name is looked for in each of `roots`. Raises ValueError
+    unless it lies below one of `roots` with all of its files."""
     if not roots:
         raise ValueError("this server loads no weights: start it with --weights_dir FOLDER")
     for top in [root.resolve() for root in roots]:
@@ -187,10 +186,9 @@ def loaded(folder: Path, model: Any) -> Any:
     """The model in `folder`, on the CPU, loaded as `model` was. Raises ValueError for a model of another kind."""
     other, _ = native_config(str(folder))
     for name in ("model_type", "vocab_size", "block_size"):
-        if getattr(other, name, None) != getattr(model.config, name, None):
-            raise ValueError(
-                f"{folder}: {name} is {getattr(other, name, None)}, not {getattr(model.config, name, None)}"
-            )
+        found, served = (getattr(config, name, None) for config in (other, model.config))
+        if found != served:
+            raise ValueError(f"{folder}: {name} is {found}, not {served}")
     new = load_model(folder, dtype=model.dtype, attn_implementation=attention_kernel(model.config))
     for tensor in (*new.parameters(), *new.buffers()):
         tensor.data = tensor.data.clone()  # else it is mapped from the file, which may be overwritten
@@ -211,19 +209,13 @@ class Engine:
         self.waiting: deque[Row] = deque()
         self.dropped: set[int] = set()  # rows at work that leave before the next pass
         self.update: tuple[Callable[[Any], Any], str, Future[None]] | None = None
-        self.paused = self.closing = self.finishing = False
+        self.paused = self.closing = False
         self.over = ""  # why no rows are taken any more
-        # Rows at work. Only the engine's thread removes them; other threads add their numbers to `dropped`. A row that
-        # was retracted stays here under its old number until the thread sees it, and waits under a new one.
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = {}  # at work; only the engine's thread removes them
         self.lanes: dict[Lane, Stream] = {}
         self.numbers = count()
-        self.passes = self.forward_tokens = self.tokens = self.row_passes = 0  # so far
+        self.passes = self.tokens = self.row_passes = 0  # so far
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
-
-    def check(self, settings: SamplingSettings) -> None:
-        """Raises ValueError for settings that the model does not support."""
-        check_sampler(settings, self.model.config)
 
     def submit(self, rows: Sequence[Row]) -> None:
         """Puts rows into the queue. Raises QueueFull if they do not fit into it together, ConnectionError if the engine
@@ -239,7 +231,7 @@ class Engine:
 
     def check_serves(self) -> None:
         """Raises ConnectionError if the engine ends or has ended."""
-        if self.over or self.closing or self.finishing:
+        if self.over or self.closing:
             raise ConnectionError(self.over or "the server is stopping")
 
     def drop(self, rows: Sequence[Row]) -> None:
@@ -250,33 +242,10 @@ class Engine:
             self.dropped |= numbers & self.rows.keys()
             self.changed.notify()
 
-    def stop_all(self, reason: str) -> None:
-        """Stops all rows; each gets the event `Stopped`."""
-        with self.changed:
-            rows = [*self.waiting, *(row for number, row in self.rows.items() if number not in self.dropped)]
-        self.drop(rows)
-        for row in rows:
-            row.tell(Stopped(reason))
-
-    def pause(self, mode: str) -> None:
-        """Stops sampling after the current pass (with a cache: block). The rows at work stop ("abort"), begin again
-        later with the same random numbers ("retract"), or stay as they are ("in_place"); new rows wait."""
+    def pause(self) -> None:
+        """Stops sampling after the current pass (with a cache: block), until `resume`; new rows wait."""
         with self.changed:
             self.paused = True
-            if mode == "retract":
-                again = [row for number, row in sorted(self.rows.items()) if number not in self.dropped]
-                self.dropped |= self.rows.keys()
-                self.put_back(again)
-        if mode == "abort":
-            self.stop_all("aborted by the operator of the server")
-        with self.changed:
-            self.changed.notify()
-
-    def put_back(self, rows: Sequence[Row]) -> None:
-        """Puts rows back into the queue, before those that wait; the caller holds the lock."""
-        for row in rows:
-            row.number, row.told = next(self.numbers), 0
-        self.waiting.extendleft(reversed(rows))
 
     def resume(self) -> None:
         with self.changed:
@@ -285,13 +254,8 @@ class Engine:
 
     def replace_model(self, load: Callable[[Any], Any], version: str) -> Future[None]:
         """Replaces the model by `load(model)` once no row is at work; new rows wait until then. If `load` raises, the
-        future does, and the old model stays. A second call for the same version gets the same future.
-
-        Raises:
-            QueueFull: an update to another version is under way.
-            ValueError: rows are at work and will stay there.
-            ConnectionError: the engine has ended.
-        """
+        future does, and the old model stays. A second call for the same version gets the same future. Raises QueueFull
+        during an update to another version, ValueError if rows are paused, ConnectionError after the engine's end."""
         with self.changed:
             self.check_serves()
             if self.update is not None:
@@ -299,23 +263,14 @@ class Engine:
                     return self.update[2]
                 raise QueueFull("another update of the weights is under way: try again later")
             if self.paused and self.rows.keys() - self.dropped:
-                raise ValueError(
-                    "rows are paused in mid-completion: continue them, or pause with mode retract or abort"
-                )
+                raise ValueError("rows are paused in mid-completion: continue them first")
             done: Future[None] = Future()
             self.update = load, version, done
             self.changed.notify()
             return done
 
-    def finish(self) -> None:
-        """Ends all rows: those at work get their tokens up to the first that is hidden; those that wait stop, and so
-        do batches of their own, which are useless in part. No rows are taken any more."""
-        with self.changed:
-            self.finishing = True
-            self.changed.notify()
-
     def close(self) -> None:
-        """Ends the thread and stops its rows."""
+        """Ends the thread, which stops all rows; no rows are taken any more."""
         with self.changed:
             self.closing = True
             self.changed.notify()
@@ -324,7 +279,7 @@ class Engine:
     # --- The engine's thread alone calls what follows -----------------------------------------------------------------
 
     def run(self) -> None:
-        """Samples until the engine is closed, has finished or fails; then stops the rows that are left."""
+        """Samples until the engine is closed or fails; then stops the rows that are left."""
         over = "the server has stopped"
         try:
             while True:
@@ -332,11 +287,6 @@ class Engine:
                     self.changed.wait_for(self.has_work)
                     if self.closing:
                         return
-                if self.finishing:
-                    for key, lane in self.lanes.items():
-                        if not key.prompt_width and lane.rows:
-                            self.complete(lane, *lane.so_far(), cut_short=True)
-                    return
                 self.turn()
         except Exception as error:
             logger.exception("the engine ends")
@@ -344,13 +294,15 @@ class Engine:
         finally:
             with self.changed:
                 self.over, update, self.update = over, self.update, None
+                rows = [*self.waiting, *(row for number, row in self.rows.items() if number not in self.dropped)]
             if update is not None:
                 update[2].set_exception(ConnectionError(over))
-            self.stop_all(over)
+            for row in rows:
+                row.tell(Stopped(over))
 
     def has_work(self) -> bool:
         samples = not self.paused and (self.rows or self.waiting)
-        return bool(self.closing or self.finishing or samples or self.can_update)
+        return bool(self.closing or samples or self.can_update)
 
     @property
     def can_update(self) -> bool:
@@ -359,26 +311,23 @@ class Engine:
     def turn(self) -> None:
         """Lets rows leave and enter, and makes a pass of each lane (with a cache: fills a block)."""
         with self.changed:
-            dropped, can_update = self.dropped, self.can_update
-            if can_update:
-                self.rows.clear()
-            elif self.paused:
+            can_update = self.can_update
+            if self.paused and not can_update:
                 return
+            dropped, self.dropped = self.dropped, set()
             for number in dropped:
                 self.rows.pop(number, None)
-            self.dropped = set()
         if can_update:
             self.exchange_model()
             return
         for key in [*self.lanes]:
             self.guarded(key, partial(self.leave, dropped=dropped))
+        joining: dict[Lane, list[Row]] = {key: [] for key in self.lanes}
         with self.changed:
             held = self.update is not None or self.paused  # either may have come since `can_update` was read
-            new = {} if held else {row.number: row for row in self.admitted()}
-            self.rows |= new
-        joining: dict[Lane, dict[int, Row]] = {key: {} for key in self.lanes}
-        for number, row in new.items():
-            joining.setdefault(row.lane, {})[number] = row
+            for row in () if held else self.admitted():
+                self.rows[row.number] = row
+                joining.setdefault(row.lane, []).append(row)
         for key, rows in joining.items():
             self.guarded(key, partial(self.advance, new=rows))
 
@@ -402,14 +351,15 @@ class Engine:
             logger.exception("sampling failed")
             self.lanes.pop(key, None)
             with self.changed:
-                numbers = {number for number, row in self.rows.items() if row.lane == key}
-                failed = [self.rows[number] for number in sorted(numbers - self.dropped)]
-                self.rows = {number: row for number, row in self.rows.items() if number not in numbers}
-                self.dropped -= numbers
+                rows = [row for row in self.rows.values() if row.lane == key]
+                failed = [row for row in rows if row.number not in self.dropped]
+                for row in rows:
+                    del self.rows[row.number]
+                    self.dropped.discard(row.number)
                 if again := len(failed) > 1 and not key.prompt_width:
                     for row in failed:
-                        row.own = f"alone {row.number}"
-                    self.put_back(failed)
+                        row.own, row.told = f"alone {row.number}", 0
+                    self.waiting.extendleft(reversed(failed))
             for row in () if again else failed:
                 row.tell(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
             if self.model.device.type == "cuda":
@@ -420,16 +370,15 @@ class Engine:
         if done := lane.leave(dropped):
             self.complete(lane, *done)
 
-    def complete(self, lane: Stream, numbers: Sequence[int], sampled: Rollout, cut_short: bool = False) -> None:
-        """Tells rows of a lane that they have ended, whole or `cut_short` before their first hidden token. Rows whose
-        logits were not finite stop with an error."""
+    def complete(self, lane: Stream, numbers: Sequence[int], sampled: Rollout) -> None:
+        """Tells rows of a lane that they have ended. Rows whose logits were not finite stop with an error."""
         faults = lane.faults()
         by_token = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
         values = zip(*(of.tolist() for of in (*by_token, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
             with self.changed:
                 row = self.rows.pop(number, None)
-                if row is None or number in self.dropped:  # nobody waits for it, or it begins again
+                if row is None or number in self.dropped:  # nobody waits for it
                     self.dropped.discard(number)
                     continue
             if number in faults:
@@ -439,18 +388,12 @@ class Engine:
                 continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
-            lists = [of[-row.settings.gen_length :] for of in lists]
-            short = cut_short and self.mask_token_id in lists[0]
-            if short:
-                lists = [of[: lists[0].index(self.mask_token_id)] for of in lists]
-            self.tokens += len(lists[0])
-            self.forward_tokens += forward_tokens
-            ids, logps, entropies, steps = lists
-            row.tell(Completed(ids, logps, entropies, steps, blocks, passes, forward_tokens, self.version, short))
+            ids, logps, entropies, steps = (of[-row.settings.gen_length :] for of in lists)
+            self.tokens += row.settings.gen_length
+            row.tell(Completed(ids, logps, entropies, steps, blocks, passes, forward_tokens, self.version))
 
-    def advance(self, key: Lane, new: dict[int, Row]) -> None:
-        """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block). The rows come under the numbers
-        that they were admitted with, because a retract may have changed their own since."""
+    def advance(self, key: Lane, new: Sequence[Row]) -> None:
+        """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block)."""
         if key not in self.lanes:
             self.lanes[key] = Stream(
                 self.model,
@@ -461,9 +404,9 @@ class Engine:
                 alone=bool(key.own),
             )
         lane, device = self.lanes[key], self.model.device
-        generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new.values()]
-        asked = zip(new.items(), generators, strict=True)
-        lane.enter([Asked(number, row.ids, row.settings, own, row.ends) for (number, row), own in asked])
+        generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new]
+        asked = zip(new, generators, strict=True)
+        lane.enter([Asked(row.number, row.ids, row.settings, own, row.ends) for row, own in asked])
         if not lane.rows:
             del self.lanes[key]
             return
@@ -472,26 +415,25 @@ class Engine:
             self.passes, self.row_passes = self.passes + 1, self.row_passes + len(step.rows)
             if any(row.watches == "steps" for row in rows):
                 tell_step(rows, step)
-            if not lane.cache.together or self.finishing:
+            if not lane.cache.together:
                 break
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
             full = state.filled - state.offset + (state.size if state.left == 0 else 0)  # tokens of finished blocks
-            with self.changed:
-                if not row.watches or full <= row.told or row.number != state.number:  # the last: it was put back
-                    continue
-                if not lane.batch.canvas.sums[index].isfinite():  # the error is told when the row leaves
-                    continue
-                row.told = full
+            if not row.watches or full <= row.told:
+                continue
+            if not lane.batch.canvas.sums[index].isfinite():  # the error is told when the row leaves
+                continue
+            row.told = full
             completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
             row.tell(Finished(completion[:full].tolist(), self.version))
 
     def exchange_model(self) -> None:
-        """Does the update and answers its future; if the old model is lost, too, raises the error: the engine ends."""
+        """Does the update and answers its future. If it fails, the old model stays."""
         assert self.update is not None
-        (load, version, done), self.lanes = self.update, {}
-        old, device, failure = self.model, self.model.device, None
+        (load, version, done), self.lanes, failure = self.update, {}, None
+        gc.collect()  # an earlier model may be left in a reference cycle
         try:
-            self.model, self.version = exchanged(load, old), version
+            self.model, self.version = load(self.model).to(self.model.device), version
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold what was loaded
             failure = error
@@ -499,28 +441,8 @@ class Engine:
             self.update = None
         if failure is None:
             done.set_result(None)
-            return
-        done.set_exception(failure)
-        if any(weight.device != device for weight in old.parameters()):  # the old model could not be put back
-            raise failure
-
-
-def exchanged(load: Callable[[Any], Any], old: Any) -> Any:
-    """`load(old)`, on the device of `old`. If a GPU has no room for both, the old weights wait in the host's memory and
-    are put back if `load` or the move then fails."""
-    device = old.device
-    try:
-        return load(old).to(device)
-    except torch.OutOfMemoryError:
-        logger.warning("The GPU has no room for old and new weights: the old ones wait in the host's memory.")
-    gc.collect()
-    try:
-        old.to("cpu")
-        return load(old).to(device)
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)
-        old.to(device)
-        raise
+        else:
+            done.set_exception(failure)
 
 
 def tell_step(rows: Sequence[Row], step: Step) -> None:

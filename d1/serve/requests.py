@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -22,9 +22,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
-from d1.sampling.settings import SamplingSettings
+from d1.sampling.settings import SamplingSettings, check_sampler
 from d1.serve import LOCAL
-from d1.serve.answers import Choice, chunk_choice, envelope, server_sent, step_of, usage
+from d1.serve.answers import Choice, choice_of, envelope, server_sent, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
 # Limits of a body. The model's room bounds each prompt and canvas, and the queue bounds the rows of a request.
@@ -84,7 +84,6 @@ class Generate(Strict):
     rid: Rid | Annotated[list[Rid], Many] | None = None
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
-    return_step_maps: bool = False
     # Sample the rows as a batch of their own, whose prompts are padded to this number of tokens: log-probabilities and
     # entropies are then those of `rollout` for such a batch, to the bit.
     padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
@@ -112,8 +111,6 @@ class OpenAI(Settings):  # type: ignore[misc]
 
 class Completion(OpenAI):
     prompt: str | Annotated[list[str], Many] | Ids | Annotated[list[Ids], Many]
-    logprobs: Literal[0] | None = None  # 0: of the tokens themselves
-    echo: Literal[False] = False
 
 
 class Part(BaseModel):
@@ -129,19 +126,16 @@ class Message(BaseModel):
 class Chat(OpenAI):
     messages: list[Message] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
     max_completion_tokens: int | None = Length
-    logprobs: bool = False
-    top_logprobs: Literal[0] | None = None
 
 
 class Update(Strict):
     model_path: Name
     weight_version: Name | None = None
     flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
 class Pause(Strict):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: Literal["in_place"]  # rows at work stay as they are; SGLang has other modes, of which one is its default
 
 
 # --- The rows that a request asks for ---------------------------------------------------------------------------------
@@ -149,43 +143,31 @@ class Pause(Strict):
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/]+)(:\d*)?")  # of a header: the name, and a port
 
 
-def address(name: str) -> IPv4Address | IPv6Address | None:
-    with suppress(ValueError):
-        return ip_address(name)
-    return None
-
-
 @dataclass(frozen=True)
 class Server:
-    """What requests are answered with.
-
-    Attributes:
-        name: of the model.
-        max_gen_length: largest canvas; None: the model's room.
-        loader: where there is a `weights_dir`.
-        allowed_hosts: the names of this server in a request's `Host`, where there is no `api_key`. 0.0.0.0 or ::
-            allows every address, but no other name; "*" allows all.
-    """
+    """What requests are answered with."""
 
     engine: Engine
     tokenizer: Any
-    name: str
+    name: str  # of the model
     defaults: SamplingSettings
     seed: int = 0
-    max_gen_length: int | None = None
+    max_gen_length: int | None = None  # largest canvas; None: the model's room
     weights_dir: tuple[Path, ...] = ()
-    loader: Loader | None = None
+    loader: Loader | None = None  # where there is a `weights_dir`
     api_key: str | None = None
-    allowed_hosts: tuple[str, ...] = LOCAL
+    allowed_hosts: tuple[str, ...] = LOCAL  # in a request's `Host`, where there is no `api_key`; "*" allows all
 
     def is_called(self, host: str) -> bool:
-        """Whether this server allows requests whose header `Host` is this."""
+        """Whether this server allows requests whose header `Host` is this. A page of another site is found by a name,
+        so that every numeric address is allowed."""
         found = HOST.fullmatch(host.lower())
         name = found[1].strip("[]") if found else ""
         if name in self.allowed_hosts or "*" in self.allowed_hosts:
             return True
-        everywhere = any((one := address(allowed)) and one.is_unspecified for allowed in self.allowed_hosts)
-        return everywhere and address(name) is not None
+        with suppress(ValueError):
+            return bool(ip_address(name))
+        return False
 
     @property
     def room(self) -> int:
@@ -213,37 +195,23 @@ class Server:
             blocks = -(-length // values["block_length"])
             values["steps"] = min(max(round(length * own.steps / own.gen_length), blocks), length)
         settings = SamplingSettings(**values)
-        self.engine.check(settings)
+        check_sampler(settings, self.engine.model.config)
         return settings
 
     def check_count(self, prompts: Sequence[Any], n: int) -> None:
         """Raises ValueError for a request without a prompt or with more rows than the queue ever takes."""
         if not prompts:
             raise ValueError("there is no prompt")
-        if len(prompts) * n > self.engine.queue_size:
-            raise ValueError(
-                f"{len(prompts) * n} completions in one request: the queue takes {self.engine.queue_size}, send fewer "
-                "per request (or raise --queue_size)"
-            )
+        if (count := len(prompts) * n) > (most := self.engine.queue_size):
+            raise ValueError(f"{count} completions in one request: the queue takes {most} (--queue_size), send fewer")
 
     def check_characters(self, count: int) -> None:
         """Raises ValueError for a text that is too long to be encoded at all."""
-        if count > CHARACTERS * self.room:
-            raise ValueError(
-                f"too long: {count} characters of text, and this model with {self.room} positions takes at most "
-                f"{CHARACTERS * self.room}"
-            )
+        if count > (most := CHARACTERS * self.room):
+            raise ValueError(f"too long: {count} characters of text, and this model takes at most {most}")
 
-    def rows(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        rids: Sequence[str],
-        settings: SamplingSettings,
-        ends: Sequence[int],
-        seed: int | None,
-    ) -> list[Row]:
-        """`n` rows per prompt. Raises ValueError for a prompt that the model does not read."""
+    def rows(self, prompts: Any, rids: Sequence[str], settings: SamplingSettings, ends: Any, seed: Any) -> list[Row]:
+        """As many rows per prompt as there are names. Raises ValueError for a prompt that the model does not read."""
         config = self.engine.model.config
         for ids in prompts:
             if not ids:
@@ -253,25 +221,21 @@ class Server:
             if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:
                 raise ValueError(f"token {wrong[0]} is none of the model's {config.vocab_size}, numbered from 0")
         seed = self.seed if seed is None else seed
-        asked = [ids for ids in prompts for _ in range(n)]
+        asked = [ids for ids in prompts for _ in range(len(rids) // len(prompts))]
         return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, asked, strict=True)]
 
     def rows_to_generate(self, body: Generate) -> list[Row]:
         """The rows of a request in SGLang's dialect: `n` per prompt."""
-        asked: Any = body.input_ids
-        params, several = body.sampling_params, bool(asked) and isinstance(asked[0], list)
-        prompts = asked if several else [asked]
+        params, prompts = body.sampling_params, list[Any](body.input_ids)
+        if not (prompts and isinstance(prompts[0], list)):
+            prompts = [prompts]
         self.check_count(prompts, params.n)
-        count = len(prompts) * params.n
-        rid = body.rid if body.rid is not None else uuid.uuid4().hex
-        rids = rid if isinstance(rid, list) else [f"{rid}-{row}" for row in range(count)]
-        if isinstance(rid, str) and count == 1:
-            rids = [rid]
+        count, rid = len(prompts) * params.n, uuid.uuid4().hex if body.rid is None else body.rid
+        rids = rid if isinstance(rid, list) else [rid] if count == 1 else [f"{rid}-{row}" for row in range(count)]
         if len(rids) != count:
             raise ValueError(f"{count} completions need as many rid, got {len(rids)}")
         ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
-        settings = self.settings(params, params.max_new_tokens)
-        rows = self.rows(prompts, params.n, rids, settings, ends, params.sampling_seed)
+        rows = self.rows(prompts, rids, self.settings(params, params.max_new_tokens), ends, params.sampling_seed)
         if body.padded_to is not None:
             self.put_together(rows, body.padded_to)
         return rows
@@ -282,11 +246,9 @@ class Server:
         if prompt_width < longest:
             raise ValueError(f"padded_to {prompt_width}: a prompt has {longest} tokens")
         check_room(self.engine.model.config, prompt_width, rows[0].settings.gen_length, ": lower padded_to")
-        if len(rows) > self.engine.batch_size:
-            raise ValueError(
-                f"{len(rows)} rows must share a batch, but this server's --batch_size is {self.engine.batch_size}: "
-                "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
-            )
+        if len(rows) > (most := self.engine.batch_size):
+            advice = "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
+            raise ValueError(f"{len(rows)} rows must share a batch of at most {most} (--batch_size): {advice}")
         own, size = uuid.uuid4().hex, block_size(self.engine.model.config)
         for row in rows:
             row.own, row.prompt_width, row.after = own, prompt_width, len(row.ids) % size if size else 0
@@ -298,8 +260,6 @@ class Server:
             raise LookupError(f"the model {body.model!r} is not served here: this is {self.name!r}")
         length = body.max_tokens
         if isinstance(body, Chat):
-            if len(body.messages) > self.room:
-                raise ValueError(f"too long: {len(body.messages)} messages, for a model with {self.room} positions")
             chats = [{"role": one.role, "content": plain(one.content)} for one in body.messages]
             self.check_characters(sum(len(one["content"]) for one in chats))
             prompts: list[Any] = [render_prompt(self.tokenizer, chats)]
@@ -315,18 +275,12 @@ class Server:
         rid = body.rid or ("seed" if body.seed is not None else uuid.uuid4().hex)
         rids = [f"{rid}-{row}" for row in range(len(ids) * body.n)]
         ends = () if body.ignore_eos else end_ids(self.tokenizer)
-        rows = self.rows(ids, body.n, rids, settings, ends, body.seed)
-        # A stop string ends a row early, by its finished blocks; log-probabilities come with whole rows only.
-        by_block = body.stream or (body.stops and not wants_logprobs(body))
-        watches = "steps" if body.stream and body.stream_steps else "blocks" if by_block else ""
+        rows = self.rows(ids, rids, settings, ends, body.seed)
+        # A stop string ends a row early, by its finished blocks.
+        watches = "steps" if body.stream and body.stream_steps else "blocks" if body.stream or body.stops else ""
         for row in rows:
             row.watches = watches
         return rows
-
-
-def wants_logprobs(body: Completion | Chat) -> bool:
-    """Whether log-probabilities are asked for; 0 (of the chosen tokens alone) asks for them, too."""
-    return body.logprobs is not None and body.logprobs is not False
 
 
 def plain(content: str | list[Part]) -> str:
@@ -334,15 +288,6 @@ def plain(content: str | list[Part]) -> str:
 
 
 # --- Events of rows, from the engine's thread to the event loop -------------------------------------------------------
-
-
-class RowsStopped(Exception):
-    """A row ended without a completion; `status` is of HTTP."""
-
-    def __init__(self, event: Stopped) -> None:
-        super().__init__(event.reason)
-        self.status = event.status
-
 
 Events = asyncio.Queue[tuple[int, Event]]  # each with the number of its row
 
@@ -365,11 +310,7 @@ async def read(
     engine: Engine, rows: Sequence[Row], events: Events, choices: Sequence[Choice] = ()
 ) -> AsyncGenerator[tuple[int, Event]]:
     """The events of submitted rows, after the choices have read them, until all rows have ended. Rows that nobody reads
-    any more, or that have a stop string, are dropped.
-
-    Raises:
-        RowsStopped: a row ended without a completion.
-    """
+    any more, or that have a stop string, are dropped. Raises `Stopped` for a row that ended without a completion."""
     over: set[int] = set()
     try:
         while len(over) < len(rows):
@@ -377,9 +318,9 @@ async def read(
             if index in over:
                 continue
             if isinstance(event, Stopped):
-                raise RowsStopped(event)
+                raise event
             if choices and isinstance(event, Completed):
-                choices[index].read(event.ids, True, event.cut_short)
+                choices[index].read(event.ids, True)
             elif choices and isinstance(event, Finished):
                 choices[index].read(event.ids, False)
             if isinstance(event, Completed) or (choices and choices[index].reason):
@@ -391,7 +332,7 @@ async def read(
 
 
 async def completed(engine: Engine, rows: Sequence[Row], choices: Sequence[Choice] = ()) -> list[Any]:
-    """The last event of each row, after the choices have read it. Raises QueueFull or RowsStopped."""
+    """The last event of each row, after the choices have read it. Raises QueueFull or Stopped."""
     last: list[Any] = [None] * len(rows)
     async with aclosing(read(engine, rows, submit(engine, rows), choices)) as events:
         async for index, event in events:
@@ -404,26 +345,26 @@ async def streamed(
 ) -> AsyncGenerator[str]:
     """The server-sent events of OpenAI's streams. What a pass revealed is a chunk without text, with a `step`. A row
     that began again with other weights, after some of its text was passed on, ends the stream with an error."""
-    chat = name.startswith("chat")
+    delta = "delta" if name.startswith("chat") else ""
     versions: dict[int, str] = {}  # of the weights that gave what was passed on
-    head = partial(envelope, f"{name}.chunk" if chat else name, server.name, rows)
+    head = partial(envelope, f"{name}.chunk" if delta else name, server.name, rows)
     async with aclosing(read(server.engine, rows, submit(server.engine, rows), choices)) as events:
-        yield server_sent(head([chunk_choice(index, "", None, chat) for index in range(len(rows))]))
+        yield server_sent(head([choice_of(index, "", None, delta) for index in range(len(rows))]))
         try:
             async for index, event in events:
                 choice = choices[index]
                 if isinstance(event, Revealed):
                     step = step_of(event, server.tokenizer) | {"length": rows[index].settings.gen_length}
-                    yield server_sent(head([chunk_choice(index, None, None, chat)], step=step))
+                    yield server_sent(head([choice_of(index, None, None, delta)], step=step))
                     continue
                 assert isinstance(event, Completed | Finished)
                 version = versions.get(index, event.weight_version)
                 if event.weight_version != version:
-                    raise RowsStopped(Stopped("the weights changed in the middle of this stream: ask again"))
+                    raise Stopped("the weights changed in the middle of this stream: ask again")
                 if (new := choice.news()) or choice.reason:
                     versions[index] = version
-                    yield server_sent(head([chunk_choice(index, new, choice.reason, chat)]))
-        except RowsStopped as error:
+                    yield server_sent(head([choice_of(index, new, choice.reason, delta)]))
+        except Stopped as error:
             yield server_sent({"error": {"message": str(error), "code": error.status}})
             return
     if with_usage:

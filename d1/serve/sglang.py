@@ -184,45 +184,32 @@ def finish(ids: Tensor, closing: Sequence[tuple[int, Sampled]]) -> None:
 # --- The plugin -------------------------------------------------------------------------------------------------------
 
 
-def settings_of(params: Any, block_size: int, defaults: dict[str, Any]) -> SamplingSettings:
-    """The settings that SGLang's sampling parameters ask for; `defaults` are those of plain requests.
+def settings_of(params: Any, block_size: int) -> SamplingSettings:
+    """The settings that SGLang's sampling parameters ask for.
 
     Raises:
         ValueError: they make no sense, or the engine does not do what they ask for.
     """
-    custom, length = params.custom_params or {}, params.max_new_tokens
-    given = custom.get("settings")
+    length, given = params.max_new_tokens, (params.custom_params or {}).get("settings")
     if given is None:
-        greedy = params.top_k == 1
-        drawn = {"top_k": 0 if params.top_k == ANY_TOP_K else params.top_k, "top_p": params.top_p}
-        given = {"temperature": 0.0} if greedy else {"temperature": params.temperature, **drawn}
-        given = {"block_length": block_size, "steps": length, **defaults, **given}
+        given = {"block_length": block_size, "steps": length}
+        if params.top_k != 1:  # which SGLang writes for temperature 0
+            top_k = 0 if params.top_k == ANY_TOP_K else params.top_k
+            given |= {"temperature": params.temperature, "top_k": top_k, "top_p": params.top_p}
     if unknown := given.keys() - NAMES:
         raise ValueError(f"{min(unknown)} is no setting of a sampler: known are {', '.join(sorted(NAMES))}")
     settings = SamplingSettings(**{**given, "gen_length": length})
-    wrong = {
-        f"this model's blocks have {block_size} tokens, so block_length must be {block_size}, not "
-        f"{settings.block_length}": settings.block_length != block_size,
-        "guidance needs a second, unconditional pass, which SGLang does not make: use d1 serve": settings.cfg_scale > 0,
-        "SGLang has a cache of its own, which costs no accuracy: use the sampler exact or parallel": (
-            settings.cache is not None
-        ),
-    }
-    if any(wrong.values()):
-        raise ValueError(next(message for message, is_so in wrong.items() if is_so))
+    if settings.block_length != block_size:
+        raise ValueError(f"block_length must be {block_size}, not {settings.block_length}: it is that of the model")
+    if settings.cfg_scale > 0 or settings.cache is not None:
+        raise ValueError("SGLang does no guidance and has a cache of its own: use d1 serve for cfg_scale and kv_cache")
     return settings
 
 
 def register() -> None:
     """Add the algorithm to SGLang, which calls this function in each of its processes."""
     if (found := version("sglang")) != VERSION:
-        logger.warning(
-            "the algorithm %s of d1 goes with sglang %s and is left out of %s: pip install sglang==%s",
-            NAME,
-            VERSION,
-            found,
-            VERSION,
-        )
+        logger.warning("the algorithm %s of d1 is left out of sglang %s: it goes with %s alone", NAME, found, VERSION)
         return
     from sglang.srt.dllm.algorithm import algo_name_to_cls
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -278,10 +265,7 @@ def algorithm() -> type:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     class D1(DllmAlgorithm):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.requests: Sequence[Any] = []
-            self.defaults = defaults_of(config)
+        requests: Sequence[Any] = ()
 
         @classmethod
         def validate_request(cls, request: Any) -> str | None:
@@ -290,7 +274,7 @@ def algorithm() -> type:
             if asked != config.mask_id:
                 return f"this server hides tokens by {config.mask_id}, and the request by {asked}"
             try:
-                settings_of(params, config.block_size, defaults_of(config))
+                settings_of(params, config.block_size)
             except (TypeError, ValueError) as error:
                 return str(error)
             return None
@@ -329,7 +313,7 @@ def algorithm() -> type:
             if not hasattr(request, "d1_sampled"):
                 params = request.sampling_params
                 custom = params.custom_params or {}
-                settings = settings_of(params, self.block_size, self.defaults)
+                settings = settings_of(params, self.block_size)
                 seed = custom.get("seed", params.sampling_seed or 0)
                 asked = request.rid, seed, custom.get("eos_stop", ()), settings, device
                 request.d1_sampled = Sampled.of(len(request.origin_input_ids), *asked)
@@ -348,8 +332,3 @@ class Block:
     begins: bool = True
     finished: bool = False
     retractions: int = 0
-
-
-def defaults_of(config: Any) -> dict[str, Any]:
-    """The settings of plain requests, from `--dllm-algorithm-config`."""
-    return {name: value for name, value in config.algorithm_config.items() if name != "block_size"}

@@ -24,35 +24,19 @@ HIDDEN, FILLED = -2, -1  # in place of a step: still a mask; filled without a pr
 
 @dataclass
 class Film:
-    """A completion and how it was sampled. Lists of tokens have one value per position of the canvas.
+    """A completion and how it was sampled. Lists of tokens have one value per position of the canvas."""
 
-    Attributes:
-        title: a word or two that distinguish this film from others.
-        prompt: the text before the canvas.
-        note: settings, a reward or anything else to show below the title.
-        tokens: the text of each position, as the model gave it; "" if it is hidden.
-        steps: the forward pass, counted from 0, that revealed it, or `HIDDEN` or `FILLED`.
-        logps: its log-probability in that pass; 0 if no pass revealed it.
-        entropies: the entropy of its distribution in that pass, in nats; 0 if no pass revealed it.
-        fed: tokens processed by the model up to the end of each pass. Empty if unknown.
-        seconds: duration up to the end of each pass, without the time for display.
-        solved: whether the completion solves its problem; None if it has no problem.
-        board: the answer as a task's `board` shows it (`d1/tasks/sudoku.py`); empty if the task has none.
-        drafts: of each position, [step, text, log-probability] of every token there that a later one replaced. Empty
-            without edits.
-    """
-
-    title: str
-    prompt: str
-    note: str
-    tokens: list[str]
-    steps: list[int]
-    logps: list[float]
-    entropies: list[float]
-    fed: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    solved: bool | None = None
-    board: dict[str, Any] = field(default_factory=dict)
+    title: str  # a word or two that distinguish this film from others
+    prompt: str  # the text before the canvas
+    note: str  # settings, a reward or anything else to show below the title
+    tokens: list[str]  # the text of each position, as the model gave it; "" if it is hidden
+    steps: list[int]  # the forward pass, counted from 0, that revealed it, or `HIDDEN` or `FILLED`
+    logps: list[float]  # its log-probability in that pass; 0 if no pass revealed it
+    entropies: list[float]  # of its distribution in that pass, in nats; 0 if no pass revealed it
+    fed: list[int] = field(default_factory=list)  # tokens processed up to the end of each pass; empty if unknown
+    seconds: list[float] = field(default_factory=list)  # up to the end of each pass, without the time for display
+    solved: bool | None = None  # whether the completion solves its problem; None if it has no problem
+    # Of each position, [step, text, log-probability] of every token that a later one replaced; empty without edits.
     drafts: list[list[list[Any]]] = field(default_factory=list)
 
     def drafts_at(self, position: int) -> list[list[Any]]:
@@ -124,13 +108,12 @@ def filmed(
 
 
 def judge_of(task: Any, row: Mapping[str, Any], tokenizer: Any, ends: Sequence[int]) -> Judge:
-    """Sets `solved` and `board` of a film of the task's `row`, from the text up to the first of the ids `ends`."""
+    """Sets `solved` of a film of the task's `row`, from the text up to the first of the ids `ends`."""
 
     def judge(film: Film, canvas_ids: Sequence[int]) -> None:
         end = next((position for position, token in enumerate(canvas_ids) if token in ends), len(canvas_ids))
         text = tokenizer.decode(canvas_ids[:end], skip_special_tokens=True)
         film.solved = next(iter(task.score(text, row).values())) == 1
-        film.board = task.board(text, row) if hasattr(task, "board") else {}
 
     return judge
 

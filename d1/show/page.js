@@ -105,14 +105,7 @@ function card(film, seek) {
   const parts = [make("h3", "", film.solved == null ? film.title : [film.title, verdict])];
   if (film.note) parts.push(make("p", "note", film.note));
   const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps from top to bottom"), make("span", "", "last token")]);
-  const state = make("div", "state", [canvas]), board = make("div", "board");
-  if (film.board?.rows) {
-    const cell = ([name, digit, kind]) => make("span", kind, [make("i", "", name), make("b", "", digit)]);
-    board.append(...film.board.rows.flat().map(cell));
-    board.style.setProperty("--columns", film.board.rows[0].length);
-    state.append(make("div", "", [board, make("p", "note", film.board.note)]));
-  }
-  const node = make("article", "film", [...parts, stats, state, map, ends, detail]);
+  const node = make("article", "film", [...parts, stats, canvas, map, ends, detail]);
   const show = (to) => {
     step = Math.min(to, film.passes);
     chips.forEach((chip, i) => {
@@ -128,7 +121,6 @@ function card(film, seek) {
       marks[i].classList.toggle("off", film.at[i] > step || filled);
     });
     verdict.hidden = to < film.passes;
-    board.classList.toggle("off", to < film.passes);
     now.setAttribute("y1", step);
     now.setAttribute("y2", step);
     const shown = chips.filter((chip, i) => current(film, i, step)).length;
@@ -147,12 +139,11 @@ function promptOf(film, name) {
 
 /* What the marks in these films mean; only those that occur. */
 function marksOf(films) {
-  const some = (test) => films.some(test), rows = some((film) => film.board?.rows);
+  const some = (test) => films.some(test);
   return [
     "Ring: revealed in this step",
     some((film) => film.steps.includes(-1)) && "frame without colour: filled after the end of the text",
     some((film) => film.drafts.some((of) => of.length)) && "wavy underline: corrected",
-    rows && "board: given digits are bold, right ones underlined, wrong ones struck through",
   ].filter(Boolean).join("; ") + ".";
 }
 

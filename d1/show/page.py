@@ -64,7 +64,6 @@ def film_data(film: Film) -> dict[str, Any]:
         "entropies": [round(entropy, 3) for entropy in film.entropies],
         "fed": film.fed,
         "solved": film.solved,
-        "board": film.board,
         "seconds": [round(seconds, 3) for seconds in film.seconds],
     }
 

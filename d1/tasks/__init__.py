@@ -10,7 +10,6 @@ A task module has
   `ground_truth` of the row;
 - optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
-- optionally `board(text, row)` -> the answer as a grid for `d1 watch` (see `sudoku.py`);
 - optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each entry says what changes:
   `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
   turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.

@@ -96,22 +96,6 @@ def solution_grids() -> list[str]:
     return grids
 
 
-def board(text: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The answer as `rows` of cells (name, digit, given, right, wrong or empty), and a `note` on words such as "a4",
-    with which the pocket models fill cells."""
-    puzzle, answer = puzzle_of(row["question"]), extract(text) or ""
-    digits = answer if len(answer) == 16 else puzzle.replace("0", " ")
-    right = digits if _solves(digits, puzzle) else row["ground_truth"]
-
-    cells = []
-    for name, digit, given, true in zip("abcdefghijklmnop", digits, puzzle, right, strict=True):
-        kind = "given" if digit == given else "empty" if digit == " " else "right" if digit == true else "wrong"
-        cells.append([name, digit, kind])
-    words = re.search(r"\b[a-p][1-4]\b", text)
-    note = "Cells are named a to p, row by row: a4 says that the first cell holds 4, and a. that it is empty."
-    return {"rows": [cells[start : start + 4] for start in range(0, 16, 4)], "note": note if words else ""}
-
-
 def puzzle_of(question: str) -> str:
     """The 16 digits of the puzzle that a question asks to solve."""
     found = _PUZZLE.findall(question)

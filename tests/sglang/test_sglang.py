@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused(url, model, tmp_path):
 
 
 def test_a_server_without_the_plugins_algorithm_is_recognised(folder, model, tmp_path):
-    said = r"samples at temperature 1 are identical.*--dllm-algorithm D1"
+    said = r"have no step_maps.*--dllm-algorithm D1"
     started = sglang(folder, tmp_path / "log.txt", algorithm="LowConfidence")
     with started as url, pytest.raises(ValueError, match=said):
         RolloutServer(url).prepare(model.config.mask_token_id, None)

@@ -87,18 +87,6 @@ def folder(tiny_model_dir, tmp_path) -> Path:
     return shutil.copytree(tiny_model_dir, tmp_path / "model")
 
 
-def test_an_empty_answer_is_said_to_be_empty(folder, monkeypatch, capsys) -> None:
-    """Of a model for which the first token of its answer ends the text."""
-    tokenizer = load_tokenizer(folder)
-    (said,) = conversation(folder, ["ab"], gen_length=4, block_length=4, steps=4)
-    tokenizer.eos_token = tokenizer.tokenize(said)[0]
-    tokenizer.save_pretrained(folder)
-    piped(monkeypatch, "ab\n", "chat", str(folder), "--gen_length", "4", "--block_length", "4", "--steps", "4")
-    captured = capsys.readouterr()
-    assert captured.out == "\n"
-    assert captured.err.splitlines()[-1].startswith("the answer is empty: ")
-
-
 @pytest.mark.parametrize(
     ("typed", "flags", "said", "answers"),
     [

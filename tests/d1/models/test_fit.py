@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from d1.__main__ import main, make_parser
 from d1.commands.fit import of_method, with_recipe
-from d1.distill import METHODS as DISTILLATIONS
 from d1.models import prepare
 from d1.models.adapters import lora_targets
 from d1.models.fit import (
@@ -227,19 +226,6 @@ def test_preference_training_keeps_a_reference_without_lora_alone(kind_dirs, cap
     assert (found["sft"].pop("reference"), found["prefer"].pop("reference")) == (0, 4 * PARAMETERS)
     assert found["sft"] == found["prefer"]
     assert resident_bytes(LLADA, replace(settings, lora_r=8))["reference"] == 0
-
-
-def test_distillation_copies_the_trained_weights_where_it_has_a_reference(kind_dirs, capsys):
-    words = ["fit", "--model_path", str(kind_dirs["llama"]), "--stage", "distill", "--length", "64"]
-    for method in DISTILLATIONS:
-        main(make_parser().parse_args([*words, "--method", method]))
-        assert "total at batch 1" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--method espo is none of --stage distill"):
-        main(make_parser().parse_args([*words, "--method", "espo"]))
-    full, lora = (resident_bytes(LLADA, FitSettings("distill", lora_r=r, beta=1.0)) for r in (0, 8))
-    assert full["reference"] == full["weights"] == 4 * PARAMETERS
-    assert lora["reference"] == lora["gradients"] > 0  # both are as large as the adapter
-    assert resident_bytes(LLADA, FitSettings("distill", lora_r=8, beta=0.0))["reference"] == 0
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from d1.masking import keyed_generator
-from d1.models import load_model
+from d1.models import load_model, load_tokenizer
+from d1.models.adapters import base_digest
 from d1.rl.config import DiffuGRPOConfig
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
@@ -139,6 +140,47 @@ def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, stops, leng
     own = rollout(model, ids, mask, settings, eos_token_ids=ends or None, **options)
     for name in ("ids", "logps", "entropies", "reveal_steps", "passes", "forward_tokens"):
         assert torch.equal(getattr(found, name), getattr(own, name)), name
+
+
+@pytest.mark.parametrize("own_batch", [True, False, None])
+def test_requests_share_passes_unless_they_are_to_be_equal_to_the_bit(served_kinds, own_batch):
+    """Eight requests of one row at a time; without batches of their own, their tokens are the same."""
+    served, settings, weights = (
+        served_kinds[False],
+        SamplingSettings(8, 4, 8, temperature=1.0),
+        Weights("default", "default", ROOT),
+    )
+    of_model = False, served.engine.model.config.vocab_size, served.tokenizer.mask_token_id
+    one = [
+        Prompts(torch.tensor([[5 + row]]), torch.ones(1, 1), [(0, 1, row)], settings, (), *of_model) for row in range(8)
+    ]
+    server = RolloutServer(served.url, own_batch)
+    server.dtype = "bfloat16"  # as if, because float32 shows that the tokens are right
+    alone = [RolloutServer(served.url, True).sample(prompts, weights).ids for prompts in one]
+    before = served.metric("d1_forward_passes_total")
+    with ThreadPoolExecutor(8) as pool:
+        with served.paused():
+            rollouts = [pool.submit(server.sample, prompts, weights) for prompts in one]
+            served.wait_for("d1_rows_waiting", 8)
+        assert all(torch.equal(rollout.result().ids, ids) for rollout, ids in zip(rollouts, alone, strict=True))
+    assert served.metric("d1_forward_passes_total") - before == (8 * 8 if own_batch else 8)
+
+
+def test_an_adapter_goes_to_no_other_base(tiny_model_dir, tmp_path):
+    """Nor to one in 4 bits; a base in bfloat16 is the same."""
+    trained = get_peft_model(load_model(tiny_model_dir), LORA)
+    digest = base_digest(trained)
+    assert (
+        digest == base_digest(load_model(tiny_model_dir, dtype="bfloat16")) == base_digest(load_model(tiny_model_dir))
+    )
+    other = load_model(tiny_model_dir)
+    other.model.layers[1].mlp.down_proj.weight.data += 0.01
+    other.save_pretrained(tmp_path / "other")
+    load_tokenizer(tiny_model_dir).save_pretrained(tmp_path / "other")
+    with serving(tmp_path / "other", weights_dir=tmp_path) as served:
+        server = RolloutServer(served.url)
+        with pytest.raises(ValueError, match="serves another model than that of this run"):
+            server.prepare(served.tokenizer.mask_token_id, Weights("run", "run-0", tmp_path, digest))
 
 
 # What a server of rows of 8 tokens, in blocks of 4 and 4 steps, may say wrongly: the lie, and what is said of it.

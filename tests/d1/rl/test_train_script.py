@@ -142,6 +142,9 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     return diffu_grpo_train.main(args, model_args or ModelConfig(), callbacks)
 
 
+SERVED = {"rollout_mode": "server", "rollout_server_base_url": ["http://127.0.0.1:1"]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -157,7 +160,8 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
         ({"dataset": "no_such_task.py"}, "no task file"),
         ({"reward_weights": [1.0, 2.0]}, "task sudoku has 1 rewards, got 2"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True would be ignored"),
-        ({"load_in_4bit": True, "use_peft": False}, "needs a GPU and --use_peft"),
+        ({"load_in_4bit": True, "use_peft": False}, "needs --use_peft"),
+        ({"load_in_4bit": True, "use_peft": True} | SERVED, "another policy than 4-bit ones"),
         ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' would be ignored"),
         ({"use_peft": True, "sync_ref_model": True}, "sync_ref_model needs a reference model in memory"),
     ],
@@ -168,6 +172,13 @@ def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, monkeypatc
     own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_main(tmp_path, ModelConfig(**of_model), **own)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is to do without a GPU")
+def test_a_recipe_says_what_it_needs_without_a_gpu(tmp_path):
+    words = ["--config", str(STAGE.parent / "recipes/llada-1.5-rl.yaml"), "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"for a GPU \(bf16\), and PyTorch finds none .*: check `nvidia-smi`"):
+        diffu_grpo_train.make_parser().parse_args_and_config(words)
 
 
 def test_missing_validation_rows_are_asked_for_by_their_own_flag(tmp_path):
@@ -230,6 +241,21 @@ def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path
     torch.testing.assert_close(seen["start"], expected, rtol=0, atol=1e-6)
     assert (tmp_path / "run" / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
     load_model(str(tmp_path / "run"))  # the result of RL is a valid path for eval
+
+
+def test_qlora_and_bf16_train_on_a_cpu(tmp_path):
+    """NF4 weights stay as they are, only the adapter is trained, and the first ratio is 1."""
+    pytest.importorskip("bitsandbytes")
+    model = ModelConfig(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_target_modules=["q_proj", "v_proj"])
+    options = {"data_file": str(ROOT / "dataset/sudoku_train.csv"), "num_iterations": 2, "max_steps": 2, "bf16": True}
+    trainer = run_main(tmp_path, model, use_cpu=True, logging_steps=1, learning_rate=1e-2, **options)
+    weights = dict(trainer.model.named_parameters())
+    assert sum(weight.dtype == torch.uint8 for weight in weights.values()) == 4 * 7
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert any("lora_B" in name and weight.abs().max() > 1e-3 for name, weight in trained.items())
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["ratio_max"] == 1.0
 
 
 def test_a_model_without_a_mask_token_is_refused(tiny_model_dir, tmp_path):

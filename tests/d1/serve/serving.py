@@ -48,8 +48,8 @@ class Served:
             time.sleep(0.02)
 
     @contextlib.contextmanager
-    def paused(self, mode: str = "in_place") -> Iterator[None]:
-        self.post("/pause_generation", mode=mode)
+    def paused(self) -> Iterator[None]:
+        self.post("/pause_generation", mode="in_place")
         try:
             yield
         finally:
@@ -64,10 +64,7 @@ def serving(
     block = getattr(model.config, "block_size", None) or 8
     engine = Engine(model, tokenizer.mask_token_id, batch_size=batch_size, queue_size=queue_size, version="default")
     defaults = SamplingSettings(16, block, 8)
-    options |= {
-        "weights_dir": () if weights_dir is None else (weights_dir,),
-        "loader": Loader(lambda: load_model(folder)),
-    }
+    options |= {"weights_dir": (weights_dir,) if weights_dir else (), "loader": Loader(lambda: load_model(folder))}
     server = Server(engine, tokenizer, "tiny", defaults, **options)
     config = uvicorn.Config(make_app(server), "127.0.0.1", 0, log_level="warning")
     socket, program = config.bind_socket(), uvicorn.Server(config)
@@ -107,7 +104,7 @@ def asked(number: int, samplers: list[dict[str, Any]], block: int | None, longes
     prompt = [draw.randrange(4, 50) for _ in range(draw.randint(1, 30))]
     rid = f"{number}-5" if number % 4 else f"row {number}"
     body = {"input_ids": prompt, "rid": rid, "sampling_params": params}
-    return body | {"return_logprob": True, "return_step_maps": True}
+    return body | {"return_logprob": True}
 
 
 def check(served: Served, body: dict[str, Any], answer: dict[str, Any], model: Any = None) -> None:

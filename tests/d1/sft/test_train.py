@@ -275,7 +275,6 @@ NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
-        pytest.param(["--load_in_4bit"], "needs a GPU", marks=NO_GPU),
         pytest.param(["--packing", "--attn_implementation", "flex_attention"], "trains on a GPU only", marks=NO_GPU),
     ],
 )
@@ -319,7 +318,6 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags, tmp_path):
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
 
 
-@pytest.mark.gpu
 def test_qlora(flags, tiny_model_dir, tmp_path):
     pytest.importorskip("bitsandbytes")
     base = tmp_path / "base"  # 4-bit blocks have 64 weights: the tiny model's layers are too small
