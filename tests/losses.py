@@ -1,9 +1,8 @@
 """Tensors for losses, formulas of losses written out by loops, and TRL's loss."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,88 +98,23 @@ def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
     }[settings.loss_type]
 
 
-class Term(NamedTuple):
-    """A term of a loss: its share x a function of one row's sum of coefficients x log-ratios."""
-
-    row: int
-    coefficients: dict[tuple[int, int], float]  # of (view, token)
-    share: float
-
-
-def tokens_of(inputs: LossInputs, row: int, view: int) -> list[int]:
-    """The tokens that a view scores."""
-    return [k for k, weight in enumerate(inputs.weights[row, view].tolist()) if weight and inputs.mask[row, k]]
-
-
-def tokens_in_views(inputs: LossInputs, settings: Any) -> Iterator[Term]:
-    """A term for each token in each view, in the mean that `loss_type` names."""
-    for i, v in itertools.product(*map(range, inputs.weights.shape[:2])):
-        for k in tokens_of(inputs, i, v):
-            yield Term(i, {(v, k): 1.0}, inputs.weights[i, v, k].item() / divisor(inputs, i, v, settings))
-
-
-def steps(inputs: LossInputs, settings: Any) -> Iterator[Term]:
-    """A term for each view, of the product of its tokens' probabilities, divided by their number; the mean over
-    views."""
-    places = [(i, v, tokens_of(inputs, i, v)) for i, v in itertools.product(*map(range, inputs.weights.shape[:2]))]
-    count = sum(bool(tokens) for _, _, tokens in places)
-    for i, v, tokens in places:
-        if tokens:
-            yield Term(i, {(v, k): 1.0 for k in tokens}, 1 / len(tokens) / count)
-
-
-def draws(inputs: LossInputs, settings: Any, per_token: bool = True) -> Iterator[Term]:
-    """A term for each draw of each row, averaged over both; view v belongs to draw v modulo the number of draws.
-    Weights are those of a mean over draws, so one draw's own estimate has its weights times the number of draws."""
-    rows, views = inputs.weights.shape[:2]
-    count = views // (inputs.views_per_draw or views)
-    for i, draw in itertools.product(range(rows), range(count)):
-        places = [(v, k) for v in range(draw, views, count) for k in tokens_of(inputs, i, v)]
-        times = count / (int(inputs.mask[i].sum()) or 1 if per_token else 1)
-        coefficients = {(v, k): times * inputs.weights[i, v, k].item() for v, k in places}
-        if inputs.mask[i].any():
-            yield Term(i, coefficients, 1 / rows / count)
-
-
-def completions(inputs: LossInputs, settings: Any, per_token: bool = False) -> Iterator[Term]:
-    """A term for each row, the weighted sum over all its views; the mean over rows."""
-    return draws(replace(inputs, views_per_draw=0), settings, per_token)
-
-
-def likely_tokens(inputs: LossInputs, settings: Any) -> Iterator[Term]:
-    """A term for each token that a view revealed or that has a probability of 0.6; the mean over a view's tokens of
-    all rows, then over views."""
-    rows, views = inputs.weights.shape[:2]
-    for v in range(views):
-        places = []
-        for i in range(rows):
-            tokens = tokens_of(inputs, i, v)
-            assert inputs.reveal_steps is not None
-            order = inputs.reveal_steps[i].tolist()
-            first = min((order[k] for k in tokens), default=0)
-            places += [(i, k) for k in tokens if order[k] == first or inputs.view_logps[i, v, k].exp().item() >= 0.6]
-        for i, k in places:
-            yield Term(i, {(v, k): 1.0}, 1 / len(places) / views)
-
-
 Slope = tuple[float, float]  # a value and its derivative
 
 
-def summed(
-    inputs: LossInputs, terms: Iterator[Term], of: Callable[[float, int], Slope], to: Tensor
-) -> tuple[float, Tensor]:
-    """The sum of terms, and its gradient with respect to the policy's log-probabilities (rows, views, tokens).
+def summed(inputs: LossInputs, run: Settings, of: Callable[[float, int], Slope], to: Tensor) -> tuple[float, Tensor]:
+    """A sum over the tokens of each view in the mean that `loss_type` names; and its gradient with respect to the
+    policy's log-probabilities (rows, views, tokens).
 
     Args:
         of: (log-ratio, row) -> the function of it and its derivative.
         to: (rows, views, tokens), the log-probabilities with which the policy's are compared.
     """
-    total, slope, log_ratios = 0.0, torch.zeros_like(inputs.weights), (inputs.view_logps.detach() - to).tolist()
-    for row, coefficients, share in terms:
-        value, derivative = of(sum(c * log_ratios[row][v][k] for (v, k), c in coefficients.items()), row)
+    total, slope, log_ratios = 0.0, torch.zeros_like(inputs.weights), inputs.view_logps.detach() - to
+    for row, view, token in (inputs.weights * inputs.mask.unsqueeze(1)).nonzero().tolist():
+        share = inputs.weights[row, view, token].item() / divisor(inputs, row, view, run)
+        value, derivative = of(log_ratios[row, view, token].item(), row)
         total += share * value
-        for (v, k), c in coefficients.items():
-            slope[row, v, k] += share * derivative * c
+        slope[row, view, token] = share * derivative
     return total, slope
 
 

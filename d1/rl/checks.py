@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, LossInputs, O
 from d1.rl.methods import METHODS, Method
 from d1.runs.record import OnResume, whole
 from d1.sampling.settings import SamplingSettings
-from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.estimators import called
 from d1.scoring.replay import DRAW_STEPS
 
@@ -69,10 +69,10 @@ def find_method(name: str) -> Method:
         module = sys.modules.get(f"d1_user_method_{path.stem}")
         if module is None or module.__file__ != str(path):  # the file runs once: its entries stay the same objects
             module = module_in(path, f"d1_user_method_{path.stem}")
-        method = getattr(module, "METHOD", None)
-        if not is_named(method):
-            raise ValueError(f"METHOD must be a dictionary of settings, METHOD = {{...}}, got {method!r}")
         own = {table: getattr(module, table, {}) for table in TABLES}
+        for table, values in {**own, "METHOD": getattr(module, "METHOD", None)}.items():
+            if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+                raise ValueError(f"{table} must be a dictionary with names as keys, {table} = {{...}}, got {values!r}")
         for table in TABLES:
             check_table(table, own[table])
     except Exception as error:
@@ -83,38 +83,26 @@ def find_method(name: str) -> Method:
     return Method(str(path), module.METHOD)
 
 
-def is_named(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(name, str) for name in values)
-
-
-def check_table(table: str, own: Any) -> None:
-    """Raises ValueError unless a user's table has new entries of the right class, with functions in them."""
+def check_table(table: str, own: dict[str, Any]) -> None:
+    """Raises ValueError unless a user's table has new entries of the right class."""
     entries = TABLES[table]
     kind = type(next(iter(entries.values())))
     room = kind.__module__.rpartition(".")[0]
-    example = f'{table} = {{"name": {kind.__name__}(function)}}, with {kind.__name__} of {room}'
-    if not is_named(own):
-        raise ValueError(f"{table} must be a dictionary from names to entries: write {example}; got {own!r}")
     for name, entry in own.items():
         if not isinstance(entry, kind):
-            raise ValueError(f"{table}[{name!r}] must be an entry: write {example}; got {entry!r}")
+            raise ValueError(f"{table}[{name!r}] must be a {kind.__name__}(function), of {room}; got {entry!r}")
         if entries.get(name, entry) is not entry:
             raise ValueError(f"{table} already has {name}; choose another name")
-        for field in fields(entry):
-            value = getattr(entry, field.name)
-            if (field.default is MISSING or callable(field.default)) and not callable(value):
-                raise ValueError(f"{table}[{name!r}]: {field.name} must be a function, got {value!r}")
 
 
 def check_names(method: Method, settings: Iterable[str]) -> None:
     """Raises ValueError if a method or an entry names something that is not one of the run's `settings`."""
+    named = {f"method {method.paper}: METHOD": {*method.scale, *method.values}}
     for table, entries in TABLES.items():
-        for name, entry in entries.items():
-            if wrong := sorted({*(getattr(entry, "settings", None) or ())} - {*settings}):
-                raise ValueError(f"{table}[{name!r}] reads {', '.join(wrong)}, which is not a setting of diffu-GRPO")
-    unknown = sorted({*method.scale, *method.values} - {*settings})
-    if unknown:
-        raise ValueError(f"method {method.paper}: METHOD has {', '.join(unknown)}, which is not a setting of RL")
+        named |= {f"{table}[{name!r}]": {*(getattr(one, "settings", ()) or ())} for name, one in entries.items()}
+    for where, found in named.items():
+        if wrong := sorted(found - {*settings}):
+            raise ValueError(f"{where} has {', '.join(wrong)}, which is not a setting of RL")
 
 
 # --- A trial of the chosen entries ------------------------------------------------------------------------------------
@@ -146,49 +134,38 @@ def try_entries(settings: Settings) -> None:
     which says which of them returned what, and what was expected."""
     estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
+    canvas = {"gen_length": TRIAL_CANVAS, "steps": TRIAL_CANVAS, "block_length": TRIAL_CANVAS // 2}
+    small = replace(settings.view_settings(), **canvas)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
-            small, views = tried(estimator, settings.view_settings(), TRIAL_CANVAS)
-            tried(estimator, settings.view_settings(), 3 * TRIAL_CANVAS)  # the number of views may depend on the length
+            random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
+            views, most = estimator(left_to_right_rows(), random, small), estimator.views(small)
+            if (count := views.noise.shape[1]) > most:
+                raise ValueError(f"gave {count} views, but its entry says at most {most}: set Estimator(..., views=)")
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
                 ratios = torch.zeros(len(LENGTHS), settings.num_generations) if objective.over_group else None
                 inputs = replace(inputs, log_ratios=ratios, views_per_draw=estimator.views_per_draw(small) or 1)
                 objective(inputs, settings)[0].backward()
-        if settings.beta and not settings.has_trls_kl:
+        if adds_kl(settings):
             with explained(f"PENALTIES[{settings.kl!r}]", penalty.value):
-                inputs = random_inputs(views, penalty.to == "old", penalty.to == "reference")
-                penalty(inputs, settings).backward()
+                penalty(random_inputs(views, penalty.to == "old", penalty.to == "reference"), settings).backward()
         if advantage.of is not None:
             with explained(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
                 advantage(torch.linspace(-1, 1, 3 * settings.num_generations).view(3, -1))
 
 
-def tried(estimator: Estimator, settings: ViewSettings, canvas: int) -> tuple[ViewSettings, Views]:
-    """The settings for completions of `canvas` tokens, and the views of three of them. Raises ValueError if there are
-    more views than the estimator's entry says."""
-    small = replace(settings, gen_length=canvas, steps=canvas, block_length=canvas // 2)
-    random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
-    views, most = estimator(left_to_right_rows(canvas), random, small), estimator.views(small)
-    if views.noise.shape[1] > most:
-        raise ValueError(
-            f"gave {views.noise.shape[1]} views, but its entry says at most {most}: "
-            "write Estimator(..., views=lambda settings: ...)"
-        )
-    return small, views
-
-
-def left_to_right_rows(canvas: int = TRIAL_CANVAS) -> SampledRows:
-    """Three completions of `canvas` tokens that a sampler filled from left to right; the first prompt is padded."""
-    positions = torch.arange(canvas).repeat(len(LENGTHS), 1)
+def left_to_right_rows() -> SampledRows:
+    """Three completions that a sampler filled from left to right; the first prompt is padded."""
+    positions = torch.arange(TRIAL_CANVAS).repeat(len(LENGTHS), 1)
     visible = torch.arange(TRIAL_PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
     return SampledRows(
         prompt_ids=torch.ones_like(visible, dtype=torch.long),
         attention_mask=visible.long(),
         maskable=visible,
         canvas_ids=positions,
-        scored=torch.arange(canvas) < (LENGTHS * canvas // TRIAL_CANVAS).unsqueeze(1),
+        scored=TRIED,
         reveal_steps=positions,
         logps=-torch.ones(positions.shape),
         entropies=torch.ones(positions.shape),
@@ -214,22 +191,29 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
     )
 
 
-# --- Settings that are no choice, contradict each other or do nothing -------------------------------------------------
-#
-# A setting that would do nothing is refused only if its value is neither the default nor the method's own, because then
-# somebody asked for it. So `--method espo --estimator one_step` is accepted, although ESPO's number of draws is not
-# used, and `--method espo --estimator one_step --num_views 4` is refused.
+# --- Settings that nothing reads, are no choice or contradict each other ----------------------------------------------
 
-# Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
-AUTOREGRESSIVE_ONLY = {
+# Settings of TRL that nothing here reads, with the value that means "off": any other would silently do nothing.
+OFF = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "cache_implementation": None,
     "generation_kwargs": None,
+    "generation_batch_size": None,  # ambiguous: completions of a rollout, or that a device samples at once
     "use_vllm": False,
     "use_transformers_continuous_batching": False,
     "max_tool_calling_iterations": None,
+    "model_init_kwargs": None,
+    "cast_lm_head_to_fp32": False,
+    "trust_remote_code": False,
     **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
+}
+OFF_IN_MODEL = {  # the same, of `ModelConfig`
+    "model_name_or_path": None,  # it is --model_path here
+    "model_revision": "main",
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": None,
 }
 
 # Settings with a list of choices. TRL 1.16 checks its own only at the first loss. Entries that are added later count.
@@ -246,18 +230,49 @@ CHOICES: dict[str, Iterable[str]] = {
     "scored_tokens": SCORED,
 }
 
-CONSTANT = ("constant", "constant_with_warmup")  # learning rates that do not depend on the length of the run
+
+def check_off(settings: Settings | ModelConfig, off: dict[str, Any]) -> None:
+    """Raises ValueError for a setting that nothing reads."""
+    for name, only in off.items():
+        if (value := getattr(settings, name)) != only:
+            raise ValueError(
+                f"{name}={value!r} would be ignored here: leave it at {only!r}. Rollouts read temperature, top_k, "
+                "top_p, diffusion_steps, block_length, remasking, steps_per_generation and rollout_batch_size"
+            )
 
 
-def names(table: dict[str, Any], **needed: Any) -> str:
-    """The names of the entries that have these properties: "a, b or c"."""
-    *most, last = [name for name, entry in table.items() if all(getattr(entry, key) == needed[key] for key in needed)]
-    return f"{', '.join(most)} or {last}" if most else last
+def check_settings(settings: Settings) -> None:
+    """Raises ValueError for settings of a `DiffuGRPOConfig` that are no choice, contradict each other or do nothing.
+
+    A setting that would do nothing is refused only if its value is neither the default nor the method's own, because
+    then somebody asked for it. So `--method espo --estimator one_step` is accepted, although ESPO's number of draws is
+    not used, and `--method espo --estimator one_step --num_views 4` is refused."""
+    for name, choices in CHOICES.items():
+        if (value := getattr(settings, name)) not in choices:
+            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
+    for about in CONTRADICTIONS:
+        for reason in about(settings):
+            raise ValueError(reason)
+    for name, reason in unread(settings):
+        if asked_for(settings, name):
+            raise ValueError(f"--{name} {getattr(settings, name)} would do nothing: {reason}")
+
+
+def asked_for(settings: Settings, name: str) -> bool:
+    """Whether a setting has neither its default nor the value of the run's method."""
+    method = find_method(settings.method)
+    default = settings.__dataclass_fields__[name].default
+    return getattr(settings, name) not in (default, method.values.get(name, default))
+
+
+def names(table: dict[str, Any], chosen: Callable[[Any], Any]) -> str:
+    """The names of the entries for which `chosen` is true: "a, b, c"."""
+    return ", ".join(name for name, entry in table.items() if chosen(entry))
 
 
 def readers(name: str, table: dict[str, Any] = OBJECTIVES) -> str:
-    """The names of the entries that say that they read a setting: "a, b, c"."""
-    return ", ".join(other for other, entry in table.items() if name in (entry.settings or ()))
+    """The names of the entries that say that they read a setting."""
+    return names(table, lambda entry: name in (entry.settings or ()))
 
 
 def adds_kl(s: Settings) -> bool:
@@ -269,39 +284,25 @@ def adds_kl(s: Settings) -> bool:
 
 
 def about_servers(s: Settings) -> Iterator[str]:
-    if (s.rollout_mode == "server") != bool(s.rollout_server_base_url):
+    urls, limit = s.rollout_server_base_url or (), s.rollout_server_timeout
+    if (s.rollout_mode == "server") != bool(urls):
         yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
-    urls = s.rollout_server_base_url or ()
     if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
         yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
-    if s.rollout_mode == "server" and s.rollout_server_timeout >= s.ddp_timeout:
-        yield (
-            f"--rollout_server_timeout {s.rollout_server_timeout:g}: processes wait for each other for --ddp_timeout "
-            f"{s.ddp_timeout} seconds, so it must be smaller"
-        )
+    if s.rollout_mode == "server" and limit >= s.ddp_timeout:
+        yield f"--rollout_server_timeout {limit:g} must be below --ddp_timeout {s.ddp_timeout}, when processes give up"
 
 
 def about_staleness(s: Settings) -> Iterator[str]:
     """Rollouts that are sampled ahead of the updates."""
-    if not s.rollout_staleness:
-        return
-    if s.rollout_mode != "server":
+    if s.rollout_staleness and s.rollout_mode != "server":
         yield "--rollout_staleness: only servers sample while the trainer learns: set --rollout_mode server"
-    if s.old_as_sampled or s.sampling_weight_cap is not None:
-        return
-    objective = OBJECTIVES[s.objective]
-    if ESTIMATORS[s.estimator].as_sampled(s.view_settings()):
-        why = f"{s.objective} reads no old log-probs"
-    else:
-        why = f"{s.estimator} scores tokens in other states than those they were sampled in"
-    if "sampling_weight_cap" in (objective.settings or ("sampling_weight_cap",)):
-        what = "set --sampling_weight_cap (3, say), which weighs tokens by trained / sampling probability"
-    else:
-        exact = ", ".join(name for name, entry in ESTIMATORS.items() if entry.as_sampled(s.view_settings()))
-        what = f"and {s.objective} cannot weigh tokens: take an objective of {readers('sampling_weight_cap')}" + (
-            f", or --estimator {exact}" if objective.reads_old else ""
+    if s.rollout_staleness and s.sampling_weight_cap is None and not s.old_as_sampled:
+        exact = names(ESTIMATORS, lambda entry: entry.as_sampled(s.view_settings()))
+        yield (
+            f"--rollout_staleness {s.rollout_staleness} needs a correction: set --sampling_weight_cap (3, say), which "
+            f"{readers('sampling_weight_cap')} read, or --estimator {exact} with an objective that reads old log-probs"
         )
-    yield f"--rollout_staleness {s.rollout_staleness} needs a correction: {why}; {what}"
 
 
 def about_estimator(s: Settings) -> Iterator[str]:
@@ -310,34 +311,25 @@ def about_estimator(s: Settings) -> Iterator[str]:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, views = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
-        if s.importance_sampling_level == "sequence":
-            yield (
-                f"a ratio of whole completions needs all of their tokens, but {s.estimator} draws some of them: use "
-                f"--objective {names(OBJECTIVES, per_view=True, linear=True)}, or leave replay's num_views unset"
-            )
+        able = names(OBJECTIVES, lambda entry: entry.linear and (entry.per_view or not entry.reads_old))
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
-            f"{s.estimator} needs --objective {names(OBJECTIVES, per_view=True, linear=True)}, or one without old "
-            "log-probs, such as reinforce"
+            f"{s.estimator} needs --objective {able}"
         )
-    if objective.linear and not estimator.linear:
+    if estimator.linear != objective.linear:
+        bounds = [names(table, lambda entry: not entry.linear) for table in (ESTIMATORS, OBJECTIVES)]
         yield (
-            f"the estimator {s.estimator} gives means over hidden tokens, not log-probabilities: it needs --objective "
-            f"{names(OBJECTIVES, linear=False)}, and {s.objective} needs another estimator"
-        )
-    if estimator.linear and not objective.linear:
-        yield (
-            f"the objective {s.objective} computes its bounds from means over hidden tokens: it needs --estimator "
-            f"{names(ESTIMATORS, linear=False)}"
+            f"--estimator {s.estimator} does not go with --objective {s.objective}: estimators of bounds ({bounds[0]}) "
+            f"give no log-probabilities, and go with objectives of bounds alone ({bounds[1]})"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
-        able = ", ".join(name for name, entry in ESTIMATORS.items() if entry.views_per_draw(views))
+        able = names(ESTIMATORS, lambda entry: entry.views_per_draw(views))
         yield f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator {able}"
 
 
 def about_updates(s: Settings) -> Iterator[str]:
     """The updates on a rollout, which may share its views."""
-    objective = OBJECTIVES[s.objective]
+    objective, penalty = OBJECTIVES[s.objective], PENALTIES[s.kl]
     if objective.over_group and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
             f"{s.objective} weighs a row against the others of its prompt, all under the same weights of the model: "
@@ -345,13 +337,13 @@ def about_updates(s: Settings) -> Iterator[str]:
             f"steps_per_generation ({s.steps_per_generation})"
         )
     averaged: list[tuple[str, Objective | Penalty]] = [(s.objective, objective)]
-    for name, entry in averaged + [(s.kl, PENALTIES[s.kl])] * adds_kl(s):
+    for name, entry in averaged + [(s.kl, penalty)] * adds_kl(s):
         over_views = entry.by_view and ("loss_type" not in (entry.settings or ()) or s.loss_type == "views")
         if s.split_views and not over_views:
             yield (
                 f"split_views gives each update some of a row's views, but {name} with loss_type {s.loss_type} needs "
                 f"all of them: use --objective clipped_views --loss_type views, clipped_steps or rldf, and "
-                f"--kl {names(PENALTIES, by_view=True)}"
+                f"--kl {names(PENALTIES, lambda entry: entry.by_view)}"
             )
     reads = objective.settings is None or "state_reward" in objective.settings
     # It costs forward passes and rewards, so even the method's own value is refused; `unread` refuses a given one.
@@ -365,8 +357,8 @@ def about_updates(s: Settings) -> Iterator[str]:
 
 
 def about_loss(s: Settings) -> Iterator[str]:
-    """The tokens, the mean and the penalty of a loss."""
-    estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
+    """The tokens, the mean, the penalty and the learning rate of a loss."""
+    objective, penalty, schedule = OBJECTIVES[s.objective], PENALTIES[s.kl], str(s.lr_scheduler_type.value)
     if SCORED[s.scored_tokens].after_the_end and s.eos_stop:
         yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
@@ -374,7 +366,7 @@ def about_loss(s: Settings) -> Iterator[str]:
     if s.loss_type not in objective.loss_types:
         known = ", ".join(objective.loss_types)
         yield f"the objective {s.objective} has no loss_type {s.loss_type}: use one of {known}"
-    if s.beta and not estimator.linear:
+    if s.beta and not ESTIMATORS[s.estimator].linear:
         yield f"the estimator {s.estimator} gives bounds, and no KL can be computed from bounds: set --beta 0"
     if adds_kl(s) and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged by loss_type, and {s.loss_type} is not one of {', '.join(MEANS)}"
@@ -382,44 +374,30 @@ def about_loss(s: Settings) -> Iterator[str]:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
     if s.router_aux_loss_coef:
         yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
-
-
-def about_budget(s: Settings) -> Iterator[str]:
-    if s.max_compute_tokens is None:
-        return
-    kind = str(s.lr_scheduler_type.value)
-    if kind not in (*CONSTANT, "linear"):
-        yield (
-            f"lr_scheduler_type {kind} changes the learning rate over max_steps, but max_compute_tokens ends the "
-            "run: use constant, or linear, which falls to 0 with the budget"
-        )
-    if kind == "linear" and s.warmup_steps:
+    if s.max_compute_tokens is not None and schedule not in ("constant", "constant_with_warmup", "linear"):
+        yield f"max_compute_tokens ends a run, but lr_scheduler_type {schedule} needs max_steps: use constant or linear"
+    if s.max_compute_tokens is not None and schedule == "linear" and s.warmup_steps:
         yield "warmup_steps: a linear learning rate with max_compute_tokens has no warm-up; set --warmup_steps 0"
 
 
 def about_advantages(s: Settings) -> Iterator[str]:
-    if ADVANTAGES[s.advantage].centred:
-        made = f"the advantage {s.advantage} is computed from rewards minus their group's mean"
-        if s.scale_rewards != "none":
-            yield f"{made}: set --scale_rewards none"
-        if s.multi_objective_aggregation != "sum_then_normalize":
-            yield f"{made}, which normalize_then_sum does not give: use sum_then_normalize"
+    given = s.scale_rewards, s.multi_objective_aggregation
+    if ADVANTAGES[s.advantage].centred and given != ("none", "sum_then_normalize"):
+        yield (
+            f"the advantage {s.advantage} is computed from rewards minus their group's mean: set --scale_rewards none "
+            "--multi_objective_aggregation sum_then_normalize"
+        )
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share needs two shares, the smaller first, got {s.right_share}"
 
 
 def about_replay(s: Settings) -> Iterator[str]:
-    """An estimator that scores tokens in the sampler's own states."""
-    estimator = ESTIMATORS[s.estimator]
+    """An estimator that scores tokens in the sampler's own states; and a sampler that replaces revealed tokens."""
+    estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
     if estimator.replays and s.cfg_scale:
         yield f"{s.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
-
-
-def about_edits(s: Settings) -> Iterator[str]:
-    """A sampler that replaces revealed tokens."""
-    estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
     if above is None:
         return
     if above < 0.5:
@@ -430,7 +408,7 @@ def about_edits(s: Settings) -> Iterator[str]:
     if s.rollout_mode == "server":
         yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
     if estimator.replays and not estimator.replays_writes:
-        able = names(ESTIMATORS, replays=True, replays_writes=True)
+        able = names(ESTIMATORS, lambda entry: entry.replays_writes)
         yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
     if OBJECTIVES[s.objective].reads_steps:
         yield f"{s.objective} reads the one step that revealed a token, and edit_threshold has several: leave it out"
@@ -439,8 +417,7 @@ def about_edits(s: Settings) -> Iterator[str]:
 
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
-    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_budget, about_advantages),
-    *(about_replay, about_edits),
+    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_advantages, about_replay)
 ]
 
 
@@ -459,50 +436,17 @@ def unread(s: Settings) -> Iterator[tuple[str, str]]:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
-    penalties = [PENALTIES[s.kl]] * adds_kl(s)
-    tables: list[tuple[str, dict[str, Any], list[Any]]] = [
+    used: list[tuple[str, dict[str, Any], list[Any]]] = [
         ("estimator", ESTIMATORS, [ESTIMATORS[s.estimator]]),
-        ("objective", OBJECTIVES, [OBJECTIVES[s.objective], *penalties]),
+        ("objective", OBJECTIVES, [OBJECTIVES[s.objective], *[PENALTIES[s.kl]] * adds_kl(s)]),
     ]
-    for kind, table, used in tables:
-        read = [entry.settings for entry in used]
+    for kind, table, entries in used:
+        read = [entry.settings for entry in entries]
         if None in read:  # a user's entry that does not say
             continue
         for name in dict.fromkeys(name for entry in table.values() for name in entry.settings or ()):
             if not any(name in settings for settings in read):
                 yield name, f"the {kind} {getattr(s, kind)} does not read it; {readers(name, table)} would"
-
-
-def asked_for(settings: Settings, name: str) -> bool:
-    """Whether a setting has neither its default nor the value of the run's method."""
-    method = find_method(settings.method)
-    default = settings.__dataclass_fields__[name].default
-    return getattr(settings, name) not in (default, method.values.get(name, default))
-
-
-def check_combination(settings: Settings) -> None:
-    """Raises ValueError if settings of `DiffuGRPOConfig` contradict each other, or if one of them does nothing."""
-    for about in CONTRADICTIONS:
-        for reason in about(settings):
-            raise ValueError(reason)
-    for name, reason in unread(settings):
-        if asked_for(settings, name):
-            raise ValueError(f"--{name} {getattr(settings, name)} would do nothing: {reason}")
-
-
-def check_choices(settings: Settings) -> None:
-    """Raises ValueError for a setting that is not one of its choices, or that belongs to autoregressive decoding."""
-    for name, off in AUTOREGRESSIVE_ONLY.items():
-        if getattr(settings, name) != off:
-            raise ValueError(
-                f"{name}={getattr(settings, name)!r} belongs to autoregressive decoding and would be ignored here; "
-                f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
-                "remasking and cfg_scale."
-            )
-    for name, choices in CHOICES.items():
-        if getattr(settings, name) not in choices:
-            value = getattr(settings, name)
-            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
 
 
 # --- What a resume may change -----------------------------------------------------------------------------------------
@@ -514,8 +458,7 @@ ON_RESUME = OnResume(
             *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
             # The rollout in the checkpoint and its position in the cycle of updates
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
-            "rollout_staleness",
-            *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
+            *("num_generations", "num_iterations", "max_completion_length", "mask_id", "rollout_staleness"),
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
@@ -538,35 +481,18 @@ ON_RESUME = OnResume(
         *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
         *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
         *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
-        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
-        "rollout_*",
+        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*"),
     ),
 )
 
 # --- What the model, the prompts and the trainer do not allow ---------------------------------------------------------
-
-ONLY = {  # TRL's settings that nothing here reads, with their defaults
-    "model_init_kwargs": None,
-    "cast_lm_head_to_fp32": False,
-    "model_revision": "main",
-    "trust_remote_code": False,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_quant_storage": None,
-}
 
 
 def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
     """Refuses model settings that contradict each other or that nothing here reads."""
     if not args.model_path:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
-    if model_args.model_name_or_path:
-        raise ValueError("--model_name_or_path is not used here; name the model with --model_path")
-    for name, only in ONLY.items():
-        value = getattr(args if hasattr(args, name) else model_args, name)
-        if value != only:
-            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {only!r}")
-    if model_args.load_in_8bit:
-        raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
+    check_off(model_args, OFF_IN_MODEL)
     if model_args.load_in_4bit and not model_args.use_peft:
         raise ValueError("--load_in_4bit (NF4) needs --use_peft: 4-bit weights are not trained themselves")
     if model_args.load_in_4bit and args.rollout_mode == "server":
@@ -578,8 +504,8 @@ def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:
         raise ValueError(
-            "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
-            "adapter. Train fully, or leave sync_ref_model off (with LoRA it did nothing in d1 either)"
+            "sync_ref_model needs a reference model in memory, and with LoRA the reference is the model without its "
+            "adapter: train fully, or leave sync_ref_model off"
         )
 
 
@@ -638,17 +564,13 @@ def check_trainer(
         raise ValueError("right_share needs to know which completions are right: the last reward must be `accuracy_of`")
     if args.sync_ref_model and weights_are_split:
         raise ValueError(
-            "sync_ref_model changes the reference during the run, and under ZeRO-3 or FSDP a checkpoint cannot store "
-            "it: use DDP or ZeRO-2, or leave sync_ref_model off"
+            "sync_ref_model changes the reference, which no checkpoint stores under ZeRO-3 or FSDP: use DDP or ZeRO-2"
         )
     if args.rollout_mode == "server" and weights_are_split:
-        raise ValueError(
-            "rollout_mode server sends weights that lie whole on each process: leave out ZeRO-3 and FSDP, or sample in "
-            "the trainer"
-        )
+        raise ValueError("rollout_mode server sends weights that lie whole on each process: use DDP or ZeRO-2")
     if samples_in_step and (sampling.rule or args.eos_stop or block_causal):
         raise ValueError(
-            "with a parallel sampler, eos_stop or a block-causal model, the number of forward passes depends on the "
-            "texts, but processes that each hold a part of the weights must make the same number: use DDP, ZeRO-2, or "
-            "ZeRO-3 with ds3_gather_for_generation, or turn the parallel sampler and eos_stop off"
+            "processes that each hold a part of the weights must make the same number of forward passes, which with a "
+            "parallel sampler, eos_stop or a block-causal model depends on the texts: use DDP, ZeRO-2, or ZeRO-3 with "
+            "ds3_gather_for_generation, or turn the parallel sampler and eos_stop off"
         )

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from d1.models.kinds import block_size
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
 from d1.rl.batch import SCORED
-from d1.rl.checks import asked_for, check_choices, check_combination, check_names, find_method, try_entries
+from d1.rl.checks import OFF, asked_for, check_names, check_off, check_settings, find_method, try_entries
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
@@ -206,8 +206,10 @@ class DiffuGRPOConfig(GRPOConfig):
     per_device_eval_batch_size: int = setting(None, "The same in evaluations.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        check_off(self, OFF)  # before TRL sets some of them
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
-        unset, self.canvas_is_unset = self.settle_batches(), self.max_completion_length is None
+        self.settle_batches()
+        self.canvas_is_unset = self.max_completion_length is None
         if self.max_completion_length is None:
             self.max_completion_length = CANVAS["max_completion_length"]
         if self.diffusion_steps is None:
@@ -217,12 +219,7 @@ class DiffuGRPOConfig(GRPOConfig):
             self.bf16 = torch.cuda.is_available()
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # else torch warns that it cannot
-        if self.generation_batch_size is not None:
-            raise ValueError(
-                "generation_batch_size is ambiguous: in TRL it is the completions of one rollout over all devices, in "
-                "d1 those that a device samples at once. Use steps_per_generation or rollout_batch_size."
-            )
-        self.check_groups(unset)
+        self.check_groups()
         for part in ("", "_kwargs"):  # Transformers warns of the old names, of which TRL sets the first
             if getattr(self, f"{RECOMPUTE}{part}") is None:
                 setattr(self, f"{RECOMPUTE}{part}", getattr(self, f"gradient_checkpointing{part}"))
@@ -235,37 +232,29 @@ class DiffuGRPOConfig(GRPOConfig):
                 "these settings are for a GPU (bf16), and PyTorch finds none on this machine: check `nvidia-smi`, or "
                 "train a small model on the CPU with --use_cpu true, in float32 with --bf16 false --dtype float32"
             ) from error
-        check_choices(self)
-        check_combination(self)
+        check_settings(self)
         try_entries(self)
 
-    def rollout_batches(self, evaluates: bool) -> int:
-        """Batches per device in a rollout, over all processes."""
+    def group_and_batches(self, evaluates: bool) -> tuple[int | None, int]:
+        """Completions per prompt, None where nothing is evaluated; and batches in a rollout, over all processes."""
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        return processes * (1 if evaluates else self.steps_per_generation or self.gradient_accumulation_steps)
-
-    def group_size(self, evaluates: bool) -> int | None:
-        """Completions per prompt; None where nothing is evaluated."""
         if not evaluates:
-            return self.num_generations
+            return self.num_generations, processes * (self.steps_per_generation or self.gradient_accumulation_steps)
         eval_strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
-        return (self.num_generations_eval or self.num_generations) if eval_strategy != "no" else None
+        return (self.num_generations_eval or self.num_generations) if eval_strategy != "no" else None, processes
 
-    def settle_batches(self) -> tuple[str, ...]:
-        """Sets the batch sizes that are not given, so that they make whole groups; returns their names."""
-        unset = tuple(name for name in BATCHES if getattr(self, name) is None)
-        for name in unset:
-            group = self.group_size(BATCHES[name])
-            whole = not group or not TRAINERS_BATCH * self.rollout_batches(BATCHES[name]) % group
-            setattr(self, name, TRAINERS_BATCH if whole else group)
-        return unset
-
-    def check_groups(self, unset: Sequence[str]) -> None:
-        """Raises ValueError if a rollout is no whole number of groups; `unset` are the batch sizes that nobody gave."""
+    def settle_batches(self) -> None:
+        """Sets the batch sizes that are not given, so that they make whole groups."""
         for name, evaluates in BATCHES.items():
-            group, batches = self.group_size(evaluates), self.rollout_batches(evaluates)
-            size = getattr(self, name)
-            if name not in unset and group and size * batches % group:
+            if getattr(self, name) is None:
+                group, batches = self.group_and_batches(evaluates)
+                setattr(self, name, group if group and TRAINERS_BATCH * batches % group else TRAINERS_BATCH)
+
+    def check_groups(self) -> None:
+        """Raises ValueError if a rollout is no whole number of groups."""
+        for name, evaluates in BATCHES.items():
+            (group, batches), size = self.group_and_batches(evaluates), getattr(self, name)
+            if group and size * batches % group:
                 of_group = "num_generations_eval" if evaluates and self.num_generations_eval else "num_generations"
                 default = "" if asked_for(self, of_group) else f", the default of method {self.method}"
                 times = f" x {batches} batches of a rollout" if batches > 1 else ""

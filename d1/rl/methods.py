@@ -75,6 +75,8 @@ def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
 
 # --- Values that several entries share --------------------------------------------------------------------------------
 
+CONSTANT: dict[str, Any] = dict(weight_decay=0.0, lr_scheduler_type="constant")
+
 # AGRPO, probablyabot/agrpo@98f1182: train.yaml, agrpo_trainer.py
 AGRPO: dict[str, Any] = dict(
     estimator="replay",
@@ -118,12 +120,8 @@ TRACERL: dict[str, Any] = dict(
     max_grad_norm=1.0,
 )
 RIGHT_SHARE = [0.2, 0.8]  # rl_reward.py: prompts with fewer or more correct completions are dropped
-TRACERL_SCALE = dict(  # rl_llada.yaml; its cosine with min_lr_scale 1.0 is constant
-    learning_rate=1e-06,
-    num_generations=8,  # num_response_per_task
-    weight_decay=0.0,
-    lr_scheduler_type="constant",
-)
+# rl_llada.yaml: num_response_per_task 8; its cosine with min_lr_scale 1.0 is constant
+TRACERL_SCALE = dict(learning_rate=1e-06, num_generations=8, **CONSTANT)
 
 # EGSPO, vishnutez/egspo-dllm-rl@a7d618b egspo: slurm_scripts/train.yaml, train.sh
 EGSPO: dict[str, Any] = dict(
@@ -170,10 +168,7 @@ DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, weight_decay=0.01, lr_
 
 METHODS: dict[str, Method] = {
     # The prompt mask of a row depends on the update, not on the micro-step. All differences: docs/differences.md
-    "d1": method(
-        "d1, arXiv 2504.12216",
-        scale=dict(learning_rate=3e-06, num_generations=6),  # train.yaml
-    ),
+    "d1": method("d1, arXiv 2504.12216", scale=dict(learning_rate=3e-06, num_generations=6)),  # train.yaml
     # xiaohangt/wd1@0898985 wd1: train.yaml, trainers/rev_grpo_trainer.py, run/wll_NP_*.sh
     # The softmax is over the group; in the release, over the rows of a device.
     "wd1": method(
@@ -298,12 +293,7 @@ METHODS: dict[str, Method] = {
         max_grad_norm=1.0,
         block_length=1,
         diffusion_steps=None,  # one per token
-        scale=dict(
-            learning_rate=5e-06,
-            num_generations=16,  # 8 x repeat_times 2
-            weight_decay=0.0,
-            lr_scheduler_type="constant",
-        ),
+        scale=dict(learning_rate=5e-06, num_generations=16, **CONSTANT),  # 8 x repeat_times 2
     ),
     # TraceRL's code with method random_masking, which MMaDA names as the implementation
     "unigrpo": method(
@@ -341,11 +331,8 @@ METHODS: dict[str, Method] = {
         ratio_cap=5.0,  # ais_clip_iw
         eubo_beta=1.5,  # spg_beta
         eubo_share=0.5,  # spg_omega
-        scale=dict(
-            learning_rate=1e-06,  # [2e-6 on GSM8K and MATH]
-            num_generations=16,  # 8 x repeat_times 2
-            lr_scheduler_type="linear",  # linear_decay, to 0
-        ),
+        # The rate: [2e-6 on GSM8K and MATH], linear_decay, to 0; 16: 8 x repeat_times 2
+        scale=dict(learning_rate=1e-06, num_generations=16, lr_scheduler_type="linear"),
     ),
     # States are divided among updates at random, not by rank.
     "egspo": method("EGSPO, arXiv 2603.12554", EGSPO_SCALE, **EGSPO),
@@ -379,11 +366,9 @@ METHODS: dict[str, Method] = {
         temperature=1.0,
         num_views=2,  # SAMPLE_STEPS
         stratified=True,
+        # 16: WORLD_SIZE * 2 on 8 GPUs
         scale=dict(
-            learning_rate=3e-06,
-            num_generations=16,  # WORLD_SIZE * 2 on 8 GPUs
-            weight_decay=0.01,
-            **canvas(tokens=256, steps=256, block=32),
+            learning_rate=3e-06, num_generations=16, weight_decay=0.01, **canvas(tokens=256, steps=256, block=32)
         ),
     ),
     # ant-research/Drift@7abd99b: configs/llada_math.yaml, trainer/main_rl.py, trainer/masking_strategy.py
@@ -405,13 +390,7 @@ METHODS: dict[str, Method] = {
         sampler="parallel",  # remasking_strategy low_confidence_dynamic
         reveal="threshold",
         reveal_level=0.9,  # dynamic_threshold
-        scale=dict(
-            learning_rate=1e-06,
-            num_generations=4,
-            weight_decay=0.0,
-            lr_scheduler_type="constant",
-            **canvas(tokens=256, steps=256, block=32),
-        ),
+        scale=dict(learning_rate=1e-06, num_generations=4, **CONSTANT, **canvas(tokens=256, steps=256, block=32)),
     ),
     # OpenMOSS/DiRL@ec4bfb3: configs/rl.yaml, scripts/dapo.sh, train/dapo.py; clip as in modeling_sdar.py
     # The canvas is as configured, not 8192 tokens; the entry sets no learning rate (1e-6 in dapo.sh).

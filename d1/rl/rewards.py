@@ -17,7 +17,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,15 +43,11 @@ class RewardError(RunError):
 
 
 class BadReward(ValueError):
-    """A function did not return a list of rewards; `row` is the first bad one, None if the whole list is bad."""
-
-    def __init__(self, problem: str, row: int | None = None) -> None:
-        super().__init__(problem)
-        self.row = row
+    """A function did not return a list of rewards."""
 
 
 def reward_or_none(value: Any, row: int) -> float | None:
-    """A number of Python, NumPy or PyTorch as a float; None stays None."""
+    """A number of Python, NumPy or PyTorch as a float; None stays None. Raises BadReward for anything else."""
     if value is None:
         return None
     try:
@@ -62,7 +58,7 @@ def reward_or_none(value: Any, row: int) -> float | None:
         number = math.inf
     if number is None or not torch.tensor(number, dtype=torch.float32).isfinite():
         problem = "is not a number" if number is None else "is not finite as float32"
-        raise BadReward(f"returned {value!r:.80}, which {problem} (return None if it does not apply)", row)
+        raise BadReward(f"returned {value!r:.80} for row {row}, which {problem} (return None if it does not apply)")
     return number
 
 
@@ -93,7 +89,7 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
 
     Args:
         task: the task's name, for the error message.
-        folder: an error writes the row to blame into this folder, as reward_error_NAME.json.
+        folder: an error writes the rows of the batch into this folder, as reward_error_NAME.json.
     """
     if not callable(function) or hasattr(function, "forward"):
         return function  # a reward model, which TRL runs itself
@@ -106,11 +102,10 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
         except Exception as error:
             path = folder / f"reward_error_{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            row = failing_row(function, kwargs, error)
-            path.write_text(json.dumps(row, indent=1, default=repr))
-            where = "no single row" if row["row"] is None else f"row {row['row']} of its batch"
-            problem = described(function, error)
-            raise RewardError(f"reward {name} of task {task or '?'} {problem}, on {where}; see {path}") from error
+            path.write_text(json.dumps(kwargs, indent=1, default=repr))
+            raise RewardError(
+                f"reward {name} of task {task or '?'} {described(function, error)}; {path} has its arguments"
+            ) from error
 
     def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
         rewards = checked(values, len(kwargs["completions"]))
@@ -145,25 +140,6 @@ def described(function: Reward, error: Exception) -> str:
     return f"raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
 
 
-def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> dict[str, Any]:
-    """The columns and the number of the row to blame; all rows, and the number None, if no single row is to blame.
-
-    If the function raised, this is the first row on which alone it raises again: rewards are assumed to be pure.
-    """
-    rows = len(kwargs["completions"])
-    columns = {key: value for key, value in kwargs.items() if isinstance(value, list) and len(value) == rows}
-    rest = {key: value for key, value in kwargs.items() if key not in columns}
-
-    def raises(row: int) -> bool:
-        with suppress(Exception):
-            rewards_of(function, **{key: [value[row]] for key, value in columns.items()}, **rest)
-            return False
-        return True
-
-    found = error.row if isinstance(error, BadReward) else next(filter(raises, range(rows)), None)
-    return {"row": found} | (columns if found is None else {key: value[found] for key, value in columns.items()})
-
-
 def accuracy_of(task: ModuleType) -> Reward:
     """The task's strict metric as a reward function, which gets weight 0: it is logged, but not trained on."""
 
@@ -191,8 +167,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
         except Exception as error:
             raise ValueError(
                 f"reward {get_callable_name(reward)} of task {name} cannot score its rows (it "
-                f"{described(reward, error)}); they have the "
-                f"columns {', '.join(rows.column_names)}"
+                f"{described(reward, error)}); they have the columns {', '.join(rows.column_names)}"
             ) from error
 
 

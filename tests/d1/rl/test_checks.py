@@ -1,8 +1,6 @@
 """Methods, combinations of settings and users' own entries: what a name sets, what overrides it, what is refused with
 which message, and that an entry's attributes decide what is checked and computed."""
 
-import ast
-import inspect
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from d1.rl import checks
 from d1.rl.batch import loss_inputs
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
@@ -50,41 +47,6 @@ def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
 
 
 # --- The methods ------------------------------------------------------------------------------------------------------
-
-
-# From the authors' main run: updates per rollout, temperature, largest norm of a gradient, rate, completions per
-# prompt; None if their sources do not say.
-MAIN_RUNS = {
-    "d1": (12, 0.9, 0.2, 3e-6, 6),
-    "wd1": (12, 0.9, 0.2, 3e-6, 6),
-    "coupled-grpo": (2, 1.0, 0.2, 1e-6, 10),
-    "espo": (8, 1.0, 0.2, 3e-6, 6),
-    "spg": (4, 0.9, 0.2, 3e-6, 6),
-    "agrpo": (1, 0.6, 1.0, 5e-6, 8),
-    "agrpo-entropy": (1, 0.6, 1.0, 5e-6, 8),
-    "cj-grpo": (1, 0.6, 1.0, 5e-7, 8),
-    "d2": (8, 0.3, 0.2, 3e-6, 6),
-    "tracerl": (4, 0.8, 1.0, 1e-6, 8),
-    "just-grpo": (1, 1.0, 1.0, 5e-6, 16),
-    "unigrpo": (4, 0.8, 1.0, 1e-6, 8),
-    "bgpo": (1, 0.6, 1.0, 5e-7, 8),
-    "stable-drl": (2, 0.9, 0.2, 1e-6, 16),
-    "egspo": (4, 0.9, 0.2, 3e-5, 8),
-    "egspo-sa": (4, 0.9, 0.2, 3e-5, 8),
-    "gdpo": (12, None, None, 3e-7, None),
-    "gdsd": (8, 1.0, 0.2, 3e-6, 16),
-    "rldf": (1, 1.0, None, 1e-6, 4),
-    "dipo": (1, 1.0, None, None, 8),
-    "ebpo": (1, 0.6, 1.0, 5e-7, 8),
-}
-
-
-@pytest.mark.parametrize("name", MAIN_RUNS)
-def test_an_entry_has_the_values_of_its_authors_main_run(name):
-    args = config(method=name)
-    names = ("num_iterations", "temperature", "max_grad_norm", "learning_rate", "num_generations")
-    for setting, value in zip(names, MAIN_RUNS[name], strict=True):
-        assert value in (None, getattr(args, setting))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -151,8 +113,7 @@ def test_a_method_spelled_another_way_is_the_whole_method(words):
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
 
 IMPORTS = """
-from d1.rl.losses import Advantage, Objective, Penalty
-from d1.scoring import Estimator
+from d1.rl import Objective
 def f(*given): return None
 METHOD = {}
 """
@@ -162,28 +123,16 @@ METHOD = {}
     ("file", "message"),
     [
         (None, "no method file .*mine.py"),
-        ("OBJECTIVES = {}", "mine.py: METHOD must be a dictionary of settings, METHOD = {...}, got None"),
-        ("METHOD = ['espo']", r"METHOD must be a dictionary of settings, .* got \['espo'\]"),
-        ("METHOD = {1: 2}", "METHOD must be a dictionary of settings, .* got {1: 2}"),
+        ("OBJECTIVES = {}", "mine.py: METHOD must be a dictionary with names as keys, .* got None"),
+        ("METHOD = {1: 2}", "METHOD must be a dictionary .* got {1: 2}"),
         ("METHOD = {'epsilon_hihg': 1}", "mine.py: METHOD has epsilon_hihg, which is not a setting"),
         ("METHOD = {'method': 'espo'}", "mine.py: METHOD has method, which is not a setting"),
         ("METHOD = {}; import no_such_thing", "mine.py: ModuleNotFoundError: No module named 'no_such_thing'"),
-        (IMPORTS + "OBJECTIVES = [f]", r"OBJECTIVES must be a dictionary .* = {\"name\": Objective\("),
-        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary from names to entries"),
+        (IMPORTS + "OBJECTIVES = [f]", "OBJECTIVES must be a dictionary with names as keys"),
         (IMPORTS + "OBJECTIVES = {'spg': Objective(f)}", "OBJECTIVES already has spg; choose another name"),
-        (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS already has replay"),
-        (IMPORTS + "ESTIMATORS = {'mine': f}", r"ESTIMATORS\['mine'\] must be an entry: .* d1.scoring;"),
-        (IMPORTS + "OBJECTIVES = {'mine': f}", r"mine.py: OBJECTIVES\['mine'\] must be an entry: .* d1\.rl;"),
-        (IMPORTS + "ESTIMATORS = {'mine': Estimator(3)}", r"ESTIMATORS\['mine'\]: draw must be a function, got 3"),
-        (IMPORTS + "ESTIMATORS = {'mine': Estimator(f, views=3)}", r"ESTIMATORS\['mine'\]: views must be a function"),
-        (IMPORTS + "OBJECTIVES = {'mine': Objective(None)}", r"OBJECTIVES\['mine'\]: loss must be a function"),
-        (IMPORTS + "PENALTIES = {'mine': Penalty('k3')}", r"PENALTIES\['mine'\]: value must be a function"),
-        (IMPORTS + "Penalty(f, to='base')", "a Penalty must have to='reference' or to='old', got 'base'"),
+        (IMPORTS + "ESTIMATORS = {'mine': f}", r"ESTIMATORS\['mine'\] must be a Estimator\(function\), of d1.scoring"),
         (IMPORTS + "Objective(f, reads_old=False, over_group=True)", "over_group compares with the old policy"),
-        (
-            IMPORTS + "OBJECTIVES = {'mine': Objective(f, settings=('epsilom',))}",
-            "reads epsilom, which is not a setting",
-        ),
+        (IMPORTS + "OBJECTIVES = {'mine': Objective(f, settings=('epsilom',))}", "has epsilom, which is not a setting"),
         (IMPORTS + "METHOD = {'objective': 'yours'}; OBJECTIVES = {'its': Objective(f)}", "--objective must be .*its"),
     ],
 )
@@ -219,12 +168,6 @@ def test_an_unknown_method_is_refused_with_those_there_are(name, tmp_path):
         parsed(yaml="method:", tmp_path=tmp_path)
 
 
-def test_method_without_a_name_is_one_line(capsys):
-    with pytest.raises(SystemExit):
-        parsed("--method")
-    assert "argument --method: expected one argument" in capsys.readouterr().err.splitlines()[-1]
-
-
 # --- Combinations -----------------------------------------------------------------------------------------------------
 
 SERVER = {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"]}
@@ -232,51 +175,39 @@ BUDGET = {"max_compute_tokens": 100}
 REFUSED = [
     ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
     (SERVER | {"rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
-    (SERVER | {"rollout_server_timeout": 7200}, "--rollout_server_timeout 7200: processes wait for each other"),
-    ({"method": "espo", "estimator": "replay", "num_views": 2}, "a ratio of whole completions needs all of their"),
-    ({"estimator": "replay", "num_views": 2}, "trl would raise each ratio to the power of a draw's weight"),
-    ({"estimator": "random_masks"}, "--objective clipped_views, clipped_steps, bgpo, gdsd or rldf, or one without"),
-    ({"method": "spg", "objective": "reinforce"}, "spg gives means over hidden tokens, .* and reinforce needs"),
-    ({"method": "spg", "estimator": "elbo"}, "the objective spg computes its bounds from means .* --estimator spg"),
+    (SERVER | {"rollout_server_timeout": 7200}, "--rollout_server_timeout 7200 must be below --ddp_timeout 1800"),
+    ({"method": "espo", "estimator": "replay", "num_views": 2}, "trl would raise each ratio to the power of a draw's"),
+    ({"estimator": "random_masks"}, "--objective reinforce, clipped_views, clipped_steps, bgpo, gdsd, rldf$"),
+    ({"method": "spg", "objective": "reinforce"}, r"estimator spg does not go .* of bounds alone \(spg, stable_drl\)"),
+    ({"method": "spg", "estimator": "elbo"}, r"--estimator elbo does not go .* estimators of bounds \(spg\)"),
     ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes each draw .* --estimator elbo, espo, counts, complements"),
-    ({"method": "gdsd", "estimator": "replay"}, "gdsd takes each draw as an estimate of the whole completion"),
     (
         {"method": "stable-drl", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
         r"stable_drl weighs a row against the others .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
     ),
     ({"method": "wd1", "loss_type": "luspo"}, "reinforce has no loss_type luspo: use one of sum, grpo"),
-    ({"method": "wd1", "loss_type": "views"}, "reinforce has no loss_type views: use one of sum, grpo"),
-    ({"loss_type": "active"}, "the objective trl has no loss_type active: use one of grpo, "),
     ({"method": "spg", "beta": 0.1}, "and no KL can be computed from bounds: set --beta 0"),
     ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged by loss_type, and cispo is not one of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
-    (BUDGET | {"lr_scheduler_type": "cosine"}, "cosine changes the learning rate over max_steps, .* linear"),
+    (BUDGET | {"lr_scheduler_type": "cosine"}, "lr_scheduler_type cosine needs max_steps: use .* linear"),
     (BUDGET | {"lr_scheduler_type": "linear", "warmup_steps": 3}, "warmup_steps: a linear learning rate .* 0"),
     ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
     ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
-    ({"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"}, "signed_softmax .* use sum_then_norm"),
+    ({"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"}, "signed_softmax .* sum_then_normalize"),
     ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
-    ({"right_share": [0.2]}, "right_share needs two shares"),
     ({"method": "tracerl", "loss_type": "grpo"}, "some of a row's views, but clipped_views with loss_type grpo"),
     ({"split_views": True}, "some of a row's views, but trl with loss_type bnpo needs all"),
-    (
-        {"method": "bgpo", "num_iterations": 2, "split_views": True},
-        "some of a row's views, but bgpo with loss_type sum",
-    ),
-    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely or k3_again"),
+    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely, k3_again"),
     ({"method": "egspo-sa", "objective": "clipped_views"}, "egspo-sa .* reads none of it: .*--objective clipped_steps"),
     ({"method": "egspo-sa", "split_views": False}, "state_reward needs one draw of views for all updates"),
     ({"score_as_sampled": True, "temperature": 0.0}, "at temperature 0 each token has probability 1"),
     ({"scored_tokens": "canvas", "eos_stop": True}, "canvas counts tokens after an EOS, which eos_stop skips"),
-    ({"method": "agrpo", "eos_stop": True}, "scored_tokens steps counts tokens after an EOS"),
     ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the sampler's states .* set --cfg_scale 0"),
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap weighs single tokens and vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
-    ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
     # What would do nothing
     ({"num_views": 3}, "the estimator one_step does not read it; elbo, espo, counts, .* would"),
     ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),
-    ({"method": "cj-grpo", "mean_step": True}, "would do nothing: replay scores every step unless num_views"),
     ({"method": "egspo", "mean_step": True}, "would do nothing: the steps of highest entropy are not drawn"),
     ({"method": "cj-grpo", "split_views": True}, "--split_views True would do nothing: there is one update"),
     ({"score_as_sampled": True, "temperature": 1.0}, "--score_as_sampled True would do nothing: at temperature 1"),
@@ -288,18 +219,9 @@ REFUSED = [
 UNREAD = {  # method -> settings that neither its estimator nor its objective reads
     "d1": {"segments": 4, "stratified": True},
     "wd1": {"top_entropy_quantile": 0.2},
-    "espo": {"draw_steps": "entropy"},
-    "spg": {"stratified": True, "ratio_cap": 2.0, "epsilon_high": 0.3, "entropy_coef": 0.1, "sampling_weight_cap": 2.0}
-    | {"use_adaptive_entropy": True},
-    "agrpo": {"off_policy_mask_threshold": 0.1},
+    "spg": {"ratio_cap": 2.0, "epsilon_high": 0.3, "sampling_weight_cap": 2.0},
     "cj-grpo": {"antithetic": True, "state_reward": 0.5},
-    "d2": {"segment_steps": 2},
-    "just-grpo": {"num_views": 4},
-    "bgpo": {"antithetic": True, "segment_steps": 4, "eubo_share": 1.0, "loss_type": "grpo"}
-    | {"importance_sampling_level": "sequence", "sampling_weight_cap": 2.0},
-    "gdpo": {"num_views": 4},
-    "gdsd": {"epsilon_high": 0.3},
-    "rldf": {"epsilon": 0.3},
+    "bgpo": {"segment_steps": 4, "eubo_share": 1.0, "loss_type": "grpo", "importance_sampling_level": "sequence"},
     "ebpo": {"delta": 3.0},
 }
 
@@ -332,38 +254,6 @@ def refusal(**given) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.usefixtures("own_penalty")
-def test_every_contradiction_has_a_test(monkeypatch):
-    met = set()
-
-    def noting(about):
-        def noted(settings):
-            for reason in (found := about(settings)):
-                met.add(found.gi_frame.f_lineno)
-                yield reason
-
-        return noted
-
-    monkeypatch.setattr(checks, "CONTRADICTIONS", [noting(about) for about in checks.CONTRADICTIONS])
-    assert all(refusal(**given) for given, _ in REFUSED)
-    elsewhere = ("about_staleness", "about_edits")  # in test_staleness.py and test_editing.py
-    functions = [node for node in ast.parse(inspect.getsource(checks)).body if isinstance(node, ast.FunctionDef)]
-    subjects = [node for node in functions if node.name.startswith("about_") and node.name not in elsewhere]
-    yields = [node for subject in subjects for node in ast.walk(subject) if isinstance(node, ast.Yield)]
-    assert len(yields) > 25
-    assert [one.lineno for one in yields if met.isdisjoint(range(one.lineno, one.end_lineno + 1))] == []
-
-
-def test_a_check_of_ones_own_is_a_function_of_the_list(monkeypatch):
-    def about_heat(s):
-        if s.temperature > 2:
-            yield f"temperature {s.temperature:g} is noise: set at most 2"
-
-    monkeypatch.setattr(checks, "CONTRADICTIONS", [*checks.CONTRADICTIONS, about_heat])
-    assert refusal(temperature=2.0) == ""
-    assert refusal(temperature=2.5) == "temperature 2.5 is noise: set at most 2"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -413,36 +303,25 @@ TO_OLD = KL.replace("(f)", "(f, to='old')")
 ADVANTAGE = "def f(groups): {}\nMETHOD = {{'advantage': 'mine'}}\nADVANTAGES = {{'mine': Advantage(f)}}"
 VIEWS = "def f(sampled, random, settings): {}\nMETHOD = {{'estimator': 'mine'}}\nESTIMATORS = {{'mine': Estimator(f)}}"
 TWO = "noise = torch.ones(3, 2, 11, dtype=bool); weights = torch.ones(3, 2, 8); "
-GROWING = VIEWS.replace("(f)}", "(f, views=lambda settings: 2)}")
-FOURTH = "size = sampled.gen_length; noise = torch.ones(3, size // 4, 3 + size, dtype=bool); "
-FOURTH += "weights = torch.ones(3, size // 4, size); "
 ENTRY = "[A-Z]+\\['mine'\\]: f \\(.*mine.py, line 7\\)"
 MISTAKES = [
     (LOSS, "return None", "returned None: expected a pair"),
-    (LOSS, "return per_row(inputs).mean()", r"returned a tensor of shape \(\): expected a pair \(loss, metrics\)"),
     (LOSS, "return per_row(inputs), {}", r"returned a tensor of shape \(3,\): expected a scalar tensor with"),
     (LOSS, "return per_row(inputs).mean().detach(), {}", r"returned a tensor of shape \(\) without gradient"),
-    (LOSS, "return 0.0, {}", "returned float 0.0: expected a scalar tensor"),
     (LOSS, "return per_row(inputs).mean(), {'text': 'much'}", "gave the metric 'text': str 'much', expected a number"),
-    (LOSS, "return per_row(inputs).mean(), {'mean': inputs.lengths}", r"the metric 'mean': a tensor of shape \(3,\)"),
-    (LOSS, "return inputs.no_such_thing", "AttributeError in line 7: .* no attribute 'no_such_thing'"),
     (LOSS, "return settings.no_such_thing", "AttributeError in line 7: .* no attribute 'no_such_thing'"),
     (LOSS, "return inputs.view_logps.exp_().exp_().mean() * inputs.logps.mean(), {}", "RuntimeError in line"),
-    (FREE, "return (per_row(inputs) - inputs.old).mean(), {}", "not scored: the entry must say reads_old=True"),
+    (FREE, "return (per_row(inputs) - inputs.old).mean(), {}", "not scored: an entry needs reads_old=True"),
     (FREE, "return (inputs.view_logps - inputs.view_old).mean(), {}", "TypeError in line 7: unsupported operand"),
-    (KL, "return None", "returned None: expected a scalar tensor with a gradient"),
     (KL, "return per_row(inputs)", r"returned a tensor of shape \(3,\): expected a scalar"),
-    (KL, "return (inputs.logps - inputs.old).pow(2).mean()", "not scored: .* to='old' or 'reference'"),
+    (KL, "return (inputs.logps - inputs.old).pow(2).mean()", "not scored: .* to='old' or to='reference'"),
     (TO_OLD, "return (inputs.logps - inputs.reference).pow(2).mean()", "TypeError in line 7"),
-    (ADVANTAGE, "return None", r"returned None: expected floats of shape \(3, 6\)"),
     (ADVANTAGE, "return groups.mean(1)", r"returned a tensor of shape \(3,\).*: expected floats of shape \(3, 6\)"),
     (ADVANTAGE, "return groups > 0", "expected floats"),
     (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
     (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its entry says at most 1"),
-    (GROWING, FOURTH + "return Views(noise, weights)", "gave 6 views, but its entry says at most 2"),
     (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),
     (VIEWS, TWO + "return Views(noise[:, :, :8], weights)", r"views.noise must be \(3, views, 11\)"),
-    (VIEWS, TWO + "return Views(noise[:, 0], weights)", r"views.noise must be \(3, views, 11\), got \(3, 11\)"),
     (VIEWS, TWO + "return Views(noise.float(), weights)", "views need bool noise and float weights, got torch.float32"),
 ]
 
@@ -539,37 +418,24 @@ def test_a_users_penalty_to_the_sampling_policy_pulls_like_ours(tiny_model_dir, 
 
 def test_a_users_estimator_of_bounds_goes_with_objectives_of_bounds(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw_blocks, linear=False))
-    for name, row in [*OBJECTIVES.items()]:
-        for loss, kind in ((name, row), ("of mine", replace(row, loss=OBJECTIVES["spg"].loss, own_kl=None))):
-            monkeypatch.setitem(OBJECTIVES, loss, kind)
-            given = {"estimator": "mine", "objective": loss, "beta": 0.0}
-            if kind.linear:
-                with pytest.raises(ValueError, match=f"mine gives means .* needs --objective spg.* and {loss} needs"):
-                    config(**given)
-            else:
-                assert config(**given).objective == loss
-                with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
-                    config(**{**given, "beta": 0.1})
-                with pytest.raises(
-                    ValueError, match=f"{loss} computes its bounds from means .* --estimator spg or mine"
-                ):
-                    config(**{**given, "estimator": "elbo"})
+    monkeypatch.setitem(OBJECTIVES, "its", Objective(OBJECTIVES["spg"].loss, linear=False))
+    assert config(estimator="mine", objective="its", beta=0.0).objective == "its"
+    assert "and no KL can be computed from bounds" in refusal(estimator="mine", objective="its", beta=0.1)
+    for one in ({"estimator": "mine", "objective": "reinforce"}, {"estimator": "elbo", "objective": "its"}):
+        assert "estimators of bounds (spg, mine)" in refusal(**one, beta=0.0)
 
 
 def test_a_users_draws_with_inverse_chances_need_an_objective_of_views(monkeypatch):
     drawn = replace(ESTIMATORS["random_masks"], settings=None)
     monkeypatch.setitem(ESTIMATORS, "mine", drawn)
-    for row, accepted in (
+    for entry, accepted in (
         (Objective(OBJECTIVES["clipped_views"].loss), False),
         (Objective(OBJECTIVES["clipped_views"].loss, per_view=True), True),
         (Objective(OBJECTIVES["reinforce"].loss, reads_old=False), True),
     ):
-        monkeypatch.setitem(OBJECTIVES, "its", row)
-        if accepted:
-            assert config(estimator="mine", objective="its").objective == "its"
-        else:
-            with pytest.raises(ValueError, match="its would raise each ratio to the power of a draw's weight"):
-                config(estimator="mine", objective="its")
+        monkeypatch.setitem(OBJECTIVES, "its", entry)
+        said = refusal(estimator="mine", objective="its")
+        assert said == "" if accepted else "its would raise each ratio to the power of a draw's weight" in said
 
 
 def test_a_users_objective_over_a_group_gets_its_ratios(tiny_model_dir, tmp_path, monkeypatch):
@@ -588,10 +454,8 @@ def test_a_users_advantage_of_plain_rewards_takes_any_scale(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "mine", Advantage(lambda groups: groups.sign(), centred=False))
     monkeypatch.setitem(ADVANTAGES, "centred", Advantage(lambda groups: groups.sign()))
     assert config(advantage="mine", scale_rewards="group").advantage == "mine"
-    with pytest.raises(
-        ValueError, match="centred is computed from rewards minus their group's mean: set --scale_rewards"
-    ):
-        config(advantage="centred", scale_rewards="group")
+    said = refusal(advantage="centred", scale_rewards="group")
+    assert "centred is computed from rewards minus their group's mean: set --scale_rewards" in said
 
 
 def test_the_readmes_objective_pays_for_no_old_log_probs(tiny_model_dir, tmp_path):
@@ -610,9 +474,3 @@ def test_the_readmes_objective_pays_for_no_old_log_probs(tiny_model_dir, tmp_pat
     assert more / compute == (4 + 6 + 2) / (4 + 6)
     free, paying = (weights(trainer.model) for trainer in trainers)
     assert all(torch.equal(weight, paying[name]) for name, weight in free.items())
-
-
-def test_a_users_objective_reads_any_setting_of_the_run(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(HEAD + LOSS.format("return per_row(inputs).mean(), {'t': settings.temperature}"))
-    assert config(method=str(path), temperature=0.3).objective == "mine"

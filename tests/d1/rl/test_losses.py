@@ -1,9 +1,10 @@
 """Objectives, KL penalties and advantages, compared with loops over tokens with gradients in closed form, and with TRL
-if TRL has them."""
+if TRL has them. The formulas of whole methods are in test_published.py."""
 
 import math
 from collections import Counter
 from dataclasses import replace
+from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from d1.rl.losses import (
     likely,
     sequence_log_ratios,
 )
-from tests import losses
 from tests.losses import (
     clipped,
     divisor,
@@ -59,104 +59,44 @@ def trainer(tiny_model_dir, tmp_path_factory):
 # --- The formulas, written out ----------------------------------------------------------------------------------------
 
 
-def ppo(terms, ratio=lambda x, a: (math.exp(x), math.exp(x)), **options):
-    """-min(r A, clip(r) A) of each term; `ratio` gives r of a log-ratio and an advantage, and its derivative."""
-
-    def written_out(inputs, run, held=None):
-        def of(log_ratio, row):
-            advantage = inputs.advantages[row].item()
-            r, growth = ratio(log_ratio, advantage)
-            gain, derivative = clipped(r, advantage, run)
-            if held is not None:
-                held["all"] += 1
-                held["up" if advantage > 0 else "down"] += bool(advantage and not derivative)
-            return -gain, -derivative * growth
-
-        return summed(inputs, terms(inputs, run, **options), of, inputs.view_old)
-
-    return written_out
-
-
-def bounded_below(log_ratio, advantage):
-    return (1 + log_ratio, 1.0) if advantage > 0 else (math.exp(log_ratio), math.exp(log_ratio))
-
-
-def policy_gradient(terms):
-    def written_out(inputs, run):
-        def of(logp, row):
-            return -inputs.advantages[row].item() * logp, -inputs.advantages[row].item()
-
-        return summed(inputs, terms(inputs, run), of, torch.zeros_like(inputs.weights))
-
-    return written_out
-
-
-def squared_distance(inputs, run):
-    """The sum over draws of (clamp(l - old) / L - 10 A)^2, the mean over rows."""
-    low, high, count = (
-        math.log(1 - run.epsilon),
-        math.log(1 + run.epsilon),
-        inputs.weights.shape[1] // inputs.views_per_draw,
-    )
+def ppo(inputs, run, held=None):
+    """-min(r A, clip(r) A) of each token in each view."""
 
     def of(log_ratio, row):
-        length = int(inputs.mask[row].sum())
-        distance = min(max(log_ratio, low), high) / length - 10 * inputs.advantages[row].item()
-        return count * distance**2, count * 2 * distance / length if low < log_ratio < high else 0.0
+        advantage, ratio = inputs.advantages[row].item(), math.exp(log_ratio)
+        gain, derivative = clipped(ratio, advantage, run)
+        if held is not None:
+            held["all"] += 1
+            held["up" if advantage > 0 else "down"] += bool(advantage and not derivative)
+        return -gain, -derivative * ratio
 
-    return summed(inputs, losses.draws(inputs, run, per_token=False), of, inputs.view_old)
+    return summed(inputs, run, of, inputs.view_old)
 
 
-def k3(terms, to="view_reference"):
-    """d - log d - 1 of each term, d the other model's probability over the policy's."""
+def policy_gradient(inputs, run):
+    def of(logp, row):
+        return -inputs.advantages[row].item() * logp, -inputs.advantages[row].item()
+
+    return summed(inputs, run, of, torch.zeros_like(inputs.weights))
+
+
+def k3(inputs, run):
+    """d - log d - 1 of each token in each view, d the reference's probability over the policy's."""
 
     def of(log_ratio, row):
         return math.exp(-log_ratio) + log_ratio - 1, 1 - math.exp(-log_ratio)
 
-    return lambda inputs, run: summed(inputs, terms(inputs, run), of, getattr(inputs, to))
+    return summed(inputs, run, of, inputs.view_reference)
 
 
-def k2(terms):
-    """Half the square of each term's log-ratio, over the completion's length."""
-
-    def written_out(inputs, run):
-        def of(log_ratio, row):
-            length = int(inputs.mask[row].sum())
-            return log_ratio**2 / 2 / length, log_ratio / length
-
-        return summed(inputs, terms(inputs, run, per_token=False), of, inputs.view_reference)
-
-    return written_out
-
-
-def sums_over_tokens(inputs, run):
-    """A term for each token: their sum in a view, whatever the weights, and the mean over views."""
-    for row, tokens, share in losses.steps(inputs, run):
-        for position in tokens:
-            yield losses.Term(row, {position: 1.0}, share * len(tokens))
-
-
-WRITTEN_OUT = {
-    "reinforce": policy_gradient(losses.tokens_in_views),
-    "clipped_views": ppo(losses.tokens_in_views),
-    "clipped_steps": ppo(losses.steps),
-    "clipped_sequences": ppo(losses.completions),
-    "bgpo": ppo(losses.draws, bounded_below),
-    "gdsd": squared_distance,
-    "rldf": policy_gradient(losses.likely_tokens),
-    "k3": k3(losses.tokens_in_views),
-    "k3_to_old": k3(sums_over_tokens, "view_old"),
-    "k3_steps": k3(losses.steps),
-    "k3_likely": k3(losses.likely_tokens),
-    "k2_sequence": k2(losses.completions),
-    "k2_draws": k2(losses.draws),
-}
+WRITTEN_OUT = {"reinforce": policy_gradient, "clipped_views": ppo, "k3": k3}
 
 
 def check(name, inputs, run, **options):
-    """The loss and its gradient are those of the formula; returns the metrics."""
+    """The loss or penalty and its gradient are those of the formula; returns the metrics."""
     expected, slope = WRITTEN_OUT[name](inputs, run, **options)
-    loss, metrics = OBJECTIVES[name](inputs, run)
+    found = BOTH[name](inputs, run)
+    loss, metrics = found if isinstance(found, tuple) else (found, {})
     torch.testing.assert_close(loss.item(), expected, **EXACT)
     torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
     assert slope.abs().sum() > 0
@@ -181,18 +121,6 @@ def test_clipped_views_is_ppos_loss_of_every_token_in_every_view(loss_type, epsi
     assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
 
 
-@pytest.mark.parametrize("delta", [None, 1.5, 1.2])
-@pytest.mark.parametrize("name", ["clipped_steps", "clipped_sequences", "bgpo", "bgpo of pairs"])
-def test_ratios_of_steps_completions_and_draws_are_clipped_as_a_whole(name, delta):
-    """For bgpo the ratio is 1 + d if A > 0 and exp(d) otherwise; d is the log-ratio of a draw per token."""
-    name, _, of_pairs = name.partition(" of ")
-    inputs = pairs(random_inputs(views=4)) if of_pairs else random_inputs()
-    held, run = Counter(), settings(delta=None if name == "clipped_sequences" else delta)
-    metrics = check(name, inputs, run, held=held)
-    assert min(held["up"], held["down"]) > 0
-    assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
-
-
 @pytest.mark.parametrize("rows", [6, 2])
 def test_a_states_own_advantage_replaces_that_of_its_row(rows):
     """As if each view were a separate rollout; egspo-sa has one advantage for each state."""
@@ -211,7 +139,6 @@ def test_a_states_own_advantage_replaces_that_of_its_row(rows):
 def test_a_completions_ratio_cannot_overflow_where_the_clip_holds_it(epsilon):
     inputs = random_inputs(views=1, weights="one")
     run, up = settings(epsilon=epsilon), (inputs.advantages >= 0).view(-1, 1, 1)
-    check("clipped_sequences", inputs, run)  # epsilon above 1: no ratio is low enough to be clipped
     far = replace(inputs, view_logps=(inputs.view_old + 800.0 * up - 800.0 * ~up).detach().requires_grad_())
     loss, _ = OBJECTIVES["clipped_sequences"](far, run)
     lowest = max(1 - epsilon, 0.0)
@@ -260,13 +187,6 @@ def test_bgpo_keeps_its_gradient_where_a_bound_has_fallen_by_more_than_one_per_t
     torch.testing.assert_close(gradient(loss, fallen), expected * inputs.weights, **EXACT)
 
 
-@pytest.mark.parametrize("views_per_draw", [1, 2])
-def test_gdsd_is_the_squared_distance_of_every_draws_clamped_log_ratio_to_ten_advantages(views_per_draw):
-    inputs = replace(random_inputs(views=4, spread=0.1), views_per_draw=views_per_draw)
-    metrics = check("gdsd", inputs, settings())
-    assert 0 < metrics["clip_ratio/region_mean"] < 1
-
-
 @pytest.mark.parametrize(("spread", "inside"), [(1e-6, 1.0), (0.5, 0.0)])
 def test_gdsd_as_it_is_written_is_reinforce_inside_its_clamp_and_nothing_outside(spread, inside):
     inputs = pairs(random_inputs(views=4, spread=spread))
@@ -276,16 +196,21 @@ def test_gdsd_as_it_is_written_is_reinforce_inside_its_clamp_and_nothing_outside
     torch.testing.assert_close(gradient(loss, inputs), expected, rtol=1e-5, atol=1e-4 * inside)
 
 
-def test_rldf_is_the_policy_gradient_of_what_a_state_revealed_and_what_is_likely_by_now():
+def test_likely_tokens_are_those_that_a_state_revealed_and_those_with_a_probability_of_six_tenths():
     inputs = random_inputs()
     inputs = replace(inputs, view_logps=(0.3 * inputs.view_logps).detach().requires_grad_())
-    metrics = check("rldf", inputs, settings())
-    counts, first = likely(inputs), likely(replace(inputs, view_logps=inputs.view_logps - 9))
-    assert 0 < first.sum() < counts.sum() < inputs.scored.sum()
-    assert metrics["likely"] == pytest.approx(counts.sum().item() / inputs.scored.sum().item(), rel=1e-6)
-    shares = torch.arange(inputs.weights[:, :, 0].numel()).view(inputs.weights.shape[:2]) % 2  # as `split_views` deals
-    for update in (0, 1):
-        check("rldf", replace(inputs, weights=inputs.weights * (shares == update).unsqueeze(-1)), settings())
+    counts, expected = likely(inputs), torch.zeros_like(inputs.scored)
+    for row, view in inputs.scored.any(-1).nonzero().tolist():
+        tokens = inputs.scored[row, view].nonzero().flatten().tolist()
+        first = min(inputs.reveal_steps[row, k] for k in tokens)
+        for k in tokens:
+            expected[row, view, k] = (
+                inputs.reveal_steps[row, k] == first or inputs.view_logps[row, view, k].exp() >= 0.6
+            )
+    assert torch.equal(counts, expected)
+    share = OBJECTIVES["rldf"](inputs, settings())[1]["likely"]
+    assert share == pytest.approx(counts.sum().item() / inputs.scored.sum().item(), rel=1e-6)
+    assert ((inputs.view_logps[counts].exp() - 0.65).abs() < 0.05).any()
 
 
 def bounds_written_out(inputs: LossInputs, beta: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -378,15 +303,6 @@ def test_one_view_of_weight_one_is_trls_loss(trainer, loss_type, delta):
         assert 0 < logged["clip_ratio/low_mean"] != logged["clip_ratio/high_mean"] > 0
 
 
-def test_espo_and_gdpo_are_trls_ratio_of_sequences_of_the_weighted_sum_over_views(trainer):
-    """exp((ELBO - old) / L), clipped, a mean over rows (arXiv 2512.03759, arXiv 2510.08554)."""
-    inputs = random_inputs()
-    expected, slope = ppo(losses.completions, per_token=True)(inputs, settings())
-    loss, _ = trl_loss(trainer, inputs, loss_type="grpo", importance_sampling_level="sequence")
-    torch.testing.assert_close(loss.item(), expected, **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
-
-
 # --- All of them ------------------------------------------------------------------------------------------------------
 
 
@@ -401,11 +317,9 @@ def test_a_steps_loss_does_not_depend_on_its_micro_batches(one):
         torch.testing.assert_close(gradient(loss, inputs), gradient(whole, inputs), **EXACT)
 
 
-@pytest.mark.parametrize(
-    "one", [one for one in EACH_MEAN + EACH_PENALTY if in_a_micro_batch(one) and one[0] in WRITTEN_OUT], ids="-".join
-)
-def test_bnpo_and_rldf_are_means_over_micro_batches_of_means_in_them(one):
-    name, inputs, run = one[0], random_inputs(), settings(loss_type=one[1])
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_bnpo_is_a_mean_over_micro_batches_of_means_in_them(name):
+    inputs, run = random_inputs(), settings(loss_type="bnpo")
     whole = in_parts(BOTH[name], inputs, run, 6)
     for rows in (3, 2, 1):
         parts = [WRITTEN_OUT[name](part, run)[0] for part in micro_batches(inputs, rows)]
@@ -452,17 +366,9 @@ def test_a_row_that_is_out_of_the_loss_moves_nothing(objective):
 # --- KL penalties -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("views_per_draw", [1, 2, 0])
-@pytest.mark.parametrize(("name", "loss_type"), EACH_PENALTY)
-def test_a_penalty_is_its_formula(name, loss_type, views_per_draw):
-    inputs, run = random_inputs(views=4), settings(loss_type=loss_type)
-    likelier = (0.3 * inputs.view_logps).detach().requires_grad_()
-    inputs = replace(inputs, view_logps=likelier, views_per_draw=views_per_draw)
-    expected, slope = WRITTEN_OUT[name](inputs, run)
-    penalty = PENALTIES[name](inputs, run)
-    torch.testing.assert_close(penalty.item(), expected, **EXACT)
-    torch.testing.assert_close(gradient(penalty, inputs), slope, **EXACT)
-    assert slope.abs().sum() > 0
+@pytest.mark.parametrize("loss_type", MEANS)
+def test_k3_is_its_formula(loss_type):
+    check("k3", random_inputs(views=4), settings(loss_type=loss_type))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
@@ -493,47 +399,21 @@ CENTRED = torch.tensor(REWARDS, dtype=torch.float64)
 CENTRED = CENTRED - CENTRED.mean(1, keepdim=True)
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
-def leave_one_out(rewards):
-    return [reward - mean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
-
-
-def signed_softmax(rewards):
-    """wd1's weights of one group, softmax(A) - softmax(-A), for rows that are averaged (arXiv 2507.08838)."""
-    centred = [reward - mean(rewards) for reward in rewards]
-    up, down = ([math.exp(sign * a) for a in centred] for sign in (1, -1))
-    return [len(rewards) * (u / sum(up) - d / sum(down)) for u, d in zip(up, down, strict=True)]
-
-
-def standardised(rewards):
-    """(r - m) / s, s the root of the mean square; 0 if all are right or all are wrong (arXiv 2509.06949)."""
-    square = mean([(reward - mean(rewards)) ** 2 for reward in rewards])
-    return [(reward - mean(rewards)) / math.sqrt(square) if square else 0.0 for reward in rewards]
-
-
-def floored(rewards):
-    """(r - m) / max(s, 0.01), s of n - 1."""
-    square = sum((reward - mean(rewards)) ** 2 for reward in rewards) / (len(rewards) - 1)
-    return [(reward - mean(rewards)) / max(math.sqrt(square), 0.01) for reward in rewards]
-
-
-OF_A_GROUP = {
-    "leave_one_out": leave_one_out,
-    "signed_softmax": signed_softmax,
-    "standardised": standardised,
-    "floored": floored,
+# Of completion i of a group with rewards r: arXiv 2402.14740, 2507.08838 (of rows that are averaged), 2509.06949, RLDF.
+FORMULAS = {
+    "leave_one_out": lambda r, i: r[i] - fmean(r[:i] + r[i + 1 :]),
+    "signed_softmax": lambda r, i: (
+        len(r) * (1 / sum(math.exp(x - r[i]) for x in r) - 1 / sum(math.exp(r[i] - x) for x in r))
+    ),
+    "standardised": lambda r, i: (r[i] - fmean(r)) / (pstdev(r) or 1.0),
+    "floored": lambda r, i: (r[i] - fmean(r)) / max(stdev(r), 0.01),
 }
 
 
-@pytest.mark.parametrize("name", OF_A_GROUP)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_advantages_are_those_of_the_formula(name):
-    expected = [OF_A_GROUP[name](rewards) for rewards in REWARDS]
-    torch.testing.assert_close(
-        ADVANTAGES[name](CENTRED), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
-    )
+    expected = [[FORMULAS[name](rewards, i) for i in range(4)] for rewards in REWARDS]
+    torch.testing.assert_close(ADVANTAGES[name](CENTRED), torch.tensor(expected, dtype=torch.float64), **EXACT)
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
@@ -545,7 +425,7 @@ def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
-@pytest.mark.parametrize("name", ["trl", *OF_A_GROUP])
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
     """Released code has the fault of a softmax over the rows of a process instead of the group, which gives other
     weights."""

@@ -152,22 +152,6 @@ def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, met
     check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *combination)
 
 
-MORE = [(a, g, m) for a in (1, 2, 4) for g in sorted({1, a, 2 * a}) for m in (1, 2, 5)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "per_generation", "mu"), MORE)
-@pytest.mark.parametrize("method", METHODS)
-def test_each_sample_meets_each_updates_views_once_in_every_combination(
-    tiny_model_dir, tmp_path, method, accumulation, per_generation, mu
-):
-    if OBJECTIVE[method].over_group and accumulation % per_generation:
-        with pytest.raises(ValueError, match="must be a multiple of steps_per_generation"):
-            check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, accumulation, per_generation, mu)
-    else:
-        check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, accumulation, per_generation, mu)
-
-
 def elsewhere(views, prompt):
     """The views with one change in the prompt: a visible token is hidden, or a hidden one is visible."""
     noise = views.noise.clone()
@@ -436,9 +420,3 @@ def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, met
     moved = max((value - after[name]).abs().max() for name, value in before.items())
     assert moved > 1e-6 if scored.any() else moved == 0
     assert scored.any() or SCORED[method] == "steps"
-
-
-@pytest.mark.parametrize("method", [name for name in REPLAYS if name != "just-grpo"])
-def test_replay_of_guidance_is_refused(tiny_model_dir, tmp_path, method):
-    with pytest.raises(ValueError, match="scores tokens in the sampler's states"):
-        make_method(tiny_model_dir, tmp_path, method, cfg_scale=1.0)

@@ -27,22 +27,19 @@ LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
 COLUMNS: dict[str, Any] = {"completions": ["a", "b", "c"], "letter": ["x", "y", "z"], "step": 7}
 NUMBERS = [1, True, 0.5, np.float32(0.25), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
-BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, the message, and the row
-    "nan": ([0.0, 1.0, math.nan], "returned nan, which is not finite as float32", 2),
-    "inf": ([0.0, np.float32("-inf"), math.nan], r"returned np.float32\(-inf\), which is not finite", 1),
-    "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), r"returned tensor\(nan\), which is not finite", 0),
-    "too large": ([3e38, 1e300, 0.0], r"returned 1e\+300, which is not finite as float32", 1),
-    "too small": ([np.float64(-3.5e38), 0.0, 0.0], r"returned np.float64\(-3.5e\+38\), which is not finite", 0),
-    "an integer too large": ([0.0, 0.0, 10**400], "returned 10+[0.]+, which is not finite as float32", 2),
-    "string": (["0.5", 1.0, 1.0], "returned '0.5', which is not a number", 0),
-    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is not a number", 1),
-    "complex": ([1.0, 1.0, 1j], "returned 1j, which is not a number", 2),
-    "too few": ([1.0], "returned 1 rewards for 3 rows", None),
-    "too many": ([1.0] * 4, "returned 4 rewards for 3 rows", None),
-    "a number": (1.0, "returned float, not a list", None),
-    "text": ("abc", "returned str, not a list", None),
-    "a dict": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list", None),
-    "nothing": (None, "returned NoneType, not a list", None),
+BAD: dict[str, tuple[Any, str]] = {  # what is returned, and the message
+    "nan": ([0.0, 1.0, math.nan], "returned nan for row 2, which is not finite as float32"),
+    "inf": ([0.0, np.float32("-inf"), math.nan], r"returned np.float32\(-inf\) for row 1, which is not finite"),
+    "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), r"returned tensor\(nan\) for row 0, which is not finite"),
+    "too large": ([3e38, 1e300, 0.0], r"returned 1e\+300 for row 1, which is not finite as float32"),
+    "an integer too large": ([0.0, 0.0, 10**400], "returned 10+[0.]+ for row 2, which is not finite as float32"),
+    "string": (["0.5", 1.0, 1.0], "returned '0.5' for row 0, which is not a number"),
+    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\] for row 1, which is not a number"),
+    "complex": ([1.0, 1.0, 1j], "returned 1j for row 2, which is not a number"),
+    "too few": ([1.0], "returned 1 rewards for 3 rows"),
+    "text": ("abc", "returned str, not a list"),
+    "a dict": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list"),
+    "nothing": (None, "returned NoneType, not a list"),
 }
 
 
@@ -78,16 +75,11 @@ def test_numbers_and_none_pass_as_they_are(tmp_path: Path, container: Any) -> No
 @pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_reward_names_function_task_and_row(tmp_path: Path, kind: str, case: str) -> None:
-    values, problem, row = BAD[case]
+    values, problem = BAD[case]
     reward = guarded(constant(values, kind), "letters", tmp_path / "run")
-    where = "no single row" if row is None else f"row {row} of its batch"
-    with pytest.raises(
-        RewardError, match=rf"reward odd of task letters {problem}.*, on {where}; see .*reward_error_odd"
-    ):
+    with pytest.raises(RewardError, match=rf"reward odd of task letters {problem}.*reward_error_odd.json has its"):
         call(reward, **COLUMNS)
-    left = json.loads((tmp_path / "run" / "reward_error_odd.json").read_text())
-    expected = {"completions": "abc"[row], "letter": "xyz"[row]} if row is not None else {"letter": ["x", "y", "z"]}
-    assert {"row": row, **expected}.items() <= left.items()
+    assert json.loads((tmp_path / "run" / "reward_error_odd.json").read_text()) == COLUMNS
 
 
 class Instance:
@@ -109,10 +101,9 @@ async def later(letter: list, **columns: Any) -> list[float]:
     ("function", "name"),
     [(brittle, "brittle"), (later, "later"), (Instance(), "Instance"), (functools.partial(brittle), "brittle")],
 )
-def test_a_function_that_raises_is_asked_which_row_it_is(tmp_path: Path, function: Any, name: str) -> None:
-    with pytest.raises(RewardError, match=rf"reward {name} of task t raised KeyError: .*no such letter.* on row 1 of"):
+def test_a_function_that_raises_is_named(tmp_path: Path, function: Any, name: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward {name} of task t raised KeyError: .*no such letter"):
         call(guarded(function, "t", tmp_path), **COLUMNS)
-    assert json.loads((tmp_path / f"reward_error_{name}.json").read_text())["letter"] == "y"
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -133,23 +124,16 @@ def value(text):
     )
     *_, parsed, short = with_rewards(letters_task, str(file)).REWARDS
     where = re.escape(str(file))
-    with pytest.raises(
-        RewardError, match=rf"parsed of task t raised JSONDecodeError: .* \({where}, line 4\), on row 0 of"
-    ):
+    with pytest.raises(RewardError, match=rf"parsed of task t raised JSONDecodeError: .* \({where}, line 4\)"):
         call(guarded(parsed, "t", tmp_path), **COLUMNS)
-    with pytest.raises(RewardError, match=rf"returned 0 rewards for 3 rows \({where}, line 9\), on no single row"):
+    with pytest.raises(RewardError, match=rf"returned 0 rewards for 3 rows \({where}, line 9\)"):
         call(guarded(short, "t", tmp_path), **COLUMNS)
+    with pytest.raises(RewardError, match=r"returned \[\] for row 0, which .*test_rewards\.py, line \d+\)"):
+        call(guarded(functools.partial(constant([[]])), "t", tmp_path), completions=["a"])
     rows = letters_task.load_rows("train")
-    for reward, where in (
-        (parsed, r"it raised TypeError: .*, line 4"),
-        (short, r"it returned 0 rewards .*, line 9"),
-    ):
+    for reward, where in ((parsed, r"it raised TypeError: .*, line 4"), (short, r"it returned 0 rewards .*, line 9")):
         with pytest.raises(ValueError, match=rf"cannot score its rows \({where}\)\); they have the columns"):
             check_rewards(letters_with([reward]), rows, "letters")
-    with pytest.raises(
-        RewardError, match=r"returned \[\], which is not a number .*test_rewards\.py, line \d+\), on row 0"
-    ):
-        call(guarded(functools.partial(constant([[]])), "t", tmp_path), completions=["a"])
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -167,19 +151,11 @@ def letters_with(rewards: list) -> ModuleType:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ([0.0, 1.0], "it returned 2 rewards for 1 rows"),
-        (["1.0"], "it returned '1.0', which is not a number"),
-        ([math.nan], "it returned nan"),
-        (None, "it returned NoneType, not a list"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_the_start(kind: str, values: Any, problem: str) -> None:
+@pytest.mark.parametrize("values", [[0.0, 1.0], [math.nan]])
+def test_what_cannot_work_is_refused_at_the_start(kind: str, values: Any) -> None:
     rows = letters_task.load_rows("train")
     with pytest.raises(
-        ValueError, match=rf"reward odd of task letters cannot score its rows \({problem}.*columns prompt"
+        ValueError, match=r"reward odd of task letters cannot score its rows \(it returned .*columns pro"
     ):
         check_rewards(letters_with([letters_task.letter_share, constant(values, kind)]), rows, "letters")
     check_rewards(letters_with([constant([None], kind), constant([1], kind)]), rows, "letters")
@@ -288,8 +264,7 @@ def worse(completions, **columns):
 REWARDS = [worse]
 """
     task = write_task(tmp_path, body)
-    with pytest.raises(RewardError, match=rf"reward worse of task {task} returned nan, .*, on row 3 of its batch"):
+    with pytest.raises(RewardError, match=rf"reward worse of task {task} returned nan for row 3, "):
         run_task(task, tiny_model_dir, tmp_path / "run", max_steps=5)
     left = json.loads((tmp_path / "run" / "reward_error_worse.json").read_text())
-    assert left["row"] == 3
-    assert left["completions"][0]["role"] == "assistant"
+    assert left["completions"][3][0]["role"] == "assistant"

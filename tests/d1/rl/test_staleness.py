@@ -159,11 +159,11 @@ def make_lost(model_dir, tmp_path, steps):
     ("changes", "said"),
     [
         ({"rollout_mode": "trainer", "rollout_server_base_url": None}, "only servers sample while"),
-        ({}, "one_step scores tokens in other states than those they were sampled in; set --sampling_weight_cap"),
-        ({"method": "bgpo"}, "bgpo cannot weigh tokens: take an objective of trl, reinforce, clipped_views, or --est"),
-        ({"method": "spg"}, "spg cannot weigh tokens: take an objective of trl, reinforce, clipped_views$"),
-        ({"method": "tracerl"}, "replay scores tokens in other states"),
-        ({"estimator": "replay", "objective": "reinforce", "beta": 0.0, "p_mask_prompt": 0.0}, "reads no old log-pr"),
+        *(({"method": one}, "needs a correction: set --sampling_weight") for one in ("d1", "bgpo", "spg", "tracerl")),
+        (
+            {"estimator": "replay", "objective": "reinforce", "beta": 0.0, "p_mask_prompt": 0.0},
+            "or --estimator replay.* with an objective that reads old log-probs",
+        ),
         ({"rollout_staleness": -1}, "rollout_staleness -1"),
     ],
 )
