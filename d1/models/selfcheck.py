@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from d1.models.head import body_and_head
 from d1.transformers_bridge import CACHE
 
-LIBRARIES = ("d1", "torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 
 
 def check_environment(prepare: Callable[[Any], Any], marks: Path = Path(HF_HOME) / "d1") -> None:
