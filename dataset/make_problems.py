@@ -105,12 +105,16 @@ def arithmetic_problems(seed: int) -> Iterator[Row]:
     """Problems in GSM8K's schema; no start comes twice with the same operands."""
     rng = np.random.default_rng(seed)
     sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), 3)]
-    for start, *operands in rng.permutation(sets).tolist():
-        problem, amount, lines = draw_problem(start, operands, rng), start, []
-        for step in problem.steps:
-            before, amount = amount, after(amount, step)
-            lines.append(f"{before} {step.sign} {step.operand} = {amount}")
-        yield {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
+    for numbers in rng.permutation(sets).tolist():
+        yield arithmetic_row(*numbers, rng=rng)
+
+
+def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> Row:
+    problem, amount, lines = draw_problem(start, operands, rng), start, []
+    for step in problem.steps:
+        before, amount = amount, after(amount, step)
+        lines.append(f"{before} {step.sign} {step.operand} = {amount}")
+    return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
 
 
 def program_problems(rng: random.Random) -> Iterator[Row]:
