@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
 }
 Results = dict[str, dict[str, float]]
-Runs = dict[str, Callable[[], Any]]  # the functions that are compared, by name
+Runs = Mapping[str, Callable[[], Any]]  # the functions that are compared, by name
 
 
 def random_model(size: str, block_size: int | None = None) -> Any:

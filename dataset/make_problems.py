@@ -15,9 +15,9 @@ With --sealed it writes the problems that are used only for the final table of s
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, islice
 from pathlib import Path
@@ -38,10 +38,11 @@ POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
 PROGRAMS = {"train": 2101, "validation": 512, "test": 512}
 SEALED = 1024
+Row = dict[str, str]
 
 
-def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: random.Random) -> list[tuple[str, str]]:
-    """`count` different (puzzle, solution) pairs; the numbers of puzzles per solution differ by at most one."""
+def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: random.Random) -> list[Row]:
+    """`count` different puzzles with their solutions; the numbers of puzzles per solution differ by at most one."""
     puzzles: dict[str, str] = {}
     while len(puzzles) < count:
         solution = solutions[len(puzzles) % len(solutions)]
@@ -50,9 +51,9 @@ def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: rand
         fitting = sum(all(grid[i] == solution[i] for i in range(16) if i not in holes) for grid in grids)
         if fitting == 1:
             puzzles[puzzle] = solution
-    pairs = list(puzzles.items())
-    rng.shuffle(pairs)
-    return pairs
+    rows = [{"Puzzle": puzzle, "Solution": solution} for puzzle, solution in puzzles.items()]
+    rng.shuffle(rows)
+    return rows
 
 
 def countdown_values(numbers: list[Fraction]) -> set[Fraction]:
@@ -69,67 +70,65 @@ def countdown_values(numbers: list[Fraction]) -> set[Fraction]:
     return values
 
 
-def countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """Problems in d1's test schema, e.g. {"input": "30,100,93", "output": "23"}; no set of numbers appears twice."""
+def countdown_row(numbers: tuple[int, ...], target: int | Fraction) -> Row:
+    """A problem in d1's test schema, e.g. {"input": "30,100,93", "output": "23"}."""
+    return {"input": ",".join(map(str, numbers)), "output": str(target)}
+
+
+def countdown_problems(rng: random.Random) -> Iterator[Row]:
+    """Problems without end; no set of numbers appears twice."""
     seen: set[tuple[int, ...]] = set()
-    problems: dict[str, list[dict[str, str]]] = {split: [] for split in splits}
-    for split, count in splits.items():
-        while len(problems[split]) < count:
-            numbers = [rng.randint(1, 99) for _ in range(3)]
-            key = tuple(sorted(numbers))
-            targets = sorted(
-                v for v in countdown_values([Fraction(n) for n in numbers]) if v.denominator == 1 and 1 <= v < 100
-            )
-            if key in seen or not targets:
-                continue
+    while True:
+        numbers = tuple(rng.randint(1, 99) for _ in range(3))
+        key = tuple(sorted(numbers))
+        values = countdown_values([Fraction(n) for n in numbers])
+        targets = sorted(value for value in values if value.denominator == 1 and 1 <= value < 100)
+        if targets and key not in seen:
             seen.add(key)
-            target = rng.choice(targets)
-            problems[split].append({"input": ",".join(map(str, numbers)), "output": str(target)})
-    return problems
+            yield countdown_row(numbers, rng.choice(targets))
 
 
-def pocket_countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """Problems in d1's test schema; `splits` gives the sets of numbers per split; the largest number comes first."""
+def pocket_countdown_problems(rng: random.Random) -> dict[str, list[Row]]:
+    """Each split's sets of numbers, the largest number first, with all their targets."""
     sets = [numbers[::-1] for numbers in combinations_with_replacement(range(1, LARGEST_NUMBER + 1), 3)]
     rng.shuffle(sets)
-    problems: dict[str, list[dict[str, str]]] = {}
-    for split, count in splits.items():
-        share, sets = sets[:count], sets[count:]
+    rest, problems = iter(sets), {}
+    for split, count in POCKET_COUNTDOWN_SETS.items():
+        share = islice(rest, count)
         pairs = [(numbers, target) for numbers in share for target in {c.value for c in chains(numbers)} if target]
         rng.shuffle(pairs)
-        problems[split] = [{"input": ",".join(map(str, numbers)), "output": str(target)} for numbers, target in pairs]
+        problems[split] = [countdown_row(*pair) for pair in pairs]
     return problems
 
 
-def arithmetic_problems(splits: dict[str, int], seed: int) -> dict[str, list[dict[str, str]]]:
-    """Problems in GSM8K's schema; `splits` gives their number; no start comes twice with the same operands."""
+def arithmetic_problems(seed: int) -> Iterator[Row]:
+    """Problems in GSM8K's schema; no start comes twice with the same operands."""
     rng = np.random.default_rng(seed)
     sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), 3)]
-    numbers = iter(rng.permutation(sets).tolist())
-    return {split: [arithmetic_row(*next(numbers), rng=rng) for _ in range(count)] for split, count in splits.items()}
+    for numbers in rng.permutation(sets).tolist():
+        yield arithmetic_row(*numbers, rng=rng)
 
 
-def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> dict[str, str]:
-    problem = draw_problem(start, operands, rng)
-    lines, amount = [], start
+def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> Row:
+    problem, amount, lines = draw_problem(start, operands, rng), start, []
     for step in problem.steps:
         before, amount = amount, after(amount, step)
         lines.append(f"{before} {step.sign} {step.operand} = {amount}")
     return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
 
 
-def program_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """Every function of the task in one split, with the same two examples."""
+def program_problems(rng: random.Random) -> Iterator[Row]:
+    """Every function of the task, with the same two examples."""
     every = functions()
-    drawn = iter(rng.sample(every, len(every)))
-    inputs = ",".join(INPUTS)
-    return {
-        split: [{"input": inputs, "program": program_of(function)} for function in islice(drawn, count)]
-        for split, count in splits.items()
-    }
+    for function in rng.sample(every, len(every)):
+        yield {"input": ",".join(INPUTS), "program": program_of(function)}
 
 
-def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
+def splits_of(rows: Iterator[Row], counts: dict[str, int]) -> dict[str, list[Row]]:
+    return {split: [*islice(rows, count)] for split, count in counts.items()}
+
+
+def sealed_problems(seed: int) -> dict[str, list[Row]]:
     """Task -> 1,024 problems that are in no split, except for Pocket Countdown.
 
     Arithmetic: other starts with their operands. Sudoku: the splits use all 288 solution grids, so these are other
@@ -141,13 +140,13 @@ def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
     drawn = sudoku_puzzles(shares[-SUDOKU_GRIDS["test"] :], 2 * SEALED, grids, random.Random(seed + 1))
     asked = (folder / "sudoku_test.csv").read_text()
     return {
-        "sudoku": [{"Puzzle": puzzle, "Solution": grid} for puzzle, grid in drawn if puzzle not in asked][:SEALED],
-        "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(seed))["test"],
-        "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS | {"sealed": SEALED}, seed)["sealed"],
+        "sudoku": [row for row in drawn if row["Puzzle"] not in asked][:SEALED],
+        "pocket_countdown": pocket_countdown_problems(random.Random(seed))["test"],
+        "arithmetic": splits_of(arithmetic_problems(seed), ARITHMETIC_PROBLEMS | {"sealed": SEALED})["sealed"],
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
 
@@ -165,20 +164,17 @@ def main(args: argparse.Namespace) -> None:
         for task, rows in sealed_problems(args.seed).items():
             write_rows(args.output_dir / f"{task}.jsonl", rows)
         return
-    grids = solution_grids()
-    rng = random.Random(args.seed)
-    shuffled = rng.sample(grids, len(grids))
+    grids, rng = solution_grids(), random.Random(args.seed)
+    shuffled = iter(rng.sample(grids, len(grids)))
     for split, share in SUDOKU_GRIDS.items():
-        solutions, shuffled = shuffled[:share], shuffled[share:]
-        with open(args.output_dir / f"sudoku_{split}.csv", "w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["Puzzle", "Solution"])
-            writer.writerows(sudoku_puzzles(solutions, SUDOKU_PUZZLES[split], grids, rng))
+        puzzles = sudoku_puzzles([*islice(shuffled, share)], SUDOKU_PUZZLES[split], grids, rng)
+        lines = ["Puzzle,Solution", *(",".join(row.values()) for row in puzzles)]
+        (args.output_dir / f"sudoku_{split}.csv").write_text("\n".join(lines) + "\n", newline="\n")
     files = {
-        "countdown": countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)),
-        "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(args.seed)),
-        "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS, args.seed),
-        "programs": program_problems(PROGRAMS, random.Random(args.seed)),
+        "countdown": splits_of(countdown_problems(random.Random(args.seed)), COUNTDOWN_PROBLEMS),
+        "pocket_countdown": pocket_countdown_problems(random.Random(args.seed)),
+        "arithmetic": splits_of(arithmetic_problems(args.seed), ARITHMETIC_PROBLEMS),
+        "programs": splits_of(program_problems(random.Random(args.seed)), PROGRAMS),
     }
     for name, splits in files.items():
         for split, rows in splits.items():

@@ -25,24 +25,22 @@ from pocket.report import ARMS, FOUR_ARMS, demo_folder, write_report
 
 BLOCK_BASE = "block_base"  # folder in pocket/, for Sudoku
 
-# Flags of RL in addition to pocket.yaml. With its learning rate, 3e-4, the other tasks end below their start.
+# With pocket.yaml's learning rate, 3e-4, Countdown and arithmetic end below their start.
+LOWER = ("--learning_rate", 1e-4)
+OWN = {"countdown": LOWER, "arithmetic": LOWER, "programs": ("--max_steps", 120)}
+# Flags of RL in addition to pocket.yaml.
 GRPO = {
-    "sudoku": (),
-    "countdown": (
-        *("--dataset", "pocket_countdown", "--max_prompt_length", 6, "--learning_rate", 1e-4),
-        *("--max_completion_length", 24, "--diffusion_steps", 12),
-    ),
-    "arithmetic": ("--dataset", "arithmetic", "--max_prompt_length", 24, "--learning_rate", 1e-4),
-    "programs": (
-        *("--dataset", "programs", "--max_prompt_length", 12, "--max_steps", 120),
-        *("--max_completion_length", 24, "--diffusion_steps", 12),
-    ),
+    task: (
+        *("--dataset", recipe.task, "--max_prompt_length", recipe.prompt_tokens, *OWN.get(task, ())),
+        *("--max_completion_length", recipe.lengths[0], "--diffusion_steps", recipe.lengths[0] // 2),
+    )
+    for task, recipe in RECIPES.items()
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=[*GRPO], default="sudoku")
+    parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; block: only for Sudoku")
     parser.add_argument("--seed", type=int, default=0, help="seed of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
@@ -66,9 +64,8 @@ def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku", model: s
     flags = ["--train_data", ROOT / "dataset" / recipe.sft_file, "--full_finetuning", "--debugging", "--resume"]
     flags += ["--num_epochs", 1, "--batch_size", 32, "--grad_accum_steps", 1, "--learning_rate", 2e-4]
     flags += ["--eos_padding", recipe.lengths[-1], "--max_length", 128, "--logging_steps", 4, "--eval_steps", 10]
-    flags += ["--num_proc", 1]
-    flags += ["--model_name", base_of(task, model), "--output_dir", folder, "--job_name", "sft", "--seed", seed]
-    flags += ["--max_steps", 4] if miniature else []
+    flags += ["--num_proc", 1, "--model_name", base_of(task, model), "--output_dir", folder, "--job_name", "sft"]
+    flags += ["--seed", seed, *(["--max_steps", 4] if miniature else [])]
     return Phase("sft", [sys.executable, "sft_train.py", *map(str, flags)], ROOT / "SFT", weight=15)
 
 
@@ -89,8 +86,7 @@ def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", mo
         # Relative, so that the generation files contain no absolute paths.
         path = os.path.relpath(base if arm == "base" else folder / arm, ROOT / "eval")
         flags = ["--model_path", path, "--dataset", recipe.task, "--gen_length", *recipe.lengths, "--block_length", 8]
-        flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
-        flags += ["--limit", 16] if miniature else []
+        flags += ["--batch_size", 128, "--output_dir", folder / "generations", *(["--limit", 16] if miniature else [])]
         command = [sys.executable, "eval.py", *map(str, flags)]
         return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=() if arm == "base" else (arm,))
 

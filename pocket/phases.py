@@ -56,18 +56,15 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     path = state_dir / "phases.json"
-    commands = {phase.name: [str(word) for word in phase.command] for phase in phases}
-    state = json.loads(path.read_text()) if path.exists() else {"commands": {}, "seconds": {}, "done": []}
-    if any(state["commands"].get(name, command) != command for name, command in commands.items()):
-        raise PhaseError(f"{state_dir} was made with other commands: remove that folder to start again")
-    known: dict[str, Any] = state.setdefault("contents", {})  # older states have none
-    for phase in phases:
-        for name, content in _contents(phase, state_dir):
-            if known.setdefault(name, content) != content:
-                raise PhaseError(
-                    f"{state_dir} was made with other contents of {name}: remove that folder to start again"
-                )
-    state["commands"] |= commands
+    commands = {phase.name: [*phase.command] for phase in phases}
+    state: dict[str, Any] = {"commands": {}, "seconds": {}, "done": [], "contents": {}}
+    state |= json.loads(path.read_text()) if path.exists() else {}
+    contents = {name: content for phase in phases for name, content in _contents(phase, state_dir)}
+    for known, found in (state["commands"], commands), (state["contents"], contents):
+        for name, value in found.items():
+            if known.setdefault(name, value) != value:
+                what = "commands" if found is commands else f"contents of {name}"
+                raise PhaseError(f"{state_dir} was made with other {what}: remove that folder to start again")
     seconds, done, logs = state["seconds"], state["done"], {name: state_dir / f"{name}.log" for name in commands}
     running: dict[str, tuple[subprocess.Popen, float]] = {}
 
@@ -106,21 +103,19 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
 def _contents(phase: Phase, state_dir: Path) -> Iterator[tuple[str, Any]]:
     """The models and files that a command names, by fingerprint; without what the job itself makes."""
     for word in phase.command[2:]:
-        path = os.path.realpath(os.path.join(phase.folder, str(word)))
-        if str(word).endswith((*FILES, ".yaml")) and os.path.isfile(path):
-            yield str(word), of_file(path)
-        elif os.path.isfile(os.path.join(path, "config.json")) and not Path(path).is_relative_to(state_dir.resolve()):
-            yield str(word), of_folder(path, [*model_files(path), *OF_A_TOKENIZER])
+        path = Path(os.path.realpath(phase.folder / word))
+        if word.endswith((*FILES, ".yaml")) and os.path.isfile(path):
+            yield word, of_file(str(path))
+        elif os.path.isfile(path / "config.json") and not path.is_relative_to(state_dir.resolve()):
+            yield word, of_folder(str(path), [*model_files(str(path)), *OF_A_TOKENIZER])
 
 
 def _start(phase: Phase, log: Path) -> subprocess.Popen:
-    words = [str(part) for part in phase.command]
-    with open(log, "ab") as file:
-        file.write(f"\n$ {' '.join(words)}\n".encode())
-        file.flush()
-        given: dict[str, Any] = {"cwd": phase.folder, "env": os.environ | ENVIRONMENT, "stdin": subprocess.DEVNULL}
+    given: dict[str, Any] = {"cwd": phase.folder, "env": os.environ | ENVIRONMENT, "stdin": subprocess.DEVNULL}
+    with open(log, "ab", buffering=0) as file:
+        file.write(f"\n$ {' '.join(phase.command)}\n".encode())
         # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
-        return subprocess.Popen(words, **given, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(phase.command, **given, stdout=file, stderr=file, start_new_session=True)
 
 
 def _stop(process: subprocess.Popen) -> None:

@@ -73,9 +73,9 @@ class Job:
         return self.task if self.base == RECIPES[self.task].base else f"{self.task}, blocks"
 
     @property
-    def pairs(self) -> list[tuple[tuple[str, str], int]]:
-        """The comparisons, as (two arms, length)."""
-        return [*product([pair for pair in PAIRS if {*pair} <= {*self.arms}], self.lengths)]
+    def pairs(self) -> list[tuple[str, str, int]]:
+        """The comparisons, as (arm, other arm, length)."""
+        return [(a, b, length) for (a, b), length in product(PAIRS, self.lengths) if {a, b} <= {*self.arms}]
 
     def compared(self, a: str, b: str, length: int) -> dict[str, Any]:
         """The paired difference of two arms, as `parse_and_get_acc.py --compare` computes it."""
@@ -98,9 +98,10 @@ def job_of(folder: Path) -> Job:
             reasons = "; ".join(row.errors) or "problems are missing"
             raise ValueError(f"{folder}: {row.setup} is not complete: {reasons}")
         scored["base" if setup.model not in ARMS else setup.model, setup.gen_length] = row, details
+    found = {(setup.task, setup.model) for setup in setups}
     for task, recipe in RECIPES.items():
         for base in (recipe.base, f"block_{recipe.base}"):
-            if any((setup.task, setup.model) == (recipe.task, base) for setup in setups):
+            if (recipe.task, base) in found:
                 arms = [arm for arm in ARMS if all((arm, length) in scored for length in recipe.lengths)]
                 return Job(folder, task, base, recipe.lengths, arms, scored)
     raise FileNotFoundError(f"{folder} has no generations of a pocket base model: run make demo")
@@ -117,13 +118,15 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
     console.print(shown, markup=False)
     trained = [arm for arm in job.arms if arm not in ("base", "sft")]
     draw([folder / arm for arm in trained], [ARMS[arm] for arm in trained], folder / "curves.png")
-    watch(job)
+    number, rule = shown_problem(job)
+    watch(job, number)
     differences = []
-    for (a, b), length in job.pairs:
+    for a, b, length in job.pairs:
         found = job.compared(a, b, length)
         cells = [f"{found['difference']:+.1f}", f"{found['b_better']} / {found['a_better']}", f"{found['p_value']:.2g}"]
         differences.append([f"{b} - {a}, length {length}", *cells])
-    text = f"""# d1 on the pocket model: {job.task}
+    path = folder / "report.md"
+    path.write_text(f"""# d1 on the pocket model: {job.task}
 
 Percent of {job.row("base", job.lengths[0]).n} test problems solved, greedy, with 95% intervals.
 
@@ -141,7 +144,7 @@ did, with animated completions:
 
 ## One problem, {ARMS["base"]} and {ARMS[FINAL]}
 
-{shown_problem(job)[1]}:
+{rule}:
 
 ![The problem denoised by both models](watch.svg)
 
@@ -149,33 +152,29 @@ did, with animated completions:
 
 ## Seconds per phase
 
-{markdown_table(["phase", "seconds"], [[name, f"{value:.0f}"] for name, value in seconds.items()])}"""
-    path = folder / "report.md"
-    path.write_text(text)
+{markdown_table(["phase", "seconds"], [[name, f"{value:.0f}"] for name, value in seconds.items()])}""")
     return path
 
 
 def shown_problem(job: Job) -> tuple[int, str]:
     """The number, in the test split, of the problem to watch, and the rule by which it was chosen."""
     length = job.lengths[0]
-    pairs = [*zip(*(job.scored[arm, length][1] for arm in ("base", FINAL)), strict=True)]
+    pairs = zip(*(job.scored[arm, length][1] for arm in ("base", FINAL)), strict=True)
     changed = [before["question"] for before, after in pairs if before["accuracy"] != after["accuracy"]]
-    asked = load_task(RECIPES[job.task].task).load_rows("test", None)["question"]
-    if changed:  # an evaluation with a limit has only some of the problems
-        return [*asked].index(changed[0]), (
-            f"The first of these test problems that only one of the two solves, at length {length}"
-        )
-    return 0, f"The first test problem; at length {length} both solve the same ones"
+    if not changed:
+        return 0, f"The first test problem; at length {length} both solve the same ones"
+    # An evaluation with a limit has only some of the problems.
+    number = [*load_task(RECIPES[job.task].task).load_rows("test", None)["question"]].index(changed[0])
+    return number, f"The first of these test problems that only one of the two solves, at length {length}"
 
 
-def watch(job: Job) -> None:
+def watch(job: Job, number: int) -> None:
     """Writes watch.html and watch.svg: a test problem, solved by the base and by the final model."""
-    command = [sys.executable, "-m", "d1", "watch", "--dataset", RECIPES[job.task].task]
-    command += ["--split", "test", "--index", str(shown_problem(job)[0])]
-    command += ["--gen_length", str(job.lengths[0]), "--block_length", "8"]
     folder = job.folder.resolve()
-    command += ["--model_path", f"pocket/{job.base}", "--against", f"model_path={folder / FINAL}"]
-    command += ["--html", str(folder / "watch.html"), "--svg", str(folder / "watch.svg")]
+    flags = ["--dataset", RECIPES[job.task].task, "--split", "test", "--index", number, "--gen_length", job.lengths[0]]
+    flags += ["--block_length", 8, "--model_path", f"pocket/{job.base}", "--against", f"model_path={folder / FINAL}"]
+    flags += ["--html", folder / "watch.html", "--svg", folder / "watch.svg"]
+    command = [sys.executable, "-m", "d1", "watch", *map(str, flags)]
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
@@ -214,7 +213,7 @@ def differences_table(jobs: Sequence[Job]) -> str:
         return np.array([one["accuracy"] for one in job.scored[arm, length][1]])
 
     rows = []
-    for (a, b), length in jobs[0].pairs:
+    for a, b, length in jobs[0].pairs:
         results = [job.compared(a, b, length) for job in jobs]
         mean = mean_of(100 * np.stack([solved(job, b, length) - solved(job, a, length) for job in jobs]))
         apart = sum((job.row(b, length).ci_low or 0) > (job.row(a, length).ci_high or 0) for job in jobs)

@@ -31,8 +31,7 @@ PENALTY, ALLOWED = 3.0, 5.0  # AUP's alpha, and points of accuracy below the slo
 def sudoku(count: int, seed: int) -> Any:
     """Rows of `count` new puzzles on the test split's solution grids."""
     solutions = sorted(set(load_task("sudoku").load_rows("test")["ground_truth"]))
-    puzzles = sudoku_puzzles(solutions, count, solution_grids(), random.Random(seed))
-    return rows_of("sudoku", [{"Puzzle": puzzle, "Solution": solution} for puzzle, solution in puzzles])
+    return rows_of("sudoku", sudoku_puzzles(solutions, count, solution_grids(), random.Random(seed)))
 
 
 def arithmetic(count: int, seed: int) -> Any:

@@ -26,8 +26,8 @@ def assert_same_updates(model, expected, start):
     assert max(moved) > 1e-4  # otherwise equal weights would show nothing
 
 
-def trained(rows, folder, steps):
-    """The trainer's model after `steps` optimizer steps."""
+def trained(task, rows, folder):
+    """The trainer's model after two rollouts with their updates."""
     model = load_model(BASE)
     model.generation_config.eos_token_id = end_ids(load_tokenizer(BASE))
     args = DiffuGRPOConfig(
@@ -43,7 +43,7 @@ def trained(rows, folder, steps):
         adam_beta2=0.99,
         weight_decay=0.0,
         max_grad_norm=S.max_grad_norm,
-        max_steps=steps,
+        max_steps=2 * S.num_iterations,
         shuffle_dataset=False,
         gradient_checkpointing=False,
         save_strategy="no",
@@ -51,15 +51,7 @@ def trained(rows, folder, steps):
         disable_tqdm=True,
         seed=S.seed,
     )
-    task = load_task("sudoku")
-    trainer = DiffuGRPOTrainer(
-        model=model,
-        reward_funcs=task.REWARDS,
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=load_tokenizer(BASE),
-    )
-    trainer.train()
+    DiffuGRPOTrainer(model, task.REWARDS, args, Dataset.from_list(rows), load_tokenizer(BASE)).train()
     return model
 
 
@@ -67,11 +59,9 @@ def test_two_rollouts_end_at_the_trainers_weights(tmp_path):
     task = load_task("sudoku")
     rows = task.load_rows("train").select(range(4)).to_list()
     model, start = load_model(BASE), load_model(BASE)
-    batches = [rows[:2], rows[2:]]
-    metrics = list(rl_loop.train(model, start.eval(), load_tokenizer(BASE), task.REWARDS, batches, S))
+    metrics = list(rl_loop.train(model, start.eval(), load_tokenizer(BASE), task.REWARDS, [rows[:2], rows[2:]], S))
     assert [one["rollout"] for one in metrics] == [0, 1]
-    expected = trained(rows, tmp_path, steps=4)
-    assert_same_updates(model, expected, start)
+    assert_same_updates(model, trained(task, rows, tmp_path), start)
 
 
 # Adam divides the rounding of a gradient that is almost 0 by itself; a larger epsilon does not.
@@ -111,7 +101,7 @@ def test_two_steps_of_sft_end_at_the_trainers_weights(tmp_path):
     trainer.train()
 
     # Preparing shuffles the rows; noise is keyed by a row's place afterwards.
-    encoded = [sft_loop.encode(tokenizer, row, SFT.eos_padding) for row in data]
+    encoded = (sft_loop.encode(tokenizer, row, SFT.eos_padding) for row in data)
     by_ids = {tuple(ids.tolist()): (ids, answer) for ids, answer in encoded}
     mine = [[(number, *by_ids[tuple(dataset[number]["input_ids"])]) for number in step] for step in rows]
     losses = list(sft_loop.train(model, tokenizer, mine, SFT))

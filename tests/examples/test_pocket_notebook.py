@@ -62,13 +62,6 @@ def test_the_table_has_the_accuracy_of_each_model_in_percent(executed):
         assert f"{accuracy:.1f}% of 16 puzzles" in result(outputs[cell], "text/plain")
 
 
-def test_no_cell_warns_of_deprecated_names(executed):
-    outputs, _ = executed
-    printed = [output.text for cell in outputs.values() for output in cell if output.output_type == "stream"]
-    assert printed
-    assert not [text for text in printed if "FutureWarning" in text]
-
-
 def test_the_curves_of_rl_are_shown(executed):
     outputs, folder = executed
     assert base64.b64decode(result(outputs["curves"], "image/png")) == (folder / "curves.png").read_bytes()

@@ -15,11 +15,10 @@ from jinja2 import TemplateError
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.kinds import block_size
-from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
 from pocket import make_base, make_sft_data
 from pocket.answers import completion
-from pocket.demo import BLOCK_BASE, GRPO
+from pocket.demo import BLOCK_BASE
 from pocket.recipes import RECIPES
 from pocket.sudoku_traces import fill, problems, trace
 from pocket.tokenizer import build_tokenizer
@@ -28,8 +27,7 @@ from tests.sandbox import skip_without_sandbox
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
 SUDOKU = RECIPES["sudoku"]
-SHIPPED = {task: RECIPES[task] for task in GRPO}
-BASES = {recipe.base: recipe for recipe in SHIPPED.values()} | {BLOCK_BASE: SUDOKU}
+BASES = {recipe.base: recipe for recipe in RECIPES.values()} | {BLOCK_BASE: SUDOKU}
 TRAIN = ROOT / "dataset" / "sudoku_train.csv"
 QUESTION = "Solve the following Sudoku puzzle: 0002403020033024\n"
 ANSWER = completion("careful a3 b1", "a3 b1 c4 d2")
@@ -43,10 +41,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def puzzles():
     return problems(TRAIN)(200, np.random.default_rng(0))
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
 
 
 def solves(puzzle: str) -> int:
@@ -64,9 +58,6 @@ def solves(puzzle: str) -> int:
     )
 
 
-# tokenizer
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_shipped_tokenizer_is_the_one_the_script_makes(base):
     tokenizer, made = load_tokenizer(str(ROOT / "pocket" / base)), build_tokenizer(BASES[base].task)
@@ -79,7 +70,7 @@ def test_shipped_tokenizer_is_the_one_the_script_makes(base):
 
 
 def test_prompt_and_answer_tokenise_as_the_whole(tokenizer):
-    turns = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
     answer = tokenizer(ANSWER)["input_ids"]
     whole = tokenizer.apply_chat_template(turns, return_dict=False)
@@ -89,17 +80,11 @@ def test_prompt_and_answer_tokenise_as_the_whole(tokenizer):
 
 
 @pytest.mark.parametrize("content", ["What is 2 + 2?", "Sudoku: 000240302003302", "Sudoku: 0002403020033025"])
-def test_a_prompt_that_is_no_puzzle_is_refused(tokenizer, content):
+def test_a_prompt_that_is_no_puzzle_is_refused_and_unknown_words_are(tokenizer, content):
     with pytest.raises(TemplateError, match="16 digits 0-4"):
-        tokenizer.apply_chat_template([user(content)])
-
-
-def test_unknown_words_are_refused(tokenizer):
+        tokenizer.apply_chat_template([{"role": "user", "content": content}])
     with pytest.raises(Exception, match="UNK"):
         tokenizer("hello")
-
-
-# traces
 
 
 def test_solution_grids_are_all_288_that_the_rules_allow():
@@ -133,9 +118,6 @@ def test_styles_fill_as_described():
     )
 
 
-# the base
-
-
 @pytest.mark.parametrize("name", BASES)
 def test_base_is_small_bidirectional_and_loads_exactly(name):
     """Also for blocks: the first token sees the eighth, where its block ends, and no later one."""
@@ -161,13 +143,14 @@ def test_base_is_small_bidirectional_and_loads_exactly(name):
     assert blocks is None or torch.equal(first_token(last + 1), first_token())
 
 
-def card_cases():
-    """Each base at both lengths; the second is slow, and so is judging 512 programs."""
-    for name, at in itertools.product(BASES, (0, 1)):
-        yield pytest.param(name, at, marks=pytest.mark.slow if at or BASES[name].task == "programs" else ())
+# Each base at both lengths; the second is slow, and so is judging 512 programs.
+CARDS = [
+    pytest.param(name, at, marks=pytest.mark.slow if at or BASES[name].task == "programs" else ())
+    for name, at in itertools.product(BASES, (0, 1))
+]
 
 
-@pytest.mark.parametrize(("name", "at"), card_cases())
+@pytest.mark.parametrize(("name", "at"), CARDS)
 def test_base_solves_what_its_card_says(name, at):
     base, recipe = ROOT / "pocket" / name, BASES[name]
     skip_without_sandbox(recipe.task)
@@ -221,38 +204,9 @@ def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
     assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - SUDOKU.prompt_tokens)), rel=1e-5)
 
 
-# the SFT set
-
-
-@pytest.fixture(scope="module")
-def sft_rows():
-    return [json.loads(line) for line in (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("recipe", SHIPPED.values(), ids=[*SHIPPED])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
 def test_sft_set_is_what_the_script_makes(recipe):
     lines = (ROOT / "dataset" / recipe.sft_file).read_text().splitlines()
     made = make_sft_data.curated_rows(recipe, recipe.traces.problems(ROOT / "dataset" / recipe.training_file), seed=0)
     assert [json.loads(line) for line in lines[:100]] == [next(made) for _ in range(100)]
     assert len(lines) == len({json.loads(line)["question"] for line in lines}) == 1000
-
-
-def test_sft_set_is_well_formed_and_on_training_grids_only(sft_rows, tokenizer):
-    held_out: set[str] = set()
-    training: set[str] = set()
-    for split, grids in (("validation", held_out), ("test", held_out), ("train", training)):
-        with open(ROOT / "dataset" / f"sudoku_{split}.csv", newline="") as file:
-            grids |= {row["Solution"] for row in csv.DictReader(file)}
-    assert not held_out & training
-    assert len(sft_rows) == len({row["question"] for row in sft_rows}) == 1000
-    task = load_task("sudoku")
-    exact = 0
-    for row in sft_rows:
-        puzzle = row["question"].strip()[-16:]
-        solution = next(g for g in training if all(p in ("0", d) for p, d in zip(puzzle, g, strict=True)))
-        text = completion(row["thinking_trajectories"][0], row["attempt"])
-        score = task.score(text, {"question": row["question"], "ground_truth": solution})
-        assert score["cells"] >= 0.7
-        assert len(tokenizer(text)["input_ids"]) + 1 == min(SUDOKU.completion_tokens)
-        exact += score["accuracy"]
-    assert 500 < exact < 900  # curated, not clean

@@ -17,7 +17,7 @@ from d1.rl import train as diffu_grpo_train
 from d1.sft import train as sft_train
 from d1.tasks import load_task
 from pocket import report as pocket_report
-from pocket.demo import GRPO, arms_of, phases_of
+from pocket.demo import arms_of, phases_of
 from pocket.demo import main as demo
 from pocket.demo import make_parser as demo_parser
 from pocket.phases import Phase, PhaseError, run_phases
@@ -50,17 +50,11 @@ def miniature(tmp_path_factory):
     return folder / "seed3"
 
 
-def test_every_arm_is_evaluated_at_both_lengths(miniature):
+def test_every_arm_is_evaluated_at_both_lengths_and_in_the_report(miniature):
     table = json.loads((miniature / "table.json").read_text())
-    names = ["base", *(arm for arm in ARMS if arm != "base")]
-    assert set(table) == {f"sudoku_{name}_{length}_{length // 2}" for name in names for length in LENGTHS}
+    assert set(table) == {f"sudoku_{name}_{length}_{length // 2}" for name in ARMS for length in LENGTHS}
     assert job_of(miniature).arms == [*ARMS]
-    for row in table.values():
-        assert row["n"] == row["expected"] == 16
-        assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
-
-
-def test_the_report_has_the_table_the_curves_and_the_seconds(miniature):
+    assert all(row["n"] == row["expected"] == 16 for row in table.values())
     report = (miniature / "report.md").read_text()
     for title in ARMS.values():
         assert f"| {title} |" in report
@@ -69,23 +63,22 @@ def test_the_report_has_the_table_the_curves_and_the_seconds(miniature):
     assert (miniature / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def scenes_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)[1])
+
+
 def test_the_report_links_pages_that_play(miniature):
-    report = (miniature / "report.md").read_text()
-    scenes = {"watch.html": 1, "grpo/report.html": 8, "sft_grpo/report.html": 8, "shuffled/report.html": 8}
-    for name, count in scenes.items():
-        assert f"]({name})" in report
-        data = re.search(r'id="data">(.*?)</script>', (miniature / name).read_text(encoding="utf-8"), re.DOTALL)
-        found = json.loads(data[1])
-        assert [len(scene["films"]) for scene in found] == [2] * count
-    assert [film["title"] for film in found[0]["films"]] == ["before", "after"]
-    assert "](watch.svg)" in report
-    assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
-    job = job_of(miniature)
+    report, job = (miniature / "report.md").read_text(), job_of(miniature)
+    for arm in ("grpo", "sft_grpo", "shuffled"):
+        assert f"]({arm}/report.html)" in report
+        found = scenes_of(miniature / arm / "report.html")
+        assert [[film["title"] for film in scene["films"]] for scene in found] == [["before", "after"]] * 8
     number, rule = shown_problem(job)
     assert f"{rule}:\n" in report
-    page = (miniature / "watch.html").read_text(encoding="utf-8")
-    assert f"sudoku, test problem {number}</h1>" in page
-    (scene,) = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert {"](watch.html)", "](watch.svg)"} <= {*re.findall(r"\]\(watch.\w+\)", report)}
+    assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
+    assert f"sudoku, test problem {number}</h1>" in (miniature / "watch.html").read_text(encoding="utf-8")
+    (scene,) = scenes_of(miniature / "watch.html")
     question = load_task("sudoku").load_rows("test", None)[number]["question"]
     scored = [{one["question"]: one for one in job.scored[arm, LENGTHS[0]][1]} for arm in ("base", "sft_grpo")]
     both = [of[question]["accuracy"] == 1 for of in scored]
@@ -111,11 +104,13 @@ def test_the_tables_over_seeds_have_each_arm_and_pair(miniature, capsys):
     assert all(of_parser == mean for of_parser, mean in gains)  # one by the parser's marks, one by the task's score
 
 
-def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
+def test_the_block_model_goes_through_the_same_phases_for_sudoku_alone(tmp_path):
     full, block = (phases_of(tmp_path, 0, miniature=False, model=model) for model in ("full", "block"))
     assert [phase.name for phase in block] == [phase.name for phase in full]
     for phase, other in zip(full, block, strict=True):
         assert [str(word).replace("pocket/base", "pocket/block_base") for word in phase.command] == other.command
+    with pytest.raises(ValueError, match="only for Sudoku"):
+        demo(demo_parser().parse_args(["--model", "block", "--task", "countdown"]))
 
 
 @pytest.mark.parametrize("base", ["base", "block_base"])
@@ -127,24 +122,15 @@ def test_a_job_is_known_by_its_generations(base, tmp_path):
     job = job_of(tmp_path)
     assert (job.task, job.base, job.arms) == ("sudoku", base, [*FOUR_ARMS])
     assert f"{job.row('sft_grpo', 32).accuracy:.1f}" == "76.2"  # docs/results.md
-    number, rule = shown_problem(job)
     solved = [[one["accuracy"] for one in job.scored[arm, 32][1]] for arm in ("base", "sft_grpo")]
     assert [one[:2] for one in solved] == [[0.0, 0.0], [0.0, 1.0]]  # neither solves the first, one the second
-    assert number == 1
-    assert rule == "The first of these test problems that only one of the two solves, at length 32"
-    rows = load_task("sudoku").load_rows("test", None)
-    assert rows[number]["question"] == job.scored["base", 32][1][number]["question"]
+    assert shown_problem(job)[0] == 1
     (tmp_path / "generations" / f"sudoku_{base}_32_16_0_generations.json").write_text("{")
     with pytest.raises(ValueError, match=f"sudoku_{base}_32_16 is not complete: .*cut off"):
         job_of(tmp_path)
 
 
-def test_the_block_model_is_refused_where_it_has_no_base():
-    with pytest.raises(ValueError, match="only for Sudoku"):
-        demo(demo_parser().parse_args(["--model", "block", "--task", "countdown"]))
-
-
-@pytest.mark.parametrize("task", GRPO)
+@pytest.mark.parametrize("task", RECIPES)
 def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, monkeypatch):
     recipe = RECIPES[task]
     phases = {phase.name: phase for phase in phases_of(tmp_path, 3, False, task)}
@@ -166,52 +152,44 @@ def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [task for task in GRPO if task != "sudoku"])
+@pytest.mark.parametrize("task", [task for task in RECIPES if task != "sudoku"])
 def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(task, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "seed1"
-    command = [sys.executable, "-m", "pocket.demo", "--task", task, "--miniature", "--seed", "1"]
-    done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = (folder / "report.md").read_text()
-    for arm in ("grpo", "sft_grpo"):
-        assert f"]({arm}/report.html)" in report
-        assert (folder / arm / "report.html").exists()
-    assert len(json.loads((folder / "table.json").read_text())) == len(arms_of(task)) * 2
+    flags = ["--task", task, "--miniature", "--seed", "1", "--output_dir", str(tmp_path)]
+    demo(demo_parser().parse_args(flags))
+    report = (tmp_path / "seed1" / "report.md").read_text()
+    assert all(f"]({arm}/report.html)" in report for arm in ("grpo", "sft_grpo"))
+    assert len(json.loads((tmp_path / "seed1" / "table.json").read_text())) == len(arms_of(task)) * 2
     monkeypatch.setattr(pocket_report, "demo_folder", lambda name: tmp_path / ("" if name == task else name))
     pocket_report.main(pocket_report.make_parser().parse_args([]))
     assert f"| {task}, length {RECIPES[task].lengths[0]} | " in capsys.readouterr().out
 
 
 def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
-    def phase(name, code, **settings):
-        script = tmp_path / f"{name}.py"
-        script.write_text(code)
-        return Phase(name, [sys.executable, str(script)], ROOT, weight=1, **settings)
+    def phase(name, code, *flags, needs=()):
+        (tmp_path / f"{name}.py").write_text(code)
+        return Phase(name, [sys.executable, str(tmp_path / f"{name}.py"), *flags], tmp_path, weight=1, needs=needs)
+
+    def run(phases, state):
+        run_phases(phases, tmp_path / state, 2, Console(quiet=True))
 
     log = tmp_path / "order"
     write = f"open({str(log)!r}, 'a').write"
     good = [phase("b", f"{write}('b')", needs=("a",)), phase("a", f"{write}('a')")]
-    run_phases(good, tmp_path / "state", 2, Console(quiet=True))
-    run_phases(good, tmp_path / "state", 2, Console(quiet=True))
+    run(good, "state")
+    run(good, "state")
     assert log.read_text() == "ab"
     with pytest.raises(PhaseError, match="made with other commands"):
-        run_phases(
-            [Phase("a", [sys.executable, "other.py"], ROOT, weight=1)], tmp_path / "state", 1, Console(quiet=True)
-        )
+        run([phase("a", "", "--other")], "state")
     model = shutil.copytree(ROOT / "pocket/base", tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text("1")
-    named = [phase("n", ""), phase("m", "")]
-    named[0].command = [*named[0].command, "--model_path", str(model), "--train_data", "rows.jsonl", "x" * 5000]
-    named[0].folder = tmp_path
-    run_phases(named, tmp_path / "named", 1, Console(quiet=True))
+    named = [phase("n", "", "--model_path", str(model), "--train_data", "rows.jsonl", "x" * 5000), phase("m", "")]
+    run(named, "named")
     for file, name in (model / "config.json", "base"), (tmp_path / "rows.jsonl", "rows.jsonl"):
         before = file.read_text()
         file.write_text(before + " ")
         with pytest.raises(PhaseError, match=f"was made with other contents of .*{name}: remove that folder"):
-            run_phases(named, tmp_path / "named", 1, Console(quiet=True))
+            run(named, "named")
         file.write_text(before)
-    run_phases(named, tmp_path / "named", 1, Console(quiet=True))
+    run(named, "named")
     with pytest.raises(PhaseError, match=r"(?s)bad failed.*no such luck"):
-        run_phases([phase("bad", "raise SystemExit('no such luck')")], tmp_path / "other", 1, Console(quiet=True))
+        run([phase("bad", "raise SystemExit('no such luck')")], "other")

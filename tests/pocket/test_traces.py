@@ -97,11 +97,9 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
     tokenizer = build_tokenizer(recipe.task)
     skip_without_sandbox(recipe.task)
     asked = load_task(recipe.task).load_rows("validation")[0]
-    chats = [
-        asked["prompt"],
-        *([{"role": "user", "content": recipe.traces.question(*problem)}] for problem in problems),
-    ]
-    for chat, question in zip(chats, [asked["question"], *(recipe.traces.question(*p) for p in problems)], strict=True):
+    questions = [recipe.traces.question(*problem) for problem in problems]
+    chats = [(asked["prompt"], asked["question"]), *(([{"role": "user", "content": q}], q) for q in questions)]
+    for chat, question in chats:
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert len(ids) == recipe.prompt_tokens
         words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
@@ -117,10 +115,8 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
             assert words == re.findall(r"\w+|[.?]", question)
 
 
-@pytest.mark.parametrize("task", RECIPES)
-def test_the_mixture_is_half_quick_a_third_of_it_malformed(task):
-    recipe, rng = RECIPES[task], np.random.default_rng(3)
-    problems = recipe.traces.problems(DATASET / recipe.training_file)(300, np.random.default_rng(0))
+def test_the_mixture_is_half_quick_a_third_of_it_malformed(drawn):
+    (recipe, problems), rng = drawn, np.random.default_rng(3)
     texts = [recipe.write(1, problem, rng) for problem in problems for _ in range(10)]
     shares = [sum(style in text for text in texts) / len(texts) for style in ("careful", "scan", "quick")]
     assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
