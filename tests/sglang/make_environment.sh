@@ -6,6 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 environment=${1:-.venv-sglang}
 "${PYTHON:-python3}" -m venv "$environment"
 pip=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check)
-"${pip[@]}" "$(grep -o 'torch==[0-9.]*' pyproject.toml)" setuptools
+"${pip[@]}" "${TORCH:-torch==2.14.1}" setuptools
 "${pip[@]}" --no-deps -r tests/sglang/requirements.txt
 "${pip[@]}" --no-deps --no-build-isolation -e .
