@@ -45,7 +45,7 @@ def write_mixture(folder: Path, kind: str) -> Path:
     """A pocket mixture of experts with random weights, without a tokenizer."""
     torch.manual_seed(0)
     name = {"sdar_moe": "SDARMoeForCausalLM", "llada2_moe": "LLaDA2MoeModelLM"}[kind]
-    # By any other factor than 1, SGLang multiplies the experts' weights in compiled kernels, which a CPU lacks.
+    # On a CPU, SGLang leaves out the factor by which LLaDA2 scales the experts' sum (2.5).
     scaling = {"routed_scaling_factor": 1.0} if kind == "llada2_moe" else {}
     return write_released(folder, kind, architectures=[name], auto_map={}, block_size=BLOCK, **scaling)
 
