@@ -2,7 +2,7 @@
 #                      TASK=countdown or TASK=arithmetic replaces Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make test-versions  models, sampling, scoring, SFT and RL with the oldest and the newest versions (14 GB); an hour
-# make test-sglang     RL and sampling on SGLang, on a CPU, in an environment of its own (2 GB); ten minutes
+# make test-sglang     SGLang on a CPU, and models, sampling and scoring, in an environment with SGLang (6 GB); half an hour
 # make leaderboard     every RL method at the same compute, 13 hours; ARGS="--hours 8" starts no run after 8 hours
 # make studies         the tables of the studies' pages, from the data in studies/*/data
 # make bench           the benchmarks, which print the tables of benchmarks/RESULTS.md; below 13 minutes
@@ -43,8 +43,9 @@ test-versions: .venv-oldest/.made .venv-newest/.made
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c tests/versions/$*.txt -e ".[test]"
 	touch $@
 
-test-sglang: .venv/.test .venv-sglang/.made
-	python -m pytest -n 0 -m sglang tests/sglang $(ARGS)
+test-sglang: .venv-sglang/.made
+	PYTHONPATH=tests/sglang/stubs .venv-sglang/bin/python -m pytest -n 0 -m "sglang or not (slow or gpu)" tests/sglang \
+	    tests/d1/models tests/d1/sampling tests/d1/scoring $(ARGS)
 
 .venv-sglang/.made: tests/sglang/make_environment.sh tests/sglang/requirements.txt
 	PYTHON="$(PYTHON)" bash tests/sglang/make_environment.sh .venv-sglang

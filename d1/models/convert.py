@@ -168,15 +168,42 @@ def merged(model: Any) -> Iterator[dict[str, Tensor]]:
             weight.data.copy_(old)
 
 
-def write_weights(model: Any, folder: Path) -> None:
+class Noted(dict[str, Tensor]):
+    """A state dict that notes the names of the weights that were read."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__(state)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def learnt_names(model: Any, state: dict[str, Tensor]) -> set[str]:
+    """Names in `state`, as `merged` gives it, of the weights that training changes."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    own = {name for name, weight in base.named_parameters() if weight.requires_grad}
+    layers = tuple(f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
+    memory = {weight.data_ptr() for name, weight in state.items() if name in own or name.startswith(layers)}
+    return {name for name, weight in state.items() if weight.data_ptr() in memory}  # tied weights share theirs
+
+
+def write_weights(model: Any, folder: Path, learnt: bool | None = None) -> None:
     """Write the weights of a model, with its adapter folded in, and its config, in its released format or else that of
-    its class: what an engine takes as an update."""
+    its class: what an engine takes as an update. `learnt`: only what training changes (True), or only the rest."""
     raw = getattr(model.config, "released", None)
     apart = same_names if raw is None else KINDS[released_kind(raw)].apart
     folder.mkdir(parents=True)
     with merged(model) as state:
-        names = [name for name in state if name != "lm_head.weight" or not model.config.tie_word_embeddings]
-        save_shards({new: weight for name in names for new, weight in apart(name, state)}, folder)
+        noted, chosen, written = Noted(state), learnt_names(model, state), dict[str, Tensor]()
+        for name in state:
+            if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+                noted.read.clear()
+                parts = dict(apart(name, noted))
+                if learnt in (None, not chosen.isdisjoint(noted.read)):
+                    written |= parts
+        save_shards(written, folder)
     config = model.config.to_dict() if raw is None else as_released(model.config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -47,19 +47,22 @@ class WeightsFolder:
 
     Attributes:
         path: the folder; None until the first version is written.
+        frozen: the folder of the weights that no version changes, written once; None: each version is whole.
     """
 
     def __init__(self, output_dir: Path, part: str = "") -> None:
         """`part` ends the folder's name: a run may have several folders."""
         self.output_dir, self.part = output_dir.resolve(), part
         self.path: Path | None = None
+        self.frozen: Path | None = None
 
     def write(self, model: Any, version: str, servers: Sequence[RolloutServer], copy: Path | None = None) -> Path:
         """Replaces the version by the weights of `model`, or its adapter if it has one, or by a copy of the folder
-        `copy`, where all servers read it; returns the folder of the new version. An engine gets whole weights, with the
-        adapter merged, in the format of the released model."""
+        `copy`, where all servers read it; returns the folder of the new version. An engine gets weights with the
+        adapter merged, in the format of the released model; if all servers are engines, only those that it changes."""
         known = [server for server in servers if server.folders != []]
         released = any(server.folders is None for server in known)
+        changes = released and all(server.folders is None for server in known) and hasattr(model, "peft_config")
         if self.path is None:
             whole = released or not hasattr(model, "peft_config")
             weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
@@ -70,12 +73,19 @@ class WeightsFolder:
             # The name is a function of the run, so that a resume removes what a killed run left.
             name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
             self.path = folder_with_room(self.output_dir, folders, size) / name
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(mode=0o700)  # fails if it is someone else's
+        if not (changes and self.frozen):
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(mode=0o700)  # fails if it is someone else's
+            self.frozen = self.path / FROZEN if changes else None
+            if self.frozen:
+                write_weights(model, self.frozen, learnt=False)
+        for old in self.path.iterdir():
+            if old != self.frozen:
+                shutil.rmtree(old)
         if copy is not None:
             shutil.copytree(copy, self.path / version)
         elif released:
-            write_weights(model, self.path / version)
+            write_weights(model, self.path / version, learnt=True if changes else None)
         else:
             model.save_pretrained(self.path / version)
         return self.path / version
@@ -84,9 +94,10 @@ class WeightsFolder:
         """Removes what this process wrote."""
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            self.path = None
+            self.path = self.frozen = None
 
 
+FROZEN = "frozen"  # a folder next to that of the version
 RAM_DISK = Path("/dev/shm")
 SPARE = 1.1  # free room needed, as a multiple of the weights' size
 
@@ -196,7 +207,7 @@ class PolicyServers:
 
         def in_first_process() -> Weights:
             folder = self.folder.write(model, version, self.servers)
-            self.weights = Weights(self.run, version, folder, base_of_adapter(model))
+            self.weights = Weights(self.run, version, folder, base_of_adapter(model), self.folder.frozen)
             self.prepare_all([server for server in self.servers if not server.problem])
             return self.weights
 
@@ -478,7 +489,8 @@ class Ahead:
             for later in range(number, number + self.staleness + 1):
                 if later not in self.requests and (prompts := self.prompts_of(later)):
                     of, folder = self.kept[self.weights_of(later)]
-                    weights = Weights(self.servers.run, folder.name, folder, base_of_adapter(model))
+                    frozen = self.folders[self.weights_of(later) % len(self.folders)].frozen
+                    weights = Weights(self.servers.run, folder.name, folder, base_of_adapter(model), frozen)
                     sampling = self.thread.submit(self.sample, prompts, weights)
                     self.requests[later] = Request(prompts, of, sampling)
             request = self.requests[number]

@@ -209,12 +209,14 @@ class Weights:
 
     Attributes:
         base: `base_digest` of the model that an adapter belongs to; None: the weights are whole.
+        frozen: the folder of the weights that training leaves as they are, if `folder` holds only the others.
     """
 
     run: str
     version: str
     folder: Path
     base: str | None = None
+    frozen: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -304,8 +306,13 @@ class RolloutServer:
             if facts["weight_version"] != weights.version:
                 if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
                     self.ask("POST", f"/flush_cache?timeout={DRAIN}")
-                body = {"model_path": str(weights.folder), "weight_version": weights.version}
-                self.ask("POST", "/update_weights_from_disk", body)
+                updates = [(weights.folder, weights.version)]
+                # What did not take weights of this run, or failed since, gets the frozen ones too.
+                if weights.frozen and (self.problem or not facts["weight_version"].startswith(weights.run)):
+                    updates.insert(0, (weights.frozen, f"{weights.run}-frozen"))
+                for folder, version in updates:
+                    body = {"model_path": str(folder), "weight_version": version}
+                    self.ask("POST", "/update_weights_from_disk", body)
                 if (found := self.facts()["weight_version"]) != weights.version:
                     raise Unavailable(f"{self.url} took weights and has {found} now, not {weights.version}")
             self.version = weights.version

@@ -273,6 +273,8 @@ def algorithm() -> type:
             asked = (params.custom_params or {}).get("mask_token_id", config.mask_id)
             if asked != config.mask_id:
                 return f"this server hides tokens by {config.mask_id}, and the request by {asked}"
+            if params.max_new_tokens == 0:  # for `n` above 1, SGLang caches the prompt first
+                return None
             try:
                 settings_of(params, config.block_size)
             except (TypeError, ValueError) as error:
@@ -308,7 +310,8 @@ def algorithm() -> type:
         def at_work(self, request: Any, state: Any, device: Any) -> Sampled | None:
             """What is sampled in the request's block; None if the block has no masks, or was finished before."""
             known = len(request.origin_input_ids) + len(request.output_ids)
-            if state.finished or request.dllm_block_offset + self.block_size <= known:
+            nothing = not request.sampling_params.max_new_tokens or request.dllm_block_offset + self.block_size <= known
+            if state.finished or nothing:
                 return None
             if not hasattr(request, "d1_sampled"):
                 params = request.sampling_params

@@ -1,4 +1,4 @@
-"""SGLang as a process, and a model in SDAR's format for it."""
+"""SGLang as a process, and models in released formats for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from d1.models import load_tokenizer
 from tests.commands import ROOT
 from tests.conftest import save_tiny_model
+from tests.d1.released import write_released
 
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 BLOCK = 8
 STARTS = 900  # seconds that a start may take
 
@@ -40,6 +41,15 @@ def write_sdar(folder: Path, seed: int = 0, spread: float = 0.3) -> Path:
     return folder
 
 
+def write_mixture(folder: Path, kind: str) -> Path:
+    """A pocket mixture of experts with random weights, without a tokenizer."""
+    torch.manual_seed(0)
+    name = {"sdar_moe": "SDARMoeForCausalLM", "llada2_moe": "LLaDA2MoeModelLM"}[kind]
+    # On a CPU, SGLang leaves out the factor by which LLaDA2 scales the experts' sum (2.5).
+    scaling = {"routed_scaling_factor": 1.0} if kind == "llada2_moe" else {}
+    return write_released(folder, kind, architectures=[name], auto_map={}, block_size=BLOCK, **scaling)
+
+
 @contextlib.contextmanager
 def sglang(model: Path, log: Path, *flags: str, algorithm: str = "D1") -> Iterator[str]:
     """The address of a server that runs the algorithm; the server ends with the block."""
@@ -48,8 +58,10 @@ def sglang(model: Path, log: Path, *flags: str, algorithm: str = "D1") -> Iterat
         port = free.getsockname()[1]
     words = ["--model-path", model, "--port", port, "--dllm-algorithm", algorithm, "--max-running-requests", 32]
     words += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--skip-tokenizer-init"]
-    command = [PYTHON, "-m", "sglang.launch_server", *words, "--log-level", "warning", *flags]
+    words += ["--max-total-tokens", 4096]  # else it takes most of the memory that is free for its cache
+    command = [sys.executable, "-m", "sglang.launch_server", *words, "--log-level", "warning", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "sglang" / "stubs"), "SGLANG_USE_CPU_ENGINE": "1"}
+    environment["SGLANG_NCCL_SO_PATH"] = "none"  # with CUDA's NCCL, several processes expect a GPU
     with log.open("w") as written:
         server = subprocess.Popen(
             [*map(str, command)], env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,6 +1,7 @@
 """SGLang with the plugin, as a process on a CPU: it samples what `rollout` samples, and RL learns on it.
 
-`make test-sglang` makes the environment and runs these; docs/engines.md has the figures that they write.
+`make test-sglang` makes an environment of SGLang and this library, and runs these in it; docs/engines.md has the
+figures that they write.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ import os
 import statistics
 import subprocess
 import sys
+from importlib.metadata import requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import requests
 import torch
+from packaging.requirements import Requirement
 from peft import LoraConfig, get_peft_model
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.convert import write_weights
+from d1.rl.engines import WeightsFolder
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
 from d1.scoring.rollouts import ViewSettings, blocks_of, within_blocks
+from d1.serve import KEY
 from d1.serve.client import Prompts, RolloutServer, Weights
 from tests.commands import ROOT
-from tests.sglang.server import BLOCK, PYTHON, sglang, write_sdar
+from tests.d1.released import read_files
+from tests.sglang.server import BLOCK, sglang, write_mixture, write_sdar
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-sglang: run make test-sglang"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="no SGLang here: run make test-sglang"),
 ]
 LENGTH, EACH, SEED = 27, 4, 7  # canvases end with a block after prompts of 5, 13 and 21 tokens
 SAMPLERS = {
@@ -82,12 +89,19 @@ def expected(model, prompts):
     )
 
 
-def serve_weights(url, model, tmp_path, version="run-0"):
-    server, weights = RolloutServer(url), Weights("run", version, tmp_path / version)
-    write_weights(model, weights.folder)
-    server.prepare(model.config.mask_token_id, weights)
+def serve_weights(url, model, tmp_path, run="run", version=0):
+    server, folder = RolloutServer(url), WeightsFolder(tmp_path)
+    server.prepare(model.config.mask_token_id, None)
     server.problem = None
-    return server, weights
+    return server, update(server, folder, model, f"{run}-{version}")
+
+
+def update(server, folder, model, version):
+    """Gives the server the weights of the model as a run does."""
+    written = folder.write(model, version, [server])
+    weights = Weights(version.partition("-")[0], version, written, frozen=folder.frozen)
+    server.prepare(model.config.mask_token_id, weights)
+    return weights
 
 
 def replayed(model, prompts, found):
@@ -168,22 +182,75 @@ def test_the_eos_stop(url, model, tmp_path):
     assert torch.equal(found.reveal_steps, own.reveal_steps)
 
 
+def adapted(folder, seed):
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(load_model(folder), config).eval()
+
+
 def test_new_weights_change_the_answers(url, model, tmp_path):
-    """Those of another model, and an adapter that is folded in and leaves the model as it was."""
-    server, weights = serve_weights(url, model, tmp_path)
+    """Those of another model, and adapters: a server gets all weights at a run's first update, then those that the
+    adapter changes, and all after a failure."""
     prompts = prompts_of(model, {"temperature": 1.0})
-    before = server.sample(prompts, weights)
     other = load_model(write_sdar(tmp_path / "other", seed=1)).eval()
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    for number, changed in enumerate((other, get_peft_model(load_model(model.config.name_or_path), config).eval())):
+    server, weights = serve_weights(url, other, tmp_path, "other")
+    assert torch.equal(server.sample(prompts, weights).ids, expected(other, prompts).ids)
+
+    sent, ask, folder = [], server.ask, WeightsFolder(tmp_path / "run")
+
+    def noted(method, path, body=None, seconds=60.0):
+        if path == "/update_weights_from_disk":
+            sent.append(sum(weight.nbytes for weight in read_files(Path(body["model_path"])).values()))
+        return ask(method, path, body, seconds)
+
+    server.ask, found = noted, []
+    whole = sum(weight.nbytes for weight in model.parameters())
+    layer = model.model.layers[0]
+    part = sum(weight.nbytes for weight in (layer.self_attn.v_proj.weight, layer.mlp.down_proj.weight))
+    part *= len(model.model.layers)
+    for number in range(3):
+        if number == 2:
+            server.problem = "it did not answer"
+        changed = adapted(model.config.name_or_path, number)
         old = {name: weight.clone() for name, weight in changed.state_dict().items()}
-        server, weights = serve_weights(url, changed, tmp_path, f"run-{number + 1}")
+        weights = update(server, folder, changed, f"run-{number}")
         assert all(torch.equal(weight, old[name]) for name, weight in changed.state_dict().items())
-        after = server.sample(prompts, weights)
-        assert not torch.equal(after.ids, before.ids)
-        assert torch.equal(after.ids, expected(changed, prompts).ids)
+        found.append(server.sample(prompts, weights))
+        own = expected(changed, prompts)
+        assert torch.equal(found[-1].ids, own.ids)
+        assert largest(found[-1].logps, own.logps) < 3e-5  # our sampler adds the adapter to each output
+    assert not torch.equal(found[0].ids, found[1].ids)
+    assert sent == [whole - part, part, part, whole - part, part]
     with pytest.raises(OSError, match="sampled with the weights run-2, not run-0"):
         server.sample(prompts, Weights("run", "run-0", tmp_path))
+
+
+def test_several_completions_of_a_plain_prompt(url):
+    params = {"n": 3, "max_new_tokens": 11, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": list(range(8, 21)), "sampling_params": params}
+    answer = requests.post(f"{url}/generate", json=body, timeout=60)
+    rows = [tuple(row["output_ids"]) for row in answer.json()]
+    assert [len(row) for row in rows] == [11] * 3
+    assert len(set(rows)) == 3
+
+
+@pytest.mark.parametrize("kind", ["sdar_moe", "llada2_moe", "sdar"])
+def test_other_models_and_two_processes_per_model(kind, folder, tmp_path, monkeypatch):
+    """SDAR in two processes, which asks for a key; mixtures also with an adapter."""
+    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1" if kind == "sdar" else "0")  # a core per process
+    path = folder if kind == "sdar" else write_mixture(tmp_path / "model", kind)
+    flags = ["--tp-size", "2"] if kind == "sdar" else []
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["v_proj", "o_proj"], init_lora_weights=False)
+    with sglang(path, tmp_path / "log.txt", *flags, "--api-key", "secret") as url:
+        assert requests.post(f"{url}/generate", json={"input_ids": [[8]]}, timeout=60).status_code == 401
+        for run, model in (("plain", load_model(path)), ("adapter", get_peft_model(load_model(path), lora))):
+            server, weights = serve_weights(url, model.eval(), tmp_path / run, run)
+            prompts = prompts_of(model, {"temperature": 1.0})
+            own, found = expected(model, prompts), server.sample(prompts, weights)
+            assert torch.equal(found.ids, own.ids)
+            assert max(largest(found.logps, own.logps), largest(found.entropies, own.entropies)) < 3e-5
 
 
 def test_what_cannot_be_is_refused(url, model, tmp_path):
@@ -196,6 +263,13 @@ def test_what_cannot_be_is_refused(url, model, tmp_path):
         server.sample(prompts_of(model, {}), weights)
 
 
+def test_one_environment_holds_both():
+    """The versions here are SGLang's pins, and lie in this library's ranges (or else its import had failed)."""
+    pins = {need.name: need.specifier for need in map(Requirement, requires("sglang"))}
+    for name in ("torch", "transformers", "tokenizers"):
+        assert pins[name].contains(version(name).partition("+")[0]), f"{name} {version(name)}: SGLang has {pins[name]}"
+
+
 def test_a_server_without_the_plugins_algorithm_is_recognised(folder, model, tmp_path):
     said = r"have no step_maps.*--dllm-algorithm D1"
     started = sglang(folder, tmp_path / "log.txt", algorithm="LowConfidence")
@@ -204,10 +278,8 @@ def test_a_server_without_the_plugins_algorithm_is_recognised(folder, model, tmp
 
 
 def run(*words):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "d1", *map(str, words)], env=environment, capture_output=True, text=True, timeout=1800
-    )
+    command = [sys.executable, "-m", "d1", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -130,7 +130,7 @@ def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, stops, leng
     keys = [(0, 1, row) for row in range(len(lengths))]
     ends = (*range(8, 14),) if stops else ()
     prompts = Prompts(ids, mask, keys, settings, ends, aligned, model.config.vocab_size, mask_token_id)
-    server = RolloutServer(served.url)
+    server = RolloutServer(served.url, own_batch=True)
     with ThreadPoolExecutor(1) as pool:
         body = {"input_ids": [[5] * 3] * 2, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
         other = pool.submit(served.post, "/generate", **body)

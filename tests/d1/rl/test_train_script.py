@@ -555,6 +555,7 @@ def test_a_named_model_runs_without_a_gpu_and_a_config_of_its_own_keeps_its_batc
 def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
     """Of three nodes two train; a GPU of the third serves the model to all of them."""
     settings = {"TRAINERS": "2", "ENGINE": engine, "GPUS": "4", "OUTPUT_DIR": str(tmp_path / "out")}
+    settings |= {"D1_API_KEY": "secret", "TMPDIR": str(tmp_path)}
     calls = calls_of(STAGE / "slurm_scripts" / "gsm8k_servers.sbatch", ["--seed", "3"], settings, tmp_path, gpus=4)
     (train,) = [call for call in calls if "accelerate.commands.launch" in call]
     (serve,) = [call for call in calls if call != train]
@@ -562,6 +563,10 @@ def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
     assert urls == [f"http://node2:{port}" for port in range(30000, 30004)]
     assert (flags["--num_processes"], flags["--main_process_ip"], flags["--seed"]) == ("8", "node0", "3")
     assert serve[2] == {"d1": "d1", "sglang": "sglang.launch_server"}[engine]
+    assert "secret" not in " ".join(serve)  # every user of a node can read command lines
+    if engine == "sglang":
+        config = Path(flags_of(serve)["--config"])
+        assert (yaml.safe_load(config.read_text()), config.stat().st_mode & 0o77) == ({"api-key": "secret"}, 0)
     if engine == "d1":
         check_python("python", serve[1:], STAGE)
         assert flags_of(serve)["--weights_dir"] == flags["--output_dir"]

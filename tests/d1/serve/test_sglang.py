@@ -251,14 +251,24 @@ def test_a_lie_of_sglang_is_one_clear_line(model):
 @pytest.mark.parametrize("kind", ["sdar", "llada2_moe"])
 def test_an_engine_gets_released_weights_with_the_adapter(kind, kind_dirs, tmp_path):
     """Under their released names; the model in training stays as it was, to the bit."""
-    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    config = LoraConfig(r=2, target_modules=["v_proj", "o_proj"], init_lora_weights=False)
     adapted = get_peft_model(load_model(kind_dirs[kind]), config).eval()
     before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
+    own = {name: weight for file in kind_dirs[kind].glob("*.safetensors") for name, weight in load_file(file).items()}
     ids = torch.arange(4, 16).unsqueeze(0)
     expected = adapted(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     write_weights(adapted, tmp_path / "out")
     assert all(torch.equal(weight, before[name]) for name, weight in adapted.state_dict().items())
     names = {name for name, *_ in stored_weights(str(kind_dirs[kind]))}
-    assert names == load_file(tmp_path / "out/model.safetensors").keys()
+    whole = load_file(tmp_path / "out/model.safetensors")
+    assert names == whole.keys()
+    parts = {}
+    for learnt in (True, False):
+        write_weights(adapted, tmp_path / f"{learnt}", learnt)
+        parts[learnt] = load_file(tmp_path / f"{learnt}/model.safetensors")
+    changed = {name for name, weight in whole.items() if not torch.equal(weight, own[name])}
+    assert parts[True].keys() == changed
+    assert parts[False].keys() == names - changed
+    assert all(torch.equal(weight, whole[name]) for part in parts.values() for name, weight in part.items())
     found = load_model(tmp_path / "out").eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
