@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,14 +188,18 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
     the diagonal, which has the same effect. `add_adapter` gives back what `source` had, to the bit.
 
     Raises:
-        ValueError: It is no plain LoRA, or it is on the stacks of experts, which have no released name.
+        ValueError: It is no plain LoRA, it is on the stacks of experts, which have no released name, or the format is
+            not one of its model.
     """
     config: Any = peft_config(source)
     weights = load_peft_weights(source, device="cpu")
     plain = isinstance(config, LoraConfig) and not (config.rank_pattern or config.alpha_pattern)
-    if not plain or any(".experts." in name for name in weights):
+    ends = (".lora_A.weight", ".lora_B.weight")  # not DoRA's, nor whole modules that were trained
+    if not plain or any(".experts." in name or not name.endswith(ends) for name in weights):
         raise ValueError(f"adapter {source}: only plain LoRA (one rank, one alpha, no experts) has released names")
     entry, model = KINDS[kind], native_config(adapter_chain(source, None)[0])[0]
+    if entry.becomes != model.model_type:
+        raise ValueError(f"adapter {source} is on a {model.model_type}, which has no released format {kind!r}")
     sizes = joined_sizes(model) if entry.joins else {}
     parts = [part for part in sizes if any(f".{part}.lora_" in name for name in weights)]
     written: dict[str, Tensor] = {}
@@ -220,6 +225,8 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
     config.target_modules, config.auto_mapping = modules, None
     config.save_pretrained(str(out))
     save_file(written, out / WEIGHTS_FILE, metadata={"format": "pt", "parts": " ".join(parts)})
+    if path := file_of(source, LEARNT_FILE, needs_answer=False):
+        shutil.copyfile(path, out / LEARNT_FILE)
     give_usual_mode([out / WEIGHTS_FILE])
 
 

@@ -32,6 +32,7 @@ from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
+MASKED_FIELDS = ("mask_token_id", "block_size", "canvas_length")  # which only the config of a masked model has
 SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ def check_autoregressive(source: str, mask_token: str) -> None:
     says = {
         f"it is an encoder, {config.model_type}": is_encoder(config),
         f"its kind is {released_kind(raw)}": bool(kind.becomes),
-        **{f"its config.json has a {name}": raw.get(name) is not None for name in ("mask_token_id", "block_size")},
+        **{f"its config.json has a {name}": raw.get(name) is not None for name in MASKED_FIELDS},
         "its config.json says is_causal false": raw.get("is_causal") is False,
         f"its tokenizer has a mask token (if it is autoregressive, name it: --mask_token '{own}')": own
         not in (None, mask_token),

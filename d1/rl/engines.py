@@ -35,7 +35,18 @@ from d1.runs.cli import from_rank_0, together
 from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
-from d1.serve.client import CONNECT, Expected, Prompts, RolloutServer, Unavailable, Weights, check_ids, check_row
+from d1.serve.client import (
+    CONNECT,
+    Expected,
+    Prompts,
+    RolloutServer,
+    Unavailable,
+    Weights,
+    check_ids,
+    check_row,
+    numbers,
+    reveal_steps,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -365,6 +376,7 @@ def states_of(one: Batch, config: Any, number: int) -> Views:
 UserRollout = Callable[[list, Any], dict[str, Any]]
 TOKENS = ("prompt_ids", "completion_ids")
 RECORD = {"steps": "reveal_steps", "logprobs": "rollout_logps", "entropies": "rollout_entropies"}
+ALSO = ("reveal_steps", "step_maps")  # `steps` under that name; as a server's answer has them, from 1 in each block
 READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # of `SampledRows`
 KEYS = {"completion_ids": "canvas_ids", **RECORD}
 
@@ -400,20 +412,24 @@ def read_returned(returned: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict
         raise ValueError(f"rollout_func returned {type(returned).__name__}: expected a dictionary of lists")
     if returned.get("env_mask") is not None:
         raise ValueError("rollout_func returned env_mask: every token of a canvas is the model's, so leave it out")
-    given = {name: returned[name] for name in (*TOKENS, *RECORD) if returned.get(name) is not None}
+    given = {name: returned[name] for name in (*TOKENS, *RECORD, *ALSO) if returned.get(name) is not None}
     for name, values in given.items():
         if not isinstance(values, Sequence) or len(values) != rows:
             found = len(values) if isinstance(values, Sequence) else type(values).__name__
             raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {found}")
+    if len(of_steps := [name for name in ("steps", *ALSO) if name in given]) > 1:
+        raise ValueError(f"rollout_func returned {' and '.join(of_steps)}: return one of them")
+    if "reveal_steps" in given:
+        given["steps"] = given.pop("reveal_steps")
     if missing := {*TOKENS}.difference(given):
         raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
     for name, names in keys_read(args).items():
-        if names and name not in given:
+        if names and name not in given and not (name == "steps" and of_steps):
             raise ValueError(
                 f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
                 "return them, or choose a method that reads tokens alone, such as d1 or espo"
             )
-    return given, {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, "env_mask")}
+    return given, {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, *ALSO, "env_mask")}
 
 
 def record_of(
@@ -430,6 +446,9 @@ def record_of(
         where = f"rollout_func, row {number}: "
         check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
         row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
+        if "step_maps" in row:
+            steps = numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
+            row["steps"] = reveal_steps(steps.tolist(), len(prompt), expected)
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
             rows = record[KEYS[name]]
             rows[number, : len(values)] = values.to(rows.dtype)

@@ -276,7 +276,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.record = record_of(given, self.args, Expected(*of_model, by_our_rules=False), self.accelerator.device)
         completions = completion_ids_of(self.record["canvas_ids"], ends)
         self.log_rollout(started, self.record, {})
-        if {"steps", "logprobs"} <= given.keys() and not self.weights_are_split:
+        if "logprobs" in given and {"steps", "step_maps"} & given.keys() and not self.weights_are_split:
             # A canvas that is cut is left out: its states are not known.
             length = self.args.max_completion_length
             whole = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == length]

@@ -389,8 +389,7 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     steps = meta["step_maps"]
     if len(steps) == len(ids) == length:
-        aligned = len(text) % expected.settings.block_length if expected.aligned else None
-        steps = reveal_steps(steps, expected.settings.schedule(aligned))
+        steps = reveal_steps(steps, len(text), expected)
     given = {"completion_ids": ids, "steps": steps, "logprobs": logprobs, "entropies": meta["output_token_entropies"]}
     columns = check_row(where, given, len(text), expected, whole="RL reads all of it")
     if [entry[1] for entry in meta["output_token_logprobs"]] != ids:
@@ -404,14 +403,15 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     return columns | {"passes": torch.tensor(passes), "forward_tokens": torch.tensor(fed)}
 
 
-def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:
-    """The row's own pass, from 0, that revealed each token, from a step map, which counts from 1 in each block; -1 at
-    its zeros."""
+def reveal_steps(step_map: Sequence[int], prompt: int, expected: Expected) -> list[int]:
+    """The row's own pass, from 0, that revealed each token after `prompt` tokens, from a step map, which counts from 1
+    in each block; -1 at its zeros."""
+    schedule = expected.settings.schedule(prompt % expected.settings.block_length if expected.aligned else None)
     # Each pass reveals a token, so the number of passes of a block is the largest number in it.
     steps: list[int] = []
     before = 0
     for start, end in pairwise(accumulate(map(sum, schedule), initial=0)):
         block = step_map[start:end]
         steps += [before + step - 1 if step else -1 for step in block]
-        before += max(block)
+        before += max(block, default=0)  # a map that is cut after its EOS has fewer blocks
     return steps

@@ -118,6 +118,7 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
         "init_device": "cpu",
         "flash_attention": False,
         "use_cache": False,
+        **({"block_size": config.block_size} if getattr(config, "block_size", None) else {}),
         **getattr(config, "llada_fields", {}),
     }
 

@@ -245,7 +245,10 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, t
         (["a2d", tmp_path / "adapter", out], "adapter is an adapter: run `python -m d1 merge"),
         (["a2d", source, out, "--mask_token", "<|endoftext|>"], "is also the eos_token"),
         (["a2d", source, out, "--mask_token", "w5"], "the mask token 'w5' is ordinary text"),
-        (["export", tmp_path / "adapter", out, "--format", "llada"], "adapter is an adapter: run `python -m d1 merge"),
+        (
+            ["export", tmp_path / "adapter", out, "--format", "sdar"],
+            "is on a llama, which has no released format 'sdar'",
+        ),
         (["export", kind_dirs["llama"], out, "--format", "llada"], "llama names no mask token, which the format llada"),
         (["export", kind_dirs["qwen3"], out, "--format", "sdar"], "only a model that was read from this format"),
         (["export", kind_dirs["sdar"], out, "--format", "sdar_moe"], "was released as 'sdar', not as 'sdar_moe'"),
@@ -484,6 +487,7 @@ def test_what_sft_learnt_goes_through_a_released_format(tmp_path):
     save_learnt(peft, tmp_path / "adapter")
     run("merge", base, tmp_path / "adapter", tmp_path / "merged")
     run("export", tmp_path / "merged", tmp_path / "again", "--format", "llada2_moe")
-    for folder in ("adapter", "merged", "again"):
+    run("export", tmp_path / "adapter", tmp_path / "theirs", "--format", "llada2_moe")
+    for folder in ("adapter", "merged", "again", "theirs"):
         assert load_model(tmp_path / folder).config.edit_noise == "draft"
     assert not hasattr(load_model(base).config, "edit_noise")

@@ -174,3 +174,23 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["llada", "lladamoe", "Dream", "qwen3"])
+@pytest.mark.parametrize("field", ["block_size", "canvas_length"])
+def test_the_blocks_and_the_mask_that_others_write_are_read_under_each_kind(kind_dirs, tmp_path, kind, field):
+    """A token sees its own block of three, and not the next one, which the model without the field sees."""
+    config = json.loads((kind_dirs[kind] / "config.json").read_text()) | {field: 3, "mask_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in kind_dirs[kind].glob("*.safetensors*"):
+        (tmp_path / file.name).symlink_to(file)
+    model: Any = load_model(tmp_path)
+    assert (model.config.block_size, model.config.mask_token_id) == (3, 7)
+    other = torch.cat([IDS[:, :6], IDS[:, 6:].flip(1) ^ 1], 1)
+    with torch.no_grad():
+        change = (model(input_ids=other).logits - logits_of(model)).abs().amax((0, 2))
+        whole = load_model(kind_dirs[kind])
+        without = (whole(input_ids=other).logits - logits_of(whole)).abs().amax((0, 2))
+    first = 6 + KINDS[kind].shift  # logits at a position come from the one before it
+    assert change[:first].max() < 1e-6 < 1e-4 < change[first:].min()
+    assert without.min() > 1e-5

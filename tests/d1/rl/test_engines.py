@@ -96,6 +96,7 @@ def test_settings_that_it_cannot_serve_are_refused_at_once(tiny_model_dir, tmp_p
 END, MASK = 2, 3
 GOOD = {"prompt_ids": [[1, 9], [1, 8]], "completion_ids": [[9, 8, END], [7] * 8]}
 STEPS = {"steps": [[0, 0, 1], [0, 1, 0, 1, 2, 3, 2, 3]]}
+SAME_STEPS = ({"reveal_steps": STEPS["steps"]}, {"step_maps": [[1, 1, 2], [1, 2, 1, 2, 1, 2, 1, 2]]})
 MALFORMED = [
     (["no dictionary"], "returned list"),
     ({"completion_ids": GOOD["completion_ids"]}, "no prompt_ids"),
@@ -117,6 +118,8 @@ MALFORMED = [
     (GOOD | {"logprobs": [[-1.0, None, -1.0], [-1.0] * 8]}, "row 0: logprobs: expected a list of numbers"),
     (GOOD | {"entropies": [[float("nan")] * 3, [1.0] * 8]}, r"row 0: entropies\[0\] is nan"),
     (GOOD | {"entropies": [[1.0] * 3, [1.0, 9.0] * 4]}, r"row 1: entropies\[1\] is 9: expected .* 0 to log\("),
+    (GOOD | STEPS | SAME_STEPS[0], "steps and reveal_steps: return one of them"),
+    (GOOD | {"step_maps": [[1, 1], SAME_STEPS[1]["step_maps"][1]]}, "row 0: step_maps has 2 entries for 3"),
     (GOOD | {"env_mask": [[1] * 3, [1] * 8]}, "env_mask"),
 ]
 
@@ -132,6 +135,12 @@ def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
     assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
     assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     assert {*trainer.record} == {"canvas_ids", "reveal_steps"}
+    for names in SAME_STEPS:  # a row's own passes, or a server's step map: blocks of four
+        told = GOOD | names
+        assert trainer.user_rollout(lambda prompts, trainer, told=told: told, ["a", "b"], trainer) == GOOD | {
+            "logprobs": None
+        }
+        assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     replays = make_method(tiny_model_dir, tmp_path, "cj-grpo", ends=(END,))
     with pytest.raises(ValueError, match="row 0: 3 completion_ids, and --method cj-grpo reads what follows the EOS"):
         replays.user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
