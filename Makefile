@@ -5,7 +5,7 @@
 # make test-sglang     RL and sampling on SGLang, on a CPU, in an environment of its own (2 GB); ten minutes
 # make leaderboard     every RL method at the same compute, 13 hours; ARGS="--hours 8" starts no run after 8 hours
 # make studies         the tables of the studies' pages, from the data in studies/*/data
-# make bench           the benchmarks, which print the tables of benchmarks/RESULTS.md; 13 minutes
+# make bench           the benchmarks, which print the tables of benchmarks/RESULTS.md; below 13 minutes
 # make docs            the site of documents and docstrings, in build/site; a dead link or unknown name is an error
 # make lint            ruff and mypy
 # make clean           remove the environment and the caches of tools, but not runs/ or results

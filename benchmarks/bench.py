@@ -1,17 +1,15 @@
-"""Compare the speed of this library, the published code (`benchmarks/published.py`) and the transformer alone.
+"""Compare this library with the published code (`benchmarks/published.py`) and the bare transformer: speed and memory.
 
     python -m benchmarks.bench sampler --size goal
     python -m benchmarks.bench all
 
-The first command prints one table. The second, which is `make bench`, runs all commands in `RESULTS.md` and takes 13
-minutes on two idle cores. The benchmarks are
+The first command prints one table. The second, which is `make bench`, runs all commands in `RESULTS.md` in less than
+13 minutes on two idle cores. Weights are random. The benchmarks are
 
     sampler   one rollout: published, ours, and the transformer's forward passes alone
     blocks    one rollout of a block-causal model: with its cache, and with everything recomputed in each step
     scoring   old log-probs under mu masks; one update (loss and gradients)
     memory    peak bytes of published and ours, without the weights
-    rl        one rollout of the real RL trainer with its mu optimizer steps, on the pocket task; `--size pocket` uses
-              the pocket model
 
 Set OMP_NUM_THREADS=1 to measure one thread.
 """
@@ -19,35 +17,97 @@ Set OMP_NUM_THREADS=1 to measure one thread.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import PrinterCallback
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import published
-from benchmarks.machine import as_markdown, describe, multiply_adds, peak_bytes, race
-from benchmarks.random_models import MASK, SIZES, random_model, random_prompts, ways
-from d1.models import load_model, load_tokenizer
+from benchmarks.machine import as_markdown, multiply_adds, peak_bytes, race
+from d1.models import prepare
 from d1.models.head import body_and_head
 from d1.ranges import COUNT
-from d1.rl import batch
-from d1.rl import trainer as rl_module
-from d1.rl.config import DiffuGRPOConfig
 from d1.runs.cli import OneLineParser, run_script
-from d1.sampling import Rollout, rollout
-from d1.sampling.settings import SamplingSettings
-from d1.scoring import Scores, Views, score
-from d1.tasks import load_task
+from d1.sampling import generate, rollout
+from d1.scoring import mean_field_logps
 
-BASE = str(Path(__file__).resolve().parents[1] / "pocket" / "base")
+MASK = 3  # ids 0 to 3 are padding, <bos>, <eos> and the mask, as in the pocket tokenizers
+SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
+    "tiny": (2048, 32, 64, 2, 4),
+    "60m": (26_000, 512, 2048, 8, 8),
+    "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary with a very small transformer: for the memory of logits
+    "goal": (126_464, 512, 2048, 8, 8),
+    "small_head": (4870, 512, 2048, 8, 8),  # the body of "goal"; the head has LLaDA-8B's share of the work, 6.9%
+    "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
+}
 Results = dict[str, dict[str, float]]
+Runs = dict[str, Callable[[], Any]]  # the functions that are compared, by name
+
+
+def random_model(size: str, block_size: int | None = None) -> Any:
+    """A Llama of a size in `SIZES` with random weights: bidirectional, or block-causal if there is a block size; in
+    bf16 on a GPU if there is one."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape: dict[str, Any] = dict(zip(names, SIZES[size], strict=True))
+    shape |= {"max_position_embeddings": 4096, "is_causal": False, "block_size": block_size}
+    config = LlamaConfig(**shape, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    on_gpu = torch.cuda.is_available()
+    with torch.device("cuda" if on_gpu else "cpu"):  # created on its device: a large model may not fit elsewhere
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    return prepare(model).eval()
+
+
+def random_prompts(model: Any, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask (rows, length), without padding or special tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, model.config.vocab_size, (rows, length), generator=generator).to(model.device)
+    return ids, torch.ones_like(ids)
+
+
+def our_scores(model: Any, ids: Tensor, mask: Tensor, completion: Tensor, noise: Tensor, mask_token_id: int) -> Tensor:
+    """Log-probs (rows, mu, completion) as the RL trainer computes them: one mask after the other."""
+    options: dict[str, Any] = {"mask_token_id": mask_token_id, "gen_length": completion.shape[1]}
+    parts = [mean_field_logps(model, ids, mask, completion, one, **options) for one in noise.unbind(1)]
+    return torch.stack(parts, dim=1)
+
+
+def samplers(model: Any, args: argparse.Namespace, **options: Any) -> Runs:
+    """One rollout. `options` replace arguments of `generate`."""
+    prompts = random_prompts(model, args.rows, args.prompt)
+    lengths: dict[str, Any] = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
+    ways = {"published": published.generate, "ours": generate}
+    return {way: partial(run, model, *prompts, mask_token_id=MASK, **lengths | options) for way, run in ways.items()}
+
+
+def scorers(model: Any, args: argparse.Namespace) -> tuple[Runs, Runs]:
+    """Log-probs under mu masks without gradients; those under the first mask, and their gradients."""
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    completion, _ = random_prompts(model, args.rows, args.length)
+    noise = torch.rand(args.rows, args.mu, args.prompt, generator=torch.Generator().manual_seed(2)) < 0.15
+    noise = noise.to(ids.device)
+
+    def update(score: Callable[..., Tensor]) -> None:
+        score(model, ids, mask, completion, noise[:, :1], mask_token_id=MASK).sum().backward()
+        model.zero_grad()  # or the next call would free these gradients, and its peak would be too low
+
+    ways: dict[str, Callable[..., Tensor]] = {"published": published.score, "ours": our_scores}
+    masks = {
+        way: partial(torch.no_grad()(score), model, ids, mask, completion, noise, mask_token_id=MASK)
+        for way, score in ways.items()
+    }
+    return masks, {way: partial(update, score) for way, score in ways.items()}
+
+
+def race_work(runs: Runs, repeats: int, base: str) -> Results:
+    """The times of `race`, and the multiplications."""
+    results, work = race(runs, repeats, base), {name: multiply_adds(run) for name, run in runs.items()}
+    return {name: row | {f"multiply-adds / {base}": work[name] / work[base]} for name, row in results.items()}
 
 
 def race_samplers(args: argparse.Namespace) -> Results:
@@ -62,132 +122,47 @@ def race_samplers(args: argparse.Namespace) -> Results:
         for _ in range(args.steps):
             body(canvas, None)
 
-    rollouts = ways(model, args)["rollout"]
-    contestants = {"bare body": bare, "exact": rollouts["ours"], "published": rollouts["published"]}
-    results = race(contestants, args.repeats, base="bare body")
-    work = {name: multiply_adds(run) for name, run in contestants.items()}
-    for name, row in results.items():
-        row["multiply-adds / bare"] = work[name] / work["bare body"]
-    return results
+    runs = samplers(model, args)
+    return race_work({"bare": bare, "ours": runs["ours"], "published": runs["published"]}, args.repeats, base="bare")
 
 
 def race_blocks(args: argparse.Namespace) -> Results:
     """A model with own blocks of `block` tokens: time, tokens processed by the transformer, and multiplications."""
     model = random_model(args.size, block_size=args.block)
-    ids, mask = random_prompts(model, args.rows, args.prompt)
+    prompts = random_prompts(model, args.rows, args.prompt)
     lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
-    sample = functools.partial(rollout, model, ids, mask, mask_token_id=MASK, **lengths)
-    contestants = {"recomputed": functools.partial(sample, recompute=True), "cached": sample}
-    results = race(contestants, args.repeats, base="recomputed")
-    tokens = {name: run().forward_tokens.double().mean().item() for name, run in contestants.items()}
-    work = {name: multiply_adds(run) for name, run in contestants.items()}
-    for name, row in results.items():
-        row |= {"tokens per row": tokens[name], "tokens / recomputed": tokens[name] / tokens["recomputed"]}
-        row["multiply-adds / recomputed"] = work[name] / work["recomputed"]
-    return results
+    sample = partial(rollout, model, *prompts, mask_token_id=MASK, **lengths)
+    runs = {"recomputed": partial(sample, recompute=True), "cached": sample}
+    tokens = {name: run().forward_tokens.double().mean().item() for name, run in runs.items()}
+    counts = {
+        name: {"tokens per row": count, "tokens / recomputed": count / tokens["recomputed"]}
+        for name, count in tokens.items()
+    }
+    return {name: row | counts[name] for name, row in race_work(runs, args.repeats, base="recomputed").items()}
 
 
 def race_scoring(args: argparse.Namespace) -> Results:
     """Old log-probs under mu masks without gradients, then one inner update's log-probs with them."""
-    tasks = ways(random_model(args.size), args)
     results: Results = {}
-    for task, title in (("scoring", "mu masks"), ("update", "update")):
-        runs = {f"{way}, {title}": run for way, run in tasks[task].items()}
-        results |= race(runs, args.repeats, base=f"published, {title}")
+    for title, runs in zip(("mu masks", "update"), scorers(random_model(args.size), args), strict=True):
+        named = {f"{way}, {title}": run for way, run in runs.items()}
+        results |= race(named, args.repeats, base=f"published, {title}")
     return results
 
 
 def measure_memory(args: argparse.Namespace) -> Results:
     """Peak bytes of sampling (greedy and at a temperature) and of scoring under mu masks, published and ours."""
-    model = random_model(args.size)
-    results: Results = {}
-    blocks = -(-args.length // args.block)
+    model, blocks = random_model(args.size), -(-args.length // args.block)
     tasks = {
-        "sampler": ways(model, args, steps=blocks)["rollout"],
-        "sampler, drawing": ways(model, args, steps=blocks, temperature=0.9)["rollout"],
-        "scoring": ways(model, args)["scoring"],
+        "sampler": samplers(model, args, steps=blocks),
+        "sampler, drawing": samplers(model, args, steps=blocks, temperature=0.9),
+        "scoring": scorers(model, args)[0],
     }
+    results: Results = {}
     for task, runs in tasks.items():
         theirs, ours = map(peak_bytes, runs.values())
         results[task] = {"published": theirs, "ours": ours, "published / ours": theirs / ours}
     return results
-
-
-def published_rollout(
-    model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings, *, mask_token_id: int, **_: Any
-) -> Rollout:
-    """The published sampler in place of `d1.sampling.rollout`. The record, which d1 does not keep, is zeros."""
-    names = ("gen_length", "block_length", "steps", "temperature", "cfg_scale", "remasking")
-    options = {name: getattr(settings, name) for name in names}
-    ids = published.generate(model, prompt_ids, attention_mask, mask_token_id=mask_token_id, **options)
-    zeros = torch.zeros(len(ids), settings.gen_length, device=ids.device)
-    steps = torch.full_like(ids[:, 0], settings.steps)
-    return Rollout(ids, zeros, zeros.long(), zeros, steps, steps * ids.shape[1])
-
-
-def published_score(
-    model: Any,
-    prompt_ids: Tensor,
-    attention_mask: Tensor,
-    completion_ids: Tensor,
-    views: Views,
-    with_entropies: bool = False,
-    views_at_once: int = 1,
-    **options: Any,
-) -> Scores:
-    """Full logits of all positions in place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
-    noise = views.noise[:, :, : prompt_ids.shape[1]]  # after the prompt everything is hidden
-    options.pop("distribution", None)  # the model's own
-    logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
-    summed = (views.weights * logps).sum(1)
-    return Scores(summed, logps, torch.tensor(0), torch.zeros_like(summed) if with_entropies else None)
-
-
-WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "published": (published_rollout, published_score),
-    "ours": (rollout, score),
-}
-
-
-def rl_trainer(args: Any, folder: str) -> Any:
-    """A trainer that makes one rollout with its mu updates in each `train()`."""
-    task, tokenizer = load_task("sudoku"), load_tokenizer(BASE)
-    config = DiffuGRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=args.rows,
-        num_generations=args.rows // max(1, args.rows // 8),  # all rows, or groups of about 8
-        max_prompt_length=18,
-        max_completion_length=args.length,
-        block_length=args.block,
-        diffusion_steps=args.steps,
-        num_iterations=args.mu,
-        max_steps=args.mu,
-        logging_steps=args.mu,
-        learning_rate=1e-6,
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    model = load_model(BASE) if args.size == "pocket" else random_model(args.size)
-    trainer: Any = rl_module.DiffuGRPOTrainer(model, task.REWARDS, config, task.load_rows("train"), tokenizer)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def train_rl(trainer: Any, way: str) -> None:
-    """One rollout and its updates, sampled and scored as `WAYS[way]`."""
-    sample, log_probs = WAYS[way]
-    with patch.object(rl_module, "rollout", sample), patch.object(batch, "score", log_probs):
-        trainer.train()
-
-
-def race_rl(args: argparse.Namespace) -> Results:
-    """One rollout of the real trainer with its mu optimizer steps, with the published functions and with ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {way: functools.partial(train_rl, rl_trainer(args, folder), way) for way in WAYS}
-        return race(runs, args.repeats, base="published")
 
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], Results]] = {
@@ -195,41 +170,33 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], Results]] = {
     "blocks": race_blocks,
     "scoring": race_scoring,
     "memory": measure_memory,
-    "rl": race_rl,
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["all", *BENCHMARKS])
-    parser.add_argument("--size", choices=["pocket", *SIZES], default="tiny", help="pocket is only for rl")
+    parser.add_argument("--size", choices=[*SIZES], default="tiny")
     parser.add_argument("--repeats", type=COUNT, default=5)
     parser.add_argument("--rows", type=COUNT, default=2)
-    parser.add_argument("--prompt", type=COUNT, default=64, help="length of the prompt in tokens, except for rl")
+    parser.add_argument("--prompt", type=COUNT, default=64, help="length of the prompt in tokens")
     parser.add_argument("--length", type=COUNT, default=64, help="length of the canvas in tokens")
     parser.add_argument("--block", type=COUNT, default=32)
     parser.add_argument("--steps", type=COUNT, default=32)
-    parser.add_argument("--mu", type=COUNT, default=4, help="number of masks, and of updates per rollout")
+    parser.add_argument("--mu", type=COUNT, default=4, help="number of masks")
     return parser
 
 
-def commands() -> list[str]:
-    """The command lines of `RESULTS.md` that can run here: those at LLaDA's size need a GPU."""
-    lines = Path(__file__).with_name("RESULTS.md").read_text().splitlines()
-    found = [line for line in lines if line.startswith("python -m benchmarks.bench ")]
-    return [line for line in found if "--size llada" not in line or torch.cuda.is_available()]
-
-
 def main(args: argparse.Namespace) -> None:
-    if args.what == "all":
-        for line in commands():
+    if args.what != "all":
+        sys.stdout.write(as_markdown(BENCHMARKS[args.what](args)) + "\n")
+        return
+    for line in Path(__file__).with_name("RESULTS.md").read_text().splitlines():
+        if not line.startswith("python -m benchmarks.bench "):
+            continue
+        if "--size llada" not in line or torch.cuda.is_available():  # a model of LLaDA's size needs a GPU
             sys.stdout.write(f"{line}\n\n")
             main(make_parser().parse_args(line.split()[3:]))
-        return
-    if args.size == "pocket" and args.what != "rl":
-        raise ValueError(f"--size pocket is only for rl; for {args.what} use one of {', '.join(SIZES)}")
-    results = BENCHMARKS[args.what](args)
-    sys.stdout.write(as_markdown({"machine": describe(), "results": results}) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,8 @@ from d1.show.tables import markdown_table
 def describe() -> dict[str, Any]:
     """The machine: processor model, cores, threads, GPU."""
     machine = {"processor": cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return (
-        machine
-        | {"PyTorch": torch.__version__}
-        | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
-    )
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return machine | {"PyTorch": torch.__version__} | gpu
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, float]:
@@ -84,19 +81,16 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
-def as_markdown(report: dict[str, Any]) -> str:
-    """A report as Markdown: a line for the machine, one for the settings if there are any, and the table of results,
-    in which ratios come with the lowest and the highest of all rounds."""
-    lines = [report[part] for part in ("machine", "settings") if part in report]
-    head = "".join(", ".join(f"{key} {value}" for key, value in line.items()) + "  \n" for line in lines)
-    rows: dict[str, dict[str, float]] = report["results"]
+def as_markdown(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """A line for the machine and the table of results, where ratios have the lowest and highest of all rounds."""
     columns = [name for name in next(iter(rows.values())) if name not in ("ratio_low", "ratio_high")]
 
-    def cell(row: dict[str, float], column: str) -> str:
+    def cell(row: Mapping[str, float], column: str) -> str:
         if column != "ratio":
-            return f"{row[column]:.4g}" if column in row else ""
+            return f"{row[column]:.4g}"
         low, high = row["ratio_low"], row["ratio_high"]
         return f"{row['ratio']:.3f}" + (f" ({low:.3g} to {high:.3g})" if low < high else "")
 
+    machine = ", ".join(f"{key} {value}" for key, value in describe().items())
     body = [[name, *(cell(row, column) for column in columns)] for name, row in rows.items()]
-    return f"{head}\n{markdown_table(['', *(name.replace('_', ' ') for name in columns)], body)}"
+    return f"{machine}  \n\n{markdown_table(['', *(name.replace('_', ' ') for name in columns)], body)}"

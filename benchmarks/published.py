@@ -96,21 +96,16 @@ def score(
     attention_mask: Tensor,
     completion_ids: Tensor,
     prompt_noise: Tensor,
-    *,
     mask_token_id: int,
-    gen_length: int | None = None,
 ) -> Tensor:
-    """Log-probs (rows, mu, completion) under all mu masks `prompt_noise` (rows, mu, prompt), in one forward pass.
-
-    The canvas is as long as the completion, or `gen_length`.
-    """
+    """Log-probs (rows, mu, completion) under all mu masks `prompt_noise` (rows, mu, prompt), in one forward pass."""
     rows, mu, prompt_length = prompt_noise.shape
     noised = torch.where(prompt_noise, mask_token_id, prompt_ids.unsqueeze(1)).flatten(0, 1)
     targets = completion_ids.repeat_interleave(mu, dim=0)
-    canvas = targets.new_full((len(targets), gen_length or targets.shape[1]), mask_token_id)
+    canvas = torch.full_like(targets, mask_token_id)
     mask = attention_mask.repeat_interleave(mu, dim=0)
     visible = None if mask.all() else torch.cat([mask, torch.ones_like(canvas)], dim=1)
     logits = model(input_ids=torch.cat([noised, canvas], dim=1), attention_mask=visible).logits
-    logits = logits[:, prompt_length : prompt_length + targets.shape[1]]
+    logits = logits[:, prompt_length:]
     loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.flatten(), reduction="none")
     return -loss.float().view(rows, mu, -1)

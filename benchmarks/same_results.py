@@ -26,7 +26,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -48,7 +48,8 @@ SFT = (
     "--batch_size 8 --grad_accum_steps 1 --max_steps 10 --eval_steps 10 --learning_rate 2e-4 --eos_padding 40 "
     "--max_length 128 --num_proc 1 --job_name sft"
 )
-SFT_WEIGHTS = {"full": "--full_finetuning", "lora": "--lora_r 4 --lora_alpha 8"}
+FULL = "--full_finetuning"
+SFT_WEIGHTS = {"full": FULL, "lora": "--lora_r 4 --lora_alpha 8"}
 RL = (
     "diffu_grpo_train.py --config pocket.yaml --model_path ../pocket/base --seed 0 --per_device_train_batch_size 8 "
     "--num_generations 4 --max_completion_length 32 --eval_strategy no --save_strategy no --logging_steps 1"
@@ -94,46 +95,41 @@ class Job(NamedTuple):
     processes: int = 1
 
 
-def rl(method: str, weights: str, flags: str = "") -> str:
+def in_every_setting(name: str, folder: str, command: str, weights: dict[str, str]) -> dict[str, Job]:
+    """A command for all weights and for LoRA, in one process and in two."""
+    return {
+        f"{name}_{kind}_on_{processes}": Job(folder, f"{command} {flags}", processes)
+        for (kind, flags), processes in product(weights.items(), (1, 2))
+    }
+
+
+def rl(method: str, flags: str = "") -> str:
     """Two rollouts of a method, with two updates each if the method makes several."""
     updates = min(2, METHODS[method].values["num_iterations"])
     steps = "" if "diffusion_steps" in METHODS[method].values else "--diffusion_steps 8"
-    length = f"--num_iterations {updates} --max_steps {2 * updates} {steps}"
-    return f"{RL} --method {method} {length} {RL_WEIGHTS[weights]} {flags}"
+    return f"{RL} --method {method} --num_iterations {updates} --max_steps {2 * updates} {steps} {flags}"
 
 
-JOBS = {
-    **{
-        f"sft_{weights}_on_{processes}": Job("SFT", f"{SFT} {SFT_WEIGHTS[weights]}", processes)
-        for weights, processes in product(SFT_WEIGHTS, (1, 2))
-    },
-    "sft_accumulated": Job("SFT", f"{SFT} {SFT_WEIGHTS['full']} --grad_accum_steps 2"),
-    **{
-        f"rl_{method}_{weights}_on_{processes}": Job("diffu-grpo", rl(method, weights), processes)
-        for method, weights, processes in product(METHODS, RL_WEIGHTS, (1, 2))
-    },
-    "rl_no_kl": Job("diffu-grpo", rl("d1", "full", "--beta 0")),
-    "rl_parallel": Job("diffu-grpo", rl("d1", "full", "--sampler parallel")),
-    "rl_cached": Job("diffu-grpo", rl("d1", "full", "--sampler cached+parallel --kv_cache delayed")),
-    "rl_blocks": Job("diffu-grpo", rl("cj-grpo", "full", "--model_path ../pocket/block_base")),
-    "rl_accumulated": Job("diffu-grpo", rl("d1", "full", "--gradient_accumulation_steps 3 --num_generations 8")),
-    **{
-        f"prefer_{method}_{weights}_on_{processes}": Job(
-            ".", f"{PREFER} --method {method} {SFT_WEIGHTS[weights]}", processes
-        )
-        for method, weights, processes in product(PREFERENCES, SFT_WEIGHTS, (1, 2))
-    },
-    "prefer_antithetic": Job(".", f"{PREFER} {SFT_WEIGHTS['full']} --estimator espo --antithetic"),
-    "prefer_accumulated": Job(".", f"{PREFER} {SFT_WEIGHTS['full']} --grad_accum_steps 2 --views_at_once 2"),
-    "prefer_blocks": Job(".", f"{PREFER} {SFT_WEIGHTS['full']} --model_name pocket/block_base"),
-    **{
-        f"distill_{method}_{weights}_on_{processes}": Job(
-            ".", f"{DISTILL} --method {method} {DISTILL_OWN.get(method, '')} {SFT_WEIGHTS[weights]}", processes
-        )
-        for method, weights, processes in product(DISTILLATIONS, SFT_WEIGHTS, (1, 2))
-    },
-    "distill_accumulated": Job(".", f"{DISTILL} {SFT_WEIGHTS['full']} --grad_accum_steps 2"),
-    "distill_blocks": Job(".", f"{DISTILL} {SFT_WEIGHTS['full']} --method t3d --model_name pocket/block_base"),
+JOBS = in_every_setting("sft", "SFT", SFT, SFT_WEIGHTS)
+for each in METHODS:
+    JOBS |= in_every_setting(f"rl_{each}", "diffu-grpo", rl(each), RL_WEIGHTS)
+for each in PREFERENCES:
+    JOBS |= in_every_setting(f"prefer_{each}", ".", f"{PREFER} --method {each}", SFT_WEIGHTS)
+for each in DISTILLATIONS:
+    command = f"{DISTILL} --method {each} {DISTILL_OWN.get(each, '')}"
+    JOBS |= in_every_setting(f"distill_{each}", ".", command, SFT_WEIGHTS)
+JOBS |= {
+    "sft_accumulated": Job("SFT", f"{SFT} {FULL} --grad_accum_steps 2"),
+    "rl_no_kl": Job("diffu-grpo", rl("d1", "--beta 0")),
+    "rl_parallel": Job("diffu-grpo", rl("d1", "--sampler parallel")),
+    "rl_cached": Job("diffu-grpo", rl("d1", "--sampler cached+parallel --kv_cache delayed")),
+    "rl_blocks": Job("diffu-grpo", rl("cj-grpo", "--model_path ../pocket/block_base")),
+    "rl_accumulated": Job("diffu-grpo", rl("d1", "--gradient_accumulation_steps 3 --num_generations 8")),
+    "prefer_antithetic": Job(".", f"{PREFER} {FULL} --estimator espo --antithetic"),
+    "prefer_accumulated": Job(".", f"{PREFER} {FULL} --grad_accum_steps 2 --views_at_once 2"),
+    "prefer_blocks": Job(".", f"{PREFER} {FULL} --model_name pocket/block_base"),
+    "distill_accumulated": Job(".", f"{DISTILL} {FULL} --grad_accum_steps 2"),
+    "distill_blocks": Job(".", f"{DISTILL} {FULL} --method t3d --model_name pocket/block_base"),
     **{f"eval_{name}": Job(".", command) for name, command in SAMPLERS.items()},
     **{f"eval_{name}_on_2": Job(".", SAMPLERS[name], 2) for name in ("random", "dual_cached", "blocks_parallel")},
 }
@@ -164,13 +160,10 @@ def run(name: str, checkout: Path, results: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
     words = job.command.format(pairs=results.parent / PAIRS).split()
-    command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *words]
-    command += ["--output_dir", str(folder)]
-    environment = os.environ | SETTING | {"PYTHONPATH": str(checkout)}
+    command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *words, "--output_dir", str(folder)]
+    where: dict[str, Any] = {"cwd": checkout / job.folder, "env": os.environ | SETTING | {"PYTHONPATH": str(checkout)}}
     with open(log, "w") as file:
-        done = subprocess.run(
-            command, cwd=checkout / job.folder, env=environment, stdout=file, stderr=file, check=False
-        )
+        done = subprocess.run(command, **where, stdout=file, stderr=file, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} failed in {checkout}:\n{log.read_text()[-3000:]}")
     finished.write_text(" ".join(command))
@@ -235,22 +228,20 @@ def run_and_compare(args: argparse.Namespace) -> list[tuple[list[str], bool]]:
     """Runs the chosen jobs in both checkouts, and compares each.
 
     Raises:
-        ValueError: a flag is missing, no job has such a name, or a folder is not a checkout.
+        ValueError: a flag is missing, no job has such a name, or `--other` is not a checkout.
     """
     if args.other is None or args.output_dir is None:
         raise ValueError("give --other and --output_dir, or --folders")
     names = [name for name in JOBS if name.startswith(tuple(args.only))]
     if not names:
         raise ValueError(f"--only {' '.join(args.only)}: no job has this prefix; the jobs are {', '.join(JOBS)}")
-    results, sides = args.output_dir.resolve(), {"this": ROOT, "other": args.other.resolve()}
-    for checkout in sides.values():
-        if not (checkout / "d1" / "__init__.py").exists():
-            raise ValueError(f"{checkout} is not a checkout of d1")
+    results, other = args.output_dir.resolve(), args.other.resolve()
+    if not (other / "d1" / "__init__.py").exists():
+        raise ValueError(f"{other} is not a checkout of d1")
     write_pairs(results / PAIRS)
 
     def both(name: str) -> tuple[list[str], bool]:
-        folders = [run(name, checkout, results / side) for side, checkout in sides.items()]
-        row, agrees = compare(name, *folders)
+        row, agrees = compare(name, run(name, ROOT, results / "this"), run(name, other, results / "other"))
         sys.stderr.write(f"{name}: {'equal' if agrees else 'DIFFERENT'}\n")
         return row, agrees
 

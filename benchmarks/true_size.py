@@ -107,7 +107,7 @@ def write_weights(folder: Path, files: int) -> None:
     for name, shape in todo:
         parts[min(done * files // total, files - 1)][name] = shape
         done += torch.Size(shape).numel()
-    where = {}
+    where: dict[str, str] = {}
     for number, part in enumerate(tqdm(parts, desc="writing weights", unit="file"), 1):
         file = f"model-{number:05d}-of-{files:05d}.safetensors"
         weights = {name: random_weight(name, shape, generator) for name, shape in part.items()}
@@ -151,7 +151,7 @@ def write_checkpoint(folder: Path, model: str, vocabulary: Path | None) -> None:
     unfinished.rename(folder)
 
 
-def commands(checkpoint: Path, folder: Path, block: int) -> dict[str, list[str]]:
+def commands(checkpoint: Path, folder: Path, block: int, kind: str) -> dict[str, list[str]]:
     """Stage -> its command, as a user would type it."""
     canvas = ["--block_length", str(block), "--diffusion_steps", str(32 // block * min(block, 4))]
     small = ["--use_cpu", "true", "--report_to", "none", "--dtype", "bfloat16"]
@@ -173,6 +173,7 @@ def commands(checkpoint: Path, folder: Path, block: int) -> dict[str, list[str]]
             *("eval", "--model_path", str(folder / "rl"), "--dataset", "sudoku", "--limit", "2", "--dtype", "bfloat16"),
             *("--gen_length", "32", *canvas, "--batch_size", "2", "--output_dir", str(folder / "eval")),
         ],
+        "export": ["export", str(folder / "rl"), str(folder / "export"), "--format", kind],
     }
 
 
@@ -191,9 +192,14 @@ def peak_of(command: list[str], log: Path) -> tuple[float, float]:
     return used.ru_maxrss * 1024 / 1e9, time.perf_counter() - started
 
 
-def estimate(checkpoint: Path, stage: str) -> float:
-    """GB that `d1 fit` computes for a command of `commands`, without those of CUDA."""
-    shape = {"sft": ("1", "256"), "rl": ("2", "192"), "eval": ("2", "192")}[stage]
+SHAPES = {"sft": ("1", "256"), "rl": ("2", "192"), "eval": ("2", "192")}  # rows and tokens of a batch
+
+
+def estimate(checkpoint: Path, stage: str) -> float | None:
+    """GB that `d1 fit` computes for a command of `commands`, without those of CUDA; None if it knows no such stage."""
+    if stage not in SHAPES:
+        return None
+    shape = SHAPES[stage]
     words = ["fit", "--model_path", str(checkpoint), "--stage", stage, "--batch", shape[0], "--length", shape[1]]
     if stage == "rl":
         words += ["--no-load_in_4bit", "--lora_targets", "attention", "--max_completion_length", "32"]
@@ -224,7 +230,9 @@ def main(args: argparse.Namespace) -> None:
     config, _ = native_config(str(checkpoint))
     block = getattr(config, "block_size", None) or 8
     found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
-    for stage, command in tqdm(commands(checkpoint, folder, block).items(), desc="stages"):
+    for stage, command in tqdm(
+        commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"]).items(), desc="stages"
+    ):
         if stage in found:
             continue
         shutil.rmtree(folder / stage, ignore_errors=True)  # of an attempt that was stopped

@@ -189,7 +189,8 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
     Raises:
         ValueError: It is no plain LoRA, or it is on the stacks of experts, which have no released name.
     """
-    config, weights = peft_config(source), load_peft_weights(source, device="cpu")
+    config: Any = peft_config(source)
+    weights = load_peft_weights(source, device="cpu")
     plain = isinstance(config, LoraConfig) and not (config.rank_pattern or config.alpha_pattern)
     if not plain or any(".experts." in name for name in weights):
         raise ValueError(f"adapter {source}: only plain LoRA (one rank, one alpha, no experts) has released names")

@@ -43,7 +43,7 @@ def check_environment(prepare: Callable[[Any], Any], marks: Path = Path(HF_HOME)
 def difference_with_cache(prepare: Callable[[Any], Any]) -> float:
     """The largest difference between states of one pass over 8 tokens and of a pass over the last 4 of them, with the
     keys and values of the first 4 in a cache and the last layer at two positions only."""
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)

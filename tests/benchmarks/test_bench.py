@@ -1,7 +1,6 @@
 """The benchmarks compare and count what they claim, and their formulas agree with measurements."""
 
 import argparse
-import functools
 import re
 from pathlib import Path
 
@@ -9,14 +8,12 @@ import pytest
 import torch
 
 from benchmarks import bench, published
+from benchmarks.bench import MASK, SIZES, our_scores, random_model, random_prompts, scorers
 from benchmarks.machine import as_markdown, multiply_adds, peak_bytes, race
-from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs, update
 from d1.models import head
 from d1.models.head import body_and_head
 from d1.sampling import generate
 from d1.sampling.reveal import reveal_schedule
-from d1.sampling.settings import SamplingSettings
-from d1.scoring.masks import one_step_views
 
 SMALL = ["--rows", "2", "--prompt", "6", "--length", "8", "--block", "4", "--steps", "4", "--mu", "2", "--repeats", "1"]
 
@@ -33,21 +30,14 @@ def test_a_race_alternates_its_order_and_takes_ratios_within_a_round():
     assert results["a"]["ratio"] == results["a"]["ratio_low"] == results["a"]["ratio_high"] == 1
 
 
-def test_a_report_shows_ratios_with_the_ends_of_their_rounds():
-    row = {"ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
-    results = {"a": row | {"wall_seconds": 2}, "b": {"ratio": 1.5, "ratio_low": 1.25, "ratio_high": 2.0}}
-    report = {"machine": {"cores": 2}, "settings": {"size": "tiny"}, "results": results}
-    assert as_markdown(report) == (
-        "cores 2  \nsize tiny  \n\n|  | ratio | wall seconds |\n| --- | --- | --- |\n| a | 1.000 | 2 |\n"
-        "| b | 1.500 (1.25 to 2) |  |\n"
-    )
-
-
-def test_the_command_prints_the_machine_and_the_table(capsys):
-    bench.main(bench.make_parser().parse_args(["sampler", *SMALL]))
-    lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"processor .*, cores \d+, threads \d+, PyTorch ", lines[0])
-    assert [line.split(" | ")[0] for line in lines[4:-1]] == ["| bare body", "| exact", "| published"]
+def test_a_report_shows_the_machine_and_ratios_with_the_ends_of_their_rounds():
+    ratios = {"a": (1.0, 1.0, 1.0), "b": (1.5, 1.25, 2.0)}
+    names = ("ratio", "ratio_low", "ratio_high")
+    text = as_markdown({name: {"wall_seconds": 2} | dict(zip(names, of, strict=True)) for name, of in ratios.items()})
+    machine, *table = text.splitlines()
+    assert re.match(r"processor .*, cores \d+, threads \d+, PyTorch ", machine)
+    rows = ["|  | wall seconds | ratio |", "| --- | --- | --- |", "| a | 2 | 1.000 |", "| b | 2 | 1.500 (1.25 to 2) |"]
+    assert table == ["", *rows]
 
 
 def test_a_block_models_cache_races_what_recomputes_everything():
@@ -57,20 +47,6 @@ def test_a_block_models_cache_races_what_recomputes_everything():
     assert {name: row["tokens per row"] for name, row in results.items()} == tokens
     assert results["cached"]["tokens / recomputed"] == tokens["cached"] / tokens["recomputed"]
     assert results["cached"]["multiply-adds / recomputed"] < 1 == results["recomputed"]["ratio"]
-
-
-@pytest.mark.parametrize(
-    ("what", "flags", "message"),
-    [
-        ("sampler", "--rows 0", "--rows 0"),
-        ("rl", "--mu 0", "--mu 0"),
-        ("scoring", "--size pocket", "--size pocket is only for rl"),
-        ("sampler", "--steps 9", "between 2 and 8 steps"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(what, flags, message):
-    with pytest.raises(ValueError, match=message):
-        bench.main(bench.make_parser().parse_args([what, *SMALL, *flags.split()]))
 
 
 def test_the_exact_sampler_multiplies_for_hidden_positions_alone_after_the_last_keys_and_values():
@@ -90,10 +66,6 @@ def test_the_exact_sampler_multiplies_for_hidden_positions_alone_after_the_last_
     assert multiply_adds(lambda: generate(model, ids, mask, **options)) == expected
 
 
-def test_scoring_races_both_ways():
-    assert [name.split(",")[0] for name in results_of("scoring")] == ["published", "ours"] * 2
-
-
 def test_the_published_log_probs_are_ours():
     model = random_model("tiny")
     ids, mask = random_prompts(model, 2, 6)
@@ -101,8 +73,8 @@ def test_the_published_log_probs_are_ours():
     completion, _ = random_prompts(model, 2, 5)
     noise = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(0)) < 0.3
     with torch.no_grad():
-        theirs = published.score(model, ids, mask, completion, noise, mask_token_id=MASK)
-        torch.testing.assert_close(our_scores(model, ids, mask, completion, noise), theirs, rtol=0, atol=1e-5)
+        theirs, ours = (score(model, ids, mask, completion, noise, MASK) for score in (published.score, our_scores))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_peak_bytes_counts_temporaries_too():
@@ -125,43 +97,10 @@ def test_memory_holds_the_logits_of_all_positions_or_of_a_chunk(monkeypatch):
 
 def test_an_updates_peak_holds_its_gradients_every_time():
     model = random_model("tiny")
-    inputs = scoring_inputs(model, argparse.Namespace(rows=1, prompt=4, length=4, mu=1))
-    score = functools.partial(published.score, mask_token_id=MASK)
-    first, second = (peak_bytes(lambda: update(model, score, inputs)) for _ in range(2))
+    _, updates = scorers(model, argparse.Namespace(rows=1, prompt=4, length=4, mu=1))
+    first, second = (peak_bytes(updates["published"]) for _ in range(2))
     assert second == pytest.approx(first, rel=0.02)
     assert second > sum(weight.numel() * 4 for weight in model.parameters())
-
-
-def test_the_published_pieces_sample_and_score_as_ours():
-    model, rows, prompt = random_model("tiny"), 4, 6
-    ids, mask = random_prompts(model, rows, prompt)
-    mask[0, :3] = 0
-    settings = SamplingSettings(gen_length=8, block_length=4, steps=4)
-    completions, _ = random_prompts(model, rows, 5)  # shorter than the canvas
-    noise = torch.rand(rows, prompt, generator=torch.Generator().manual_seed(0)) < 0.3
-    views = one_step_views(noise, torch.ones_like(completions, dtype=torch.bool), 8)
-    found = {}
-    for way, (sample, score) in bench.WAYS.items():
-        with torch.no_grad():
-            scores = score(model, ids, mask, completions, views, mask_token_id=MASK, gen_length=8)
-        found[way] = sample(model, ids, mask, settings, mask_token_id=MASK).ids, scores.logps
-    assert torch.equal(found["ours"][0], found["published"][0])
-    torch.testing.assert_close(found["ours"][1], found["published"][1], rtol=0, atol=1e-5)
-
-
-def test_both_ways_race_and_one_alone_is_the_published(monkeypatch):
-    calls = []
-    for name in ("generate", "score"):
-        given = getattr(published, name)
-        monkeypatch.setattr(
-            published, name, lambda *a, name=name, given=given, **k: calls.append(name) or given(*a, **k)
-        )
-    found = results_of("rl", "--rows", "4", "--length", "32", "--block", "16")
-    assert list(found) == ["published", "ours"]
-    assert found["published"]["ratio"] == 1 != found["ours"]["ratio"]
-    # Everything runs twice, the first time as a warm-up: one rollout; old and reference log-probs of both updates, and
-    # the updates.
-    assert calls == ["generate", *["score"] * (2 + 2 + 2)] * 2
 
 
 def test_all_runs_the_commands_of_the_results_page(monkeypatch, capsys):
@@ -178,3 +117,9 @@ def test_all_runs_the_commands_of_the_results_page(monkeypatch, capsys):
     text = (Path(bench.__file__).parent / "RESULTS.md").read_text()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m")]
     assert len(printed) == len(ran) == text.count("\npython -m benchmarks.bench ") - 2
+
+
+@pytest.mark.parametrize("what", ["sampler", "scoring"])
+def test_a_race_has_a_row_for_each_way(what):
+    names = {"sampler": ["bare", "ours", "published"], "scoring": ["published", "ours"] * 2}
+    assert [name.split(",")[0] for name in results_of(what)] == names[what]

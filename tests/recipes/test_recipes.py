@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from benchmarks.true_size import DREAM, LLADA, LLADA2, SDAR
 from d1.__main__ import main, make_parser
 from d1.commands.fit import hours_of, with_config, with_recipe
 from d1.models.fit import CARDS, total_and_active
@@ -24,7 +25,6 @@ from d1.rl.train import make_parser as rl_parser
 from d1.sft.config import SFTConfig
 from d1.sft.train import make_parser as sft_parser
 from tests.commands import ROOT, check_script
-from tests.d1.conftest import LLADA_CONFIG
 from tests.d1.released import config_of
 
 FOLDER = ROOT / "recipes"
@@ -40,30 +40,21 @@ def shape(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: 
     return sizes | heads_of | {"max_position_embeddings": 32768} | more
 
 
-LLADA = LLADA_CONFIG | {"n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288}
-LLADA |= {"embedding_size": 126464, "vocab_size": 126464, "max_sequence_length": 4096}
 MOE = {"num_experts": 64, "expert_intermediate_size": 1024, "dense_intermediate_size": 8192}
 MOE |= {"num_experts_per_tok": 8, "moe_layer_freq": [1] * 16}
-LLADA2 = {"head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
-LLADA2 |= {"n_group": 8, "topk_group": 4, "block_size": None, "mask_token_id": None}
-QWEN = {"model_type": "qwen2", "mask_token_id": 151665, "tie_word_embeddings": True}
-SMALL = QWEN | shape(24, 896, 14, 2, 4864, 151936)
+SMALL = {"model_type": "qwen2", "mask_token_id": 151665, "tie_word_embeddings": True}
+SMALL |= shape(24, 896, 14, 2, 4864, 151936)
 CONFIGS = {  # path of the model -> its config.json
-    "GSAI-ML/LLaDA-8B-Instruct": LLADA,
-    "GSAI-ML/LLaDA-1.5": LLADA,
-    "Dream-org/Dream-v0-Instruct-7B": QWEN
-    | shape(28, 3584, 28, 4, 18944, 152064, model_type="Dream", mask_token_id=151666, tie_word_embeddings=False),
+    **dict.fromkeys(("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), LLADA),
+    "Dream-org/Dream-v0-Instruct-7B": DREAM,
     "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": config_of("lladamoe", **shape(16, 2048, 16, 16, 8192, 157184, **MOE)),
-    "JetLM/SDAR-1.7B-Chat": config_of(
-        "sdar", **shape(28, 2048, 16, 8, 6144, 151936, head_dim=128, tie_word_embeddings=True)
-    ),
-    "JetLM/SDAR-8B-Chat": config_of("sdar", **shape(36, 4096, 32, 8, 12288, 151936, head_dim=128)),
-    "inclusionAI/LLaDA2.0-mini": config_of("llada2_moe", **shape(20, 2048, 16, 4, 5120, 157184, **LLADA2)),
+    "JetLM/SDAR-1.7B-Chat": SDAR,
+    "JetLM/SDAR-8B-Chat": SDAR | shape(36, 4096, 32, 8, 12288, 151936, tie_word_embeddings=False),
+    "inclusionAI/LLaDA2.0-mini": LLADA2,
     "Efficient-Large-Model/Fast_dLLM_v2_7B": config_of(
         "Fast_dLLM_Qwen", **shape(28, 3584, 28, 4, 18944, 152064, bd_size=32)
     ),
-    "runs/qwen2.5-0.5b-a2d": SMALL,
-    "runs/qwen2.5-0.5b-sft": SMALL,
+    **dict.fromkeys(("runs/qwen2.5-0.5b-a2d", "runs/qwen2.5-0.5b-sft"), SMALL),
 }
 DOCUMENTED = {  # row of docs/models.md -> path
     "LLaDA-8B, LLaDA-1.5": "GSAI-ML/LLaDA-8B-Instruct",
@@ -76,14 +67,14 @@ DOCUMENTED = {  # row of docs/models.md -> path
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which each model's path contains its config.json, so that the hub is not needed."""
-    root = tmp_path_factory.mktemp("models")
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, in which each model's path contains its config.json, so that the hub is not needed."""
     for name, config in CONFIGS.items():
-        (root / name).mkdir(parents=True)
-        (root / name / "config.json").write_text(json.dumps(config))
-    return root
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @dataclass(frozen=True)
@@ -187,13 +178,14 @@ COMPUTED = [
 
 
 @pytest.mark.parametrize("recipe", COMPUTED)
-def test_the_head_names_the_memory_that_fit_computes_for_the_recipe(
-    recipe: Recipe, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_fit_shows_the_memory_and_the_hours_at_the_head_of_the_recipe(
+    recipe: Recipe, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(models)
-    main(with_recipe(make_parser().parse_args(shlex.split(recipe.fit)[3:])))
-    total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", capsys.readouterr().out, re.MULTILINE)[1])
+    main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
+    shown = capsys.readouterr().out
+    total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", shown, re.MULTILINE)[1])
     assert recipe.memory == pytest.approx(total, rel=0.02)
+    assert shown.splitlines()[-1] == recipe.time
 
 
 def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
@@ -202,10 +194,7 @@ def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
-def test_the_head_has_the_hours_that_fit_computes_from_the_file(
-    recipe: Recipe, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(models)
+def test_the_head_has_the_hours_that_fit_computes_from_the_file(recipe: Recipe, models: Path) -> None:
     args, run = of_config(recipe)
     words = with_recipe(make_parser().parse_args(shlex.split(recipe.fit)[3:]))  # of the line about its memory
     same = {"model_path", "stage", "batch", "length", "gpus", "zero", "dtype", "lora_r", "load_in_4bit"}
@@ -219,9 +208,8 @@ def test_the_head_has_the_hours_that_fit_computes_from_the_file(
     assert args.card == recipe.found(r"^# Hardware: .* \((.+)\)$")[0]
 
 
-def test_the_hours_are_those_of_the_formula_written_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hours_are_those_of_the_formula_written_out(models: Path) -> None:
     """LLaDA-1.5 on GSM8K: 10 epochs of 467 rollouts of 96 completions, 12 updates on each, 456 tokens per row."""
-    monkeypatch.chdir(models)
     args, run = of_config(Recipe(FOLDER / "llada-1.5-rl.yaml"), "--card", "H100", "--utilisation", "0.5")
     hours, line = hours_of(run, args)
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 12288) + 126464 * 4096
@@ -237,9 +225,8 @@ def test_the_hours_are_those_of_the_formula_written_out(models: Path, monkeypatc
     )
 
 
-def test_the_hours_of_sft_are_those_of_the_formula_written_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hours_of_sft_are_those_of_the_formula_written_out(models: Path) -> None:
     """990 of s1K's rows, and all weights of a model with tied embeddings, which backward passes train, too."""
-    monkeypatch.chdir(models)
     args, run = of_config(Recipe(FOLDER / "qwen2.5-0.5b-a2d-sft.yaml"), "--rows", "1000", "--card", "A100")
     weights = 151936 * 896 + 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
     each = 2 * weights + 4 * 24 * 896 * 1024
@@ -250,62 +237,44 @@ def test_the_hours_of_sft_are_those_of_the_formula_written_out(models: Path, mon
     assert hours_of(run, args)[0] == pytest.approx({name: of / speed for name, of in expected.items()}, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_fit_of_a_file_shows_its_memory_and_its_hours(
-    name: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "changes", "message"),
+    [
+        ("--batch 3", {}, r"--batch 3: with --config, .*own.yaml says what the run is"),
+        ("", {"RTX 4090": "RTX 9"}, "the speed of RTX 9 is not known: use --card"),
+        (
+            "--card A100",
+            {"simplescaling/s1K": "mine.jsonl"},
+            "number of rows of mine.jsonl is not known",
+        ),
+    ],
+)
+def test_what_fit_cannot_read_from_a_file_is_named(
+    flags: str, changes: dict[str, str], message: str, models: Path
 ) -> None:
-    monkeypatch.chdir(models)
-    recipe = Recipe(FOLDER / f"{name}-sft.yaml")
-    main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
-    shown = capsys.readouterr().out
-    total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", shown, re.MULTILINE)[1])
-    assert recipe.memory == pytest.approx(total, rel=0.02)
-    assert shown.splitlines()[-1] == recipe.time
+    text = (FOLDER / "llada-1.5-sft.yaml").read_text()
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    Path("own.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        main(make_parser().parse_args(["fit", "--config", "own.yaml", *flags.split()]))
 
 
-def test_what_fit_cannot_read_from_a_file_is_named(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(models)
-    recipe = FOLDER / "llada-1.5-sft.yaml"
-    with pytest.raises(ValueError, match=r"--batch 3: with --config, .*llada-1.5-sft.yaml says what the run is"):
-        main(make_parser().parse_args(["fit", "--config", str(recipe), "--batch", "3"]))
-    with pytest.raises(ValueError, match="needs --model_path and --stage, or a --config file"):
-        main(make_parser().parse_args(["fit", "--gpus", "2"]))
-    own = tmp_path / "own.yaml"
-    own.write_text(recipe.read_text().replace("simplescaling/s1K", "mine.jsonl").replace("RTX 4090", "RTX 9"))
-    with pytest.raises(ValueError, match="the speed of RTX 9 is not known: use --card"):
-        main(make_parser().parse_args(["fit", "--config", str(own)]))
-    with pytest.raises(ValueError, match=r"the number of rows of mine.jsonl is not known: add --rows N"):
-        main(make_parser().parse_args(["fit", "--config", str(own), "--card", "A100"]))
-    own.write_text("[]")
-    with pytest.raises(ValueError, match="must have lines NAME: VALUE"):
-        main(make_parser().parse_args(["fit", "--config", str(own)]))
-
-
-def test_the_table_of_hours_lists_every_recipe() -> None:
-    page = (FOLDER / "README.md").read_text()
-    rows = re.findall(r"^\| \[(.+?)\]\(\1\) \| (.+) \| (\d+) \| ([\d.]+) \| `(.+)` \|$", page, re.MULTILINE)
-    found = {name: (hardware, steps, hours, trial) for name, hardware, steps, hours, trial in rows}
-    expected = {}
+def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() -> None:
+    page, models, hours = (FOLDER / "README.md").read_text(), set(), set()
     for one in map(Recipe, RECIPES):
         gpus, card = one.found(r"^# Hardware: (\d+) .* \((.+)\)$")
-        hours, steps, trial = re.fullmatch(r"Time: (\S+) hours for (\d+) .*: (--max_steps \d+)", one.time).groups()
-        expected[one.path.name] = (f"{gpus} x {card}", steps, hours, trial)
-    assert found == expected
-
-
-def test_the_table_lists_every_recipe_and_every_model_has_one_of_each_stage() -> None:
-    page = (FOLDER / "README.md").read_text()
-    rows = re.findall(r"^\| .* \| (\w+) \| .* \| \[(.+?)\]\(\2\) \| (.*) \| ([\d.]+) \|$", page, re.MULTILINE)
-    heads = {
-        (one.stage.upper(), one.path.name, one.found(r"^# Hardware: (.*)$")[0], f"{one.memory:.1f}")
-        for one in map(Recipe, RECIPES)
-    }
-    assert {*rows} == heads
-    assert len(rows) == len(heads) == 18
+        time, steps, trial = re.fullmatch(r"Time: (\S+) hours for (\d+) .*: (--max_steps \d+)", one.time).groups()
+        hours.add((one.path.name, f"{gpus} x {card}", steps, time, trial))
+        models.add((one.stage.upper(), one.path.name, one.found(r"^# Hardware: (.*)$")[0], f"{one.memory:.1f}"))
+    found = re.findall(r"^\| \[(.+?)\]\(\1\) \| (.+) \| (\d+) \| ([\d.]+) \| `(.+)` \|$", page, re.MULTILINE)
+    assert sorted(found) == sorted(hours)
+    found = re.findall(r"^\| .* \| (\w+) \| .* \| \[(.+?)\]\(\2\) \| (.*) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert sorted(found) == sorted(models)
+    assert len(found) == 18
     names = [path.stem.rpartition("-") for path in RECIPES]
     assert {(name, stage) for name, _, stage in names} == {(name, s) for name, *_ in names for s in ("sft", "rl")}
-    used = {re.search(r"--model_path (\S+)", Recipe(path).fit)[1] for path in RECIPES}
-    assert used == {*CONFIGS}
+    assert {re.search(r"--model_path (\S+)", Recipe(path).fit)[1] for path in RECIPES} == {*CONFIGS}
 
 
 def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None:

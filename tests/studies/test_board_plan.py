@@ -1,13 +1,11 @@
-"""The leaderboard's protocol as code: what a run is, the search, the final runs, variants of methods."""
+"""The leaderboard's protocol as code: what a run is, the search, what is done."""
 
 import itertools
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from d1.eval.run import make_parser as eval_parser
 from d1.rl.methods import METHODS
 from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
@@ -15,27 +13,18 @@ from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
 from studies.json_lines import append_line
 from studies.leaderboard import plan
-from studies.leaderboard.plan import FULL, LADDER, SETUPS, START, TASKS, Choice, Run
-from studies.leaderboard.variants import TRACERL, values_of, way
+from studies.leaderboard.plan import FULL, LADDER, SETUPS, TASKS, Run
 
 ROOT = Path(__file__).parents[2]
 SUDOKU = SETUPS["sudoku-sft"]
-
-
-# --- What a run is ----------------------------------------------------------------------------------------------------
-
-
-def config_of(run, folder):
-    flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(folder)]
-    config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(TASKS[run.task].base)])
-    return config
 
 
 @pytest.mark.parametrize(("method", "task"), zip(METHODS, itertools.cycle(TASKS), strict=False))
 def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, task, tmp_path):
     recipe, length, values = RECIPES[task], TASKS[task].length, METHODS[method].values
     run = Run("final", task, "sft", method, 1, 3e-5, 2, 5000)
-    config = config_of(run, tmp_path)
+    flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(tmp_path)]
+    config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(TASKS[task].base)])
     expected = values | {
         "num_iterations": 2,
         "diffusion_steps": values.get("diffusion_steps", length // 2) or length,
@@ -57,39 +46,6 @@ def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, 
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
     assert config.max_steps >= 5000  # a step takes a token at least
     assert str(ROOT) not in " ".join(run.settings())
-
-
-VARIANTS = [*way("d1", "tracerl"), *(f"rldf, {change}" for change in plan.CHANGES)]
-VARIANTS += [f"rldf, {TRACERL}, {change}" for change in plan.LAST_CHANGES]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
-    mu = plan.updates_of(name)[0]
-    run = Run("tuning", *SUDOKU, name, 1, 3e-5, mu, 5000)
-    config, values = config_of(run, tmp_path), values_of(name) | {"num_iterations": mu}
-    assert {setting: getattr(config, setting) for setting in values} == values
-    assert plan.written_values(name) == json.loads(json.dumps(values_of(name)))
-    assert len(run.name) < 180  # of the 255 bytes of a file name; evaluations add the task and more
-    assert run.name != replace(run, method=f"{name}, beta=7").name
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_own_sampler_is_that_of_the_methods_rollouts(method):
-    values, length = METHODS[method].values, TASKS["sudoku"].length
-    flags = plan.own_sampler(method, length)
-    common = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", str(length), "--block_length", "8"]
-    judge, own = (vars(eval_parser().parse_args([*common, *more])) for more in ([], flags or []))
-    differing = {name for name in own if own[name] != judge[name]}
-    assert (flags is None) == (not differing)
-    for name in plan.OWN:
-        if name in values:
-            assert own[name] == (length if values[name] is None and name == "diffusion_steps" else values[name])
-    assert differing <= {*plan.OWN}
-    assert own["temperature"] == 0
-
-
-# --- The search -------------------------------------------------------------------------------------------------------
 
 
 def searched(score, method="d1", **changes):
@@ -115,27 +71,12 @@ def peak(at, slope=0.05):
     return lambda rate: 0.7 - slope * abs(LADDER.index(rate) - LADDER.index(at))
 
 
-def test_a_peak_inside_the_grid_needs_no_other_rate():
-    tried, choice = searched(lambda rate, mu, seed: peak(1e-4)(rate) - 0.2 * (mu == 4))
-    assert tried[100] == {(rate, mu) for rate in (3e-5, 1e-4, 3e-4) for mu in (1, 4)}
-    assert tried[101] == {(1e-4, 1)}  # the others are more than 4 points behind
-    assert choice == Choice(1e-4, 1, 0.7)
-
-
 @pytest.mark.parametrize(("at", "last"), [(1e-5, 3e-6), (3e-3, 1e-2), (1e-6, 1e-6), (1e-2, 1e-2)])
 def test_rates_are_extended_until_the_best_is_inside_or_at_the_limits(at, last):
     tried, choice = searched(lambda rate, mu, seed: peak(at)(rate), method="just-grpo")
     assert choice[:2] == (at, 1)
     rates = sorted(rate for rate, _ in tried[100])
     assert rates == [rate for rate in LADDER if min(last, 3e-5) <= rate <= max(last, 3e-4)]
-
-
-@pytest.mark.parametrize(("gap", "lowest"), [(0.02, 3e-6), (0.25, 3e-5)])
-def test_a_mu_is_extended_unless_it_is_far_behind(gap, lowest):
-    """The best of mu 1 in the grid is 7 or 30 points behind that of mu 4."""
-    tried, choice = searched(lambda rate, mu, seed: peak(1e-4 if mu == 4 else 1e-5)(rate) - gap * (mu == 1), far=0.2)
-    assert choice[:2] == (1e-4, 4)
-    assert min(rate for rate, mu in tried[100] if mu == 1) == lowest
 
 
 def test_two_seeds_decide_among_the_near_and_extend_once_more():
@@ -150,58 +91,6 @@ def test_two_seeds_decide_among_the_near_and_extend_once_more():
     assert choice == (1e-4, 1, pytest.approx((0.68 + 0.75) / 2))
     _, choice = searched(lambda rate, mu, seed: 0.3 if rate >= 1e-5 else 0.2)
     assert choice[:2] == (1e-5, 1)  # of equal scores, the smaller rate, then the smaller mu
-
-
-# --- The final runs ---------------------------------------------------------------------------------------------------
-
-PAIR = plan.Protocol(methods=("d1", "just-grpo", "wd1"), setups=(SUDOKU, SETUPS["sudoku-base"]))
-
-
-def chosen(**accuracies):
-    names = {"d1": "d1", "just": "just-grpo", "wd1": "wd1"}
-    return {(setup, names[n]): Choice(1e-4, 1, value) for setup in PAIR.setups for n, value in accuracies.items()}
-
-
-def test_final_runs_go_seed_by_seed_and_those_far_behind_have_three_at_the_smaller_budget():
-    runs = list(PAIR.final(chosen(d1=0.7, just=0.625, wd1=0.61)))
-    assert len(runs) == len(set(runs))
-    small, large = ([(seed, budget) for seed in range(8)] for budget in (1_500_000, 5_000_000))
-    order = small[:3] + large + small[3:]
-    assert [*dict.fromkeys((run.seed, run.budget) for run in runs if run.method != START)] == order
-    for setup in PAIR.setups:
-        here = [run for run in runs if run.setup == setup]
-        for budget, few in ((1_500_000, [0, 1, 2]), (5_000_000, [])):
-            seeds = {m: [r.seed for r in here if (r.method, r.budget) == (m, budget)] for m in PAIR.methods}
-            assert seeds == {"d1": [*range(8)], "just-grpo": [*range(8)], "wd1": few}
-        starts = [run.seed for run in here if run.method == START]
-        assert starts == ([*range(8)] if setup.start == "sft" else [0])
-
-
-@pytest.mark.parametrize(
-    ("candidates", "accuracies", "every_seed"),
-    [
-        ({}, {"d1": 0.6, "just": 0.71, "wd1": 0.69}, {"just-grpo", "d1"}),  # the best one, and d1
-        ({"wd1": "wd1"}, {"d1": 0.7, "just": 0.71, "wd1": 0.99}, {"just-grpo", "wd1", "d1"}),  # takes no other's place
-        ({}, {"d1": 0.7, "wd1": 0.3}, set()),  # wait for the search of every method
-    ],
-)
-def test_who_has_every_seed(candidates, accuracies, every_seed, monkeypatch):
-    monkeypatch.setattr(plan, "CANDIDATES", candidates)
-    runs = [run for run in replace(PAIR, most=1).final(chosen(**accuracies)) if run.method != START]
-    assert {run.method for run in runs if run.seed > 2} == every_seed
-    assert {run.method for run in runs if run.budget > 2e6} == every_seed
-
-
-def test_an_empty_board_begins_with_every_search_and_quick_is_a_board_that_ends():
-    runs = [run for run in FULL.missing({}) if run.method != START]
-    cells = sum(3 * len(plan.updates_of(plan.CANDIDATES.get(method, method))) for method in METHODS)
-    assert len(runs) == len(set(runs)) == 4 * cells
-    assert {(run.stage, run.seed) for run in runs} == {("tuning", 100)}
-    results = {}
-    for _ in range(3):
-        results |= {run: {"validation": {"exact": "01"}} for run in plan.QUICK.missing(results)}
-    assert not plan.QUICK.missing(results)
-    assert sorted(run.stage for run in results) == 3 * ["final"] + 4 * ["tuning"]
 
 
 def test_results_are_read_without_sealed_outcomes_and_of_methods_as_they_are_now(tmp_path):

@@ -1,12 +1,10 @@
 """The leaderboard's final table: the bootstrap against its closed-form moments, ranks, and the order of tables."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from studies.leaderboard.plan import CANDIDATES, FULL, SETUPS, START, read_results
+from studies.leaderboard.plan import SETUPS, START
 from studies.leaderboard.tables import (
     Table,
     interval,
@@ -16,7 +14,6 @@ from studies.leaderboard.tables import (
     p_value,
     rank_correlations,
     resampled_means,
-    tables_of,
 )
 
 
@@ -87,19 +84,3 @@ def test_the_order_of_two_tables_is_compared_over_the_methods_and_seeds_of_both(
     for chances, expected in (((0.3, 0.6, 0.9), 1), ((0.9, 0.6, 0.3), -1), ((0.6, 0.3, 0.9), 0.5)):
         small = table({"other": 0.9, **dict(zip("abc", chances, strict=True))}, 8)
         assert order_kept(small, large) == pytest.approx((expected, expected, expected))
-
-
-def test_a_candidate_has_no_rank_before_every_run_is_done():
-    results = read_results(final_table=True)
-    del results[
-        next(
-            run
-            for run in results
-            if (run.stage, run.budget, run.seed) == ("final", 1_500_000, 7) and run.start == "base"
-        )
-    ]
-    (candidate,) = CANDIDATES
-    large, _ = tables_of(results, replace(FULL, setups=(SETUPS["sudoku-base"],)))
-    assert candidate in large.places
-    assert candidate not in large.order.ranks
-    assert not any(candidate in tie for tie in large.order.ties)

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from d1.models import load_model, load_tokenizer
-from d1.rl.methods import METHODS
-from d1.scoring import ESTIMATORS, ViewSettings
 from d1.tasks import load_task
 from pocket.recipes import ROOT
 from studies.estimators import run
-from studies.estimators.choices import BY_KEY, CHOICE_OF, CHOICES, PAIRS, TRAJECTORY, Choice
+from studies.estimators.choices import BY_KEY, PAIRS, TRAJECTORY, Choice
 from studies.estimators.completions import divergence, sample_rows, trajectory_logps
 from studies.estimators.measures import Case, group_gradients, measure, of_groups, target_of
-from studies.json_lines import complete, read_lines
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,
@@ -163,37 +160,6 @@ def test_advantages_are_d1s_and_all_equal_rewards_are_an_error():
     assert not run.advantages_of(torch.cat([third, torch.tensor([0.0, 1.0, 2.0])]), 3)[:3].any()
     with pytest.raises(ValueError, match="the same reward"):
         run.advantages_of(torch.ones(4), 2)
-
-
-def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
-    """Except for TraceRL, whose choice divides the 16 steps of these completions, and AGRPO's mean, which is the sum
-    divided by the number of a row's steps."""
-    assert {choice.estimator for choice in CHOICES} == {*ESTIMATORS}
-    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "egspo-sa", "rldf", "quick-replay"}
-    by_name = {(choice.name, choice.views): choice for choice in CHOICES}
-    for method, place in CHOICE_OF.items():
-        choice, values = by_name[place], METHODS[method].values
-        assert choice.estimator == values["estimator"]
-        cut = ("segment_steps", "mean_step")
-        expected = {name: values[name] for name in ViewSettings.__annotations__ if name in values and name not in cut}
-        settings = {name: value for name, value in choice.settings.items() if name not in cut}
-        assert ViewSettings(**settings) == ViewSettings(**expected)
-    assert by_name[CHOICE_OF["tracerl"]].settings == {"segment_steps": METHODS["tracerl"].values["segment_steps"]}
-
-
-def test_a_line_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "SETTINGS", {"groups": 3, "group": 4, "bound_draws": 2})
-    which = [one for one in run.runs(["sudoku"], [1]) if one["model"] == "base"][:2]
-    for _ in range(2):
-        complete(tmp_path / "runs.jsonl", which, tmp_path, lambda one: run.line_of(one, tmp_path))
-    lines = read_lines(tmp_path / "runs.jsonl")
-    assert [(found["estimator"], found["views"], found["draws"]) for found in lines] == [
-        ("one step, prompt hidden by .15", 1, 4),
-        ("one step", 1, 1),
-    ]
-    assert lines[0]["settings"] == {**run.SETTINGS, "estimator": "one_step", "p_mask_prompt": 0.15}
-    assert {"versions", "cpu", "weighted"} <= lines[0].keys()
-    assert len(lines[0]["without"]["snr"]) == 3
 
 
 def test_completions_are_those_of_rl():

@@ -13,7 +13,7 @@ import pytest
 from studies.estimators import report as estimators
 from studies.json_lines import read_lines
 from studies.leaderboard import report as leaderboard
-from studies.leaderboard.figures import apart, draw_curves, draw_places
+from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.plan import CANDIDATES, DATA, FULL, SETUPS, START, read_results
 from studies.leaderboard.tables import LEVEL, tables_of
 from studies.reports import BEGIN, write_part, written_part
@@ -127,19 +127,6 @@ def test_a_figure_is_legible_on_a_page_light_or_dark(path):
     assert min(sizes) * scale >= 10
     assert "@media(prefers-color-scheme:dark)" in text
     assert 'class="card"' in text
-
-
-@pytest.mark.parametrize("name", ["leaderboard", "estimators", "samplers", "preference", "distill"])
-def test_a_page_begins_with_its_answer(name):
-    _, first, rest = (DOCS / f"{name}.md").read_text().split("\n\n", 2)
-    assert re.match(r"\*\*(Start with|Leave|.* start with) ?`?\w+", first)
-    assert {*NUMBER.findall(first)} <= {*NUMBER.findall(rest)}
-
-
-def test_names_keep_their_distance_and_stay_near_their_curves():
-    assert apart([0.1, 0.5, 0.9], 0.2) == pytest.approx([0.1, 0.5, 0.9])
-    assert apart([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
-    assert apart([0.5, 0.51, 0.9], 0.1) == pytest.approx([0.455, 0.555, 0.9])
 
 
 def test_only_the_written_part_changes(tmp_path):
