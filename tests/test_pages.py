@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.commands import ROOT, copy_checkout, folder_of
+from tests.forks import free_port
 from tests.test_readme import DOCUMENTS, FENCE, HISTORY
 
 # Results name the commands that gave them, of hours; recipes need a GPU; test_readme.py runs the README's commands.
@@ -129,3 +132,31 @@ def test_the_commands_of_a_page_run_in_their_order(page, tmp_path, servers):
         subprocess.run(["bash", "-c", script], cwd=folder, env=kept, check=True, timeout=LONGEST)
         sys.stdout.write(f"{page}: {time.monotonic() - began:.0f} s: {command}\n")
         folder = Path((copy / ".folder").read_text().strip())
+
+
+@pytest.mark.slow
+def test_four_trainers_and_four_servers_share_a_machine(tmp_path):
+    """The lines of docs/engines.md as they stand, with another model, task and ports, and CPUs in place of cards."""
+    ports = {f"3000{gpu}": str(free_port()) for gpu in range(4, 8)}
+    (text,) = (body for _, body in blocks_of("docs/engines.md") if "CUDA_VISIBLE_DEVICES" in body)
+    for before, after in (ports | {"JetLM/SDAR-1.7B-Chat": f"{ROOT}/pocket/base"}).items():
+        text = text.replace(before, after)
+    here = os.environ | {"ACCELERATE_CONFIG": "../launch/ddp.yaml", "ACCELERATE_USE_CPU": "true", "DATASET": "sudoku"}
+    here |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    here |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "OUTPUT_DIR": str(tmp_path), "PORT": str(free_port())}
+    size = "--max_steps 1 --max_completion_length 32 --diffusion_steps 16 --block_length 8 --num_iterations 1"
+    script = f"set -eu\n{text.rstrip()} --use_cpu true --bf16 false --dtype float32 --ddp_backend gloo {size}"
+    with (tmp_path / "log").open("w") as log:
+        shell = subprocess.Popen(
+            ["bash", "-c", script], cwd=ROOT, env=here, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            assert shell.wait(LONGEST) == 0, (tmp_path / "log").read_text()[-5000:]
+            asked = [requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text for port in ports.values()]
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+    assert "run.sh: 4 processes x 6 completions x 4 accumulation = 96" in (tmp_path / "log").read_text()
+    assert (tmp_path / "checkpoint-1").is_dir()
+    tokens = [int(re.findall(r"tokens_total (\d+)", text)[0]) for text in asked]
+    assert sum(tokens) == 96 * 32
+    assert min(tokens) > 0
