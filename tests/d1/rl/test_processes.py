@@ -125,7 +125,9 @@ def test_a_run_killed_in_each_phase_resumes_bit_for_bit(tiny_model_dir, alone, t
     assert logs(whole) == logs(killed)
 
 
-@pytest.mark.parametrize("launcher", ["ddp", "zero2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "fsdp2"))])
+@pytest.mark.parametrize(
+    "launcher", ["ddp", "zero2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "fsdp2"))]
+)
 def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_model_dir, alone, tmp_path, launcher):
     if launcher == "fsdp2":  # Accelerate's launcher would take DDP
         run(tiny_model_dir, tmp_path / "two", launcher=launcher)
