@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["d1.rl.train", "d1.rl.trainer", "d1.sft.stage", "d1.eval.completions"])
 
@@ -33,6 +35,37 @@ def deepspeed(stage: int) -> dict[str, str]:
     options |= {"OFFLOAD_OPTIMIZER_DEVICE": "none", "OFFLOAD_PARAM_DEVICE": "none"}
     shared = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     return shared | {f"ACCELERATE_DEEPSPEED_{name}": value for name, value in options.items()}
+
+
+def fsdp2() -> dict[str, str]:
+    """What Accelerate's launcher sets for `launch/fsdp2.yaml`, on a CPU in fp32."""
+    options = yaml.safe_load((Path(__file__).parents[1] / "launch" / "fsdp2.yaml").read_text())["fsdp_config"]
+    shared = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    return shared | {name.upper(): str(value).lower() for name, value in options.items()}
+
+
+def sharded(path: str, *words: str) -> None:
+    """`script` with FSDP2 over gloo, which Accelerate offers GPUs only: on CPUs it silently takes DDP. The processes
+    are called GPUs while it decides. Each step of an optimizer checks that every weight it trains is sharded."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+    from torch.distributed.tensor import DTensor
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    decide = AcceleratorState.__init__
+
+    def as_gpus(state: AcceleratorState, *given: Any, **more: Any) -> None:
+        if PartialState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        decide(state, *given, **more)
+
+    def check(optimizer: Any, *_: Any) -> None:
+        for weight in (one for group in optimizer.param_groups for one in group["params"]):
+            assert isinstance(weight, DTensor), f"a weight of shape {tuple(weight.shape)} is not sharded"
+            assert weight.to_local().numel() < weight.numel()
+
+    AcceleratorState.__init__ = as_gpus  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(check)
+    script(path, *words)
 
 
 def script(path: str, *words: str) -> None:

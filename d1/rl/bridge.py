@@ -27,6 +27,7 @@ from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_ge
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
 from d1.models import load_model
+from d1.models.head import run_inside
 from d1.rl.batch import Batch, RolloutRecord, fitted
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
@@ -212,6 +213,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def sampling_model(self) -> Iterator[Any]:
         """The model without wrappers; split weights are gathered if the settings ask for it."""
         options = {"gather_deepspeed3_params": self.args.ds3_gather_for_generation}
+        if self._dist.is_fsdp:  # samplers call parts of the model, and FSDP2 refuses that before the whole was called
+            run_inside(self.model_wrapped, lambda model: None)
         again = "gradient_checkpointing_kwargs"  # TRL 1.15 has no such argument. Delete this once 1.16 is the oldest
         if again in signature(unwrap_model_for_generation).parameters:
             options[again] = self.args.gradient_checkpointing_kwargs

@@ -89,6 +89,14 @@ def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: lis
     assert all(torch.equal(part, own[name] + 1) for name, part in trained_parts(trainer.model).items())
 
 
+def test_bf16_weights_start_at_their_reference_and_move(flags: list[str], tmp_path: Path) -> None:
+    trainer = run(flags, tmp_path, "--method", "t3d", "--dtype", "bfloat16", "--learning_rate", "1e-2")
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.bfloat16, torch.float32}
+    ratios = logged(tmp_path, "ratios/own")
+    assert ratios[0] == pytest.approx(0, abs=1e-6)
+    assert abs(ratios[-1]) > 1e-3
+
+
 def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_path: Path) -> None:
     how = ["--method", "t3d", "--batch_size", "4", "--grad_accum_steps", "1", "--full_finetuning"]
     run([*flags, *how], tmp_path / "follows", "--reference_steps", 1)

@@ -82,6 +82,14 @@ def test_a_run_starts_neutral_learns_and_leaves_its_reference(method, flags, tin
             assert any(not torch.equal(value, before[name]) for name, value in weights(folder / "job").items())
 
 
+def test_bf16_weights_start_neutral_and_learn(flags, tmp_path):
+    trainer = run([*flags, "--dtype", "bfloat16", "--num_epochs", "8", "--learning_rate", "1e-2"], tmp_path)
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.bfloat16, torch.float32}
+    losses = logged(tmp_path, "loss")
+    assert losses[0] == pytest.approx(0.6931472, abs=1e-6)
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def test_neither_accumulation_nor_processes_change_a_run(flags, tmp_path):
     """Steps of 4 completions; KTO's mean ratio is that of the whole step."""
     shared, one, parts, both = [*flags, "--method", "elbo-kto"], tmp_path / "one", tmp_path / "parts", tmp_path / "both"

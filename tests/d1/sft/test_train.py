@@ -106,6 +106,32 @@ def test_two_processes_of_d1s_configuration(flags, tmp_path):
     assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", [["--full_finetuning"], []], ids=["all weights", "lora"])
+def test_two_processes_that_share_the_weights_equal_one(flags, tmp_path, kind):
+    """FSDP2, with a checkpoint, a resume and an export."""
+    words = [*flags, *kind, "--max_steps", "6", "--learning_rate", "1e-3", "--eval_steps", "2"]
+    words += ["--lora_dropout", "0"]
+
+    def two(folder, *more):
+        work, options = forks.sharded, {"log": folder / "log", "folder": SFT, "processes": 2, **forks.fsdp2()}
+        given = ["sft_train.py", *words, "--output_dir", str(folder), "--job_name", "job", *more]
+        forks.finish(forks.start(work, *given, **options), folder / "log")
+
+    run([*words, "--batch_size", "8"], tmp_path / "one")
+    two(tmp_path / "two")
+    found, expected = history(tmp_path / "two", "eval_loss"), history(tmp_path / "one", "eval_loss")
+    assert len(found) == 4
+    assert found == pytest.approx(expected, rel=1e-5)
+    one, both = weights(tmp_path / "one/job"), weights(tmp_path / "two/job")
+    for name, weight in one.items():
+        torch.testing.assert_close(both[name], weight, rtol=0, atol=2e-5)
+    shutil.copytree(tmp_path / "two/job/checkpoint-4", tmp_path / "again/job/checkpoint-4")
+    two(tmp_path / "again", "--resume")
+    assert_same_weights(tmp_path / "again/job", tmp_path / "two/job")
+    export(tmp_path / "two/job", tmp_path / "released", "llada")
+    torch.testing.assert_close(logits(tmp_path / "released"), logits(tmp_path / "two/job"), rtol=0, atol=1e-6)
+
+
 def assert_two_processes(folder, kind):
     """Two processes made a run, and merged its adapter."""
     settings = json.loads((folder / "job/run.json").read_text())["settings"]
@@ -316,6 +342,16 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags, tmp_path):
             run(flags, tmp_path, "--train_data", str(tmp_path / name))
     with pytest.raises(ValueError, match=r"has no modules c_attn for LoRA: use attention, all-linear or"):
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
+
+
+def test_bf16_weights_with_an_fp32_adapter(flags, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        trainer: Any = run(flags, tmp_path / dtype, "--max_steps", "3", "--learning_rate", "1e-3", "--dtype", dtype)
+    assert {weight.dtype for weight in trainer.model.parameters() if not weight.requires_grad} == {torch.bfloat16}
+    assert {weight.dtype for weight in trainer.model.parameters() if weight.requires_grad} == {torch.float32}
+    found, expected = (history(tmp_path / dtype, "eval_loss") for dtype in ("bfloat16", "float32"))
+    assert found == pytest.approx(expected, rel=5e-3)
+    assert found[-1] < found[0]
 
 
 def test_qlora(flags, tiny_model_dir, tmp_path):
