@@ -31,6 +31,7 @@ from tqdm import tqdm
 from benchmarks.machine import describe
 from d1.models.kinds import native_config
 from d1.models.load import auto_class
+from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -248,9 +249,13 @@ def main(args: argparse.Namespace) -> None:
     sys.stdout.write(f"{head}\n\n{markdown_table(['stage', *next(iter(found.values()))], rows)}\n")
 
 
-if __name__ == "__main__":
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=RELEASED, required=True)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/true_size"))
     parser.add_argument("--vocabulary", type=Path, help="folder with Qwen's vocab.json and merges.txt")
-    main(parser.parse_args())
+    return parser
+
+
+if __name__ == "__main__":
+    run_script("true_size", lambda: main(make_parser().parse_args()))
