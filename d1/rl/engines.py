@@ -448,7 +448,7 @@ def record_of(
         row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
         if "step_maps" in row:
             steps = numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
-            row["steps"] = reveal_steps(steps.tolist(), len(prompt), expected)
+            row["steps"] = reveal_steps(steps.tolist(), expected.schedule(len(prompt)))
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
             rows = record[KEYS[name]]
             rows[number, : len(values)] = values.to(rows.dtype)

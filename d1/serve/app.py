@@ -109,6 +109,7 @@ def sglang_routes(server: Server) -> Any:
     from fastapi.responses import JSONResponse, Response
 
     router, engine = APIRouter(), server.engine
+    base = base_digest(engine.model)  # of the model that the server was started from, to which adapters are added
 
     @router.get("/health")
     async def health() -> Any:
@@ -117,7 +118,7 @@ def sglang_routes(server: Server) -> Any:
     @router.get("/model_info")
     async def model_info() -> Any:
         facts = {"model_path": server.name, "weight_version": engine.version, "mask_token_id": engine.mask_token_id}
-        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "base": base_digest(engine.model)}
+        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "base": base}
         return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
     @router.post("/generate")

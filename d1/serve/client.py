@@ -45,6 +45,10 @@ class Expected:
     # blocks with the first of `ends`. Otherwise the steps need only lie in the right blocks.
     by_our_rules: bool = True
 
+    def schedule(self, prompt: int) -> list[list[int]]:
+        """Tokens per pass in each block, after `prompt` tokens."""
+        return self.settings.schedule(prompt % self.settings.block_length if self.aligned else None)
+
 
 def check_row(
     where: str, row: Mapping[str, Any], prompt: int, expected: Expected, whole: str = ""
@@ -85,7 +89,7 @@ def check_row(
 def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, prompt: int, expected: Expected) -> None:
     """Raises ValueError for steps (tokens,) that no sampler takes to fill a `canvas` after `prompt` tokens."""
     settings, by_our_rules = expected.settings, expected.by_our_rules
-    schedule = settings.schedule(prompt % settings.block_length if expected.aligned else None)
+    schedule = expected.schedule(prompt)
     most = sum(len(counts) + settings.post_steps for counts in schedule)
     after_eos = is_end.cumsum(0) - is_end.int() > 0
     wrong = (steps != steps.round()) | (steps < -1) | (steps >= most) | ((steps < 0) & ~after_eos)
@@ -389,7 +393,7 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     steps = meta["step_maps"]
     if len(steps) == len(ids) == length:
-        steps = reveal_steps(steps, len(text), expected)
+        steps = reveal_steps(steps, expected.schedule(len(text)))
     given = {"completion_ids": ids, "steps": steps, "logprobs": logprobs, "entropies": meta["output_token_entropies"]}
     columns = check_row(where, given, len(text), expected, whole="RL reads all of it")
     if [entry[1] for entry in meta["output_token_logprobs"]] != ids:
@@ -403,10 +407,9 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     return columns | {"passes": torch.tensor(passes), "forward_tokens": torch.tensor(fed)}
 
 
-def reveal_steps(step_map: Sequence[int], prompt: int, expected: Expected) -> list[int]:
-    """The row's own pass, from 0, that revealed each token after `prompt` tokens, from a step map, which counts from 1
-    in each block; -1 at its zeros."""
-    schedule = expected.settings.schedule(prompt % expected.settings.block_length if expected.aligned else None)
+def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:
+    """The row's own pass, from 0, that revealed each token, from a step map, which counts from 1 in each block of the
+    `schedule`; -1 at its zeros."""
     # Each pass reveals a token, so the number of passes of a block is the largest number in it.
     steps: list[int] = []
     before = 0
