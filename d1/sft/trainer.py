@@ -136,8 +136,10 @@ class dLLMTrainer(RunTrainer, Trainer):
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
         row_losses, answers = self.row_losses(model, inputs), inputs["labels"] != IGNORED
-        items = answers.sum() if num_items_in_batch is None else num_items_in_batch
-        loss = row_losses.sum() / items * self.accelerator.num_processes
+        if num_items_in_batch is None:  # a call outside of training: the mean of this process's batch
+            loss = row_losses.sum() / answers.sum()
+        else:
+            loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
         self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
         self.answers += answers.sum()
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
