@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,15 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     config = peft_config(folder)
     with reading(folder, "a file of weights is damaged or cut off"):
         weights = load_peft_weights(folder, device="cpu")
-    native = native_weights(weights, model.config, folder)
+    joined = parts_of(folder) if any(f".{JOINED}.lora_" in name for name in weights) else []
+    native = native_weights(weights, model.config, joined)
     if native.keys() != weights.keys():
-        joined = parts_of(folder)
         if not isinstance(config, LoraConfig) or (not joined and (config.rank_pattern or config.alpha_pattern)):
             raise ValueError(
                 f"adapter {folder}: with names of a released format, only plain LoRA (one rank, one alpha) is supported"
             )
         weights, config.auto_mapping, config.rank_pattern, config.alpha_pattern = native, None, {}, {}
-        config.target_modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in native})
+        config.target_modules = modules_of(native)
     config.inference_mode = False
     with reading(folder, "PEFT cannot make the adapter of its adapter_config.json"):
         peft = get_peft_model(model, config)
@@ -147,21 +148,27 @@ def native_name(name: str, model_type: str) -> str:
     return name
 
 
-def native_weights(weights: Mapping[str, Tensor], config: Any, folder: str) -> dict[str, Tensor]:
+def modules_of(weights: Iterable[str]) -> list[str]:
+    """The modules on which an adapter with these names of weights is."""
+    return sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in weights})
+
+
+def native_weights(weights: Mapping[str, Tensor], config: Any, parts: Sequence[str]) -> dict[str, Tensor]:
     """An adapter's weights by the names of the native class. LoRA on a joined projection becomes one on each part: all
-    have its A, and their own rows of its B; or, if `export_adapter` joined them, what they were before."""
-    parts, found = parts_of(folder), dict[str, Tensor]()
+    have its A, and their own rows of its B; or, if `export_adapter` joined `parts`, what these were before."""
+    found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         own = native_name(name, config.model_type)
         if f".{JOINED}.lora_" not in own:
             found[own] = weight
             continue
-        sizes, columns = joined_sizes(config), weight.shape["lora_A" not in own]
-        rank = columns // len(parts) if parts else columns
+        sizes, is_a = joined_sizes(config), ".lora_A." in own
+        starts = [*accumulate(sizes.values())][:-1]
+        rows = {} if is_a else dict(zip(sizes, weight.tensor_split(starts), strict=True))
         for number, part in enumerate(parts or sizes):
-            ranks = slice(number * rank, (number + 1) * rank) if parts else slice(None)
-            first = sum(size for other, size in sizes.items() if [*sizes].index(other) < [*sizes].index(part))
-            piece = weight[ranks] if "lora_A" in own else weight[first : first + sizes[part], ranks]
+            piece = rows.get(part, weight)
+            if parts:
+                piece = piece.tensor_split(len(parts), 0 if is_a else 1)[number]
             found[own.replace(JOINED, part)] = piece.contiguous()
     return found
 
@@ -210,13 +217,11 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
             continue  # it goes with the first one
         if part in parts:
             pieces = [weights[name.replace(f".{part}.", f".{other}.")] for other in parts]
-            module, weight = (
-                f"{before}.{JOINED}",
-                torch.cat(pieces) if last[0] == "A" else rows_of(pieces, parts, sizes),
-            )
+            module = f"{before}.{JOINED}"
+            weight = torch.cat(pieces) if last[0] == "A" else in_blocks(dict(zip(parts, pieces, strict=True)), sizes)
         released = next(entry.apart(f"{module}.weight", {f"{module}.weight": weight}))[0].removesuffix(".weight")
         written[f"{PREFIX}{released}.lora_{last}"] = weight.contiguous()
-    modules = sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in written})
+    modules = modules_of(written)
     if parts:
         times = len(parts) ** (0.5 if config.use_rslora else 1.0)  # the scale stays alpha / r, or alpha / sqrt(r)
         joined = {name for name in modules if name.rpartition(".")[2] == JOINED}
@@ -230,16 +235,10 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
     give_usual_mode([out / WEIGHTS_FILE])
 
 
-def rows_of(pieces: Sequence[Tensor], parts: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
-    """(rows of all `sizes`, ranks of all pieces): the Bs of `parts`, each in its own rows and columns."""
-    blocks = dict(zip(parts, pieces, strict=True))
-    rank = pieces[0].shape[1]
-    return torch.cat(
-        [
-            torch.cat([blocks[part] if one == part else pieces[0].new_zeros(size, rank) for one in parts], 1)
-            for part, size in sizes.items()
-        ]
-    )
+def in_blocks(blocks: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """(rows of all `sizes`, ranks of all blocks): the B of each part in its own rows and columns."""
+    some = next(iter(blocks.values()))
+    return torch.block_diag(*(blocks.get(part, some.new_zeros(size, 0)) for part, size in sizes.items()))
 
 
 def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
