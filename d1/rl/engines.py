@@ -72,8 +72,8 @@ class WeightsFolder:
         `copy`, where all servers read it; returns the folder of the new version. An engine gets weights with the
         adapter merged, in the format of the released model; if all servers are engines, only those that it changes."""
         known = [server for server in servers if server.folders != []]
-        released = any(server.folders is None for server in known)
-        changes = released and all(server.folders is None for server in known) and hasattr(model, "peft_config")
+        engines = [server.folders is None for server in known]
+        released, changes = any(engines), any(engines) and all(engines) and hasattr(model, "peft_config")
         if self.path is None:
             whole = released or not hasattr(model, "peft_config")
             weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
@@ -168,6 +168,7 @@ class PolicyServers:
         self.size, self.patience = args.rollout_batch_size, args.rollout_server_timeout
         self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
         self.weights: Weights | None = None
+        self.base: str | None = None  # what `base_of` found
         self.folder = WeightsFolder(Path(str(args.output_dir)))
         self.silent_since: float | None = None
         self.told = -REMIND  # when the last message about it was logged
@@ -218,12 +219,19 @@ class PolicyServers:
 
         def in_first_process() -> Weights:
             folder = self.folder.write(model, version, self.servers)
-            self.weights = Weights(self.run, version, folder, base_of_adapter(model), self.folder.frozen)
+            self.weights = Weights(self.run, version, folder, self.base_of(model), self.folder.frozen)
             self.prepare_all([server for server in self.servers if not server.problem])
             return self.weights
 
         self.accelerator.wait_for_everyone()
         self.weights = from_rank_0(in_first_process)
+
+    def base_of(self, model: Any) -> str | None:
+        """`base_digest` of a model with an adapter, which is all that servers get, computed once, since training does
+        not change it; None: they get whole weights."""
+        if self.base is None and hasattr(model, "peft_config"):
+            self.base = base_digest(model)
+        return self.base
 
     def close(self) -> None:
         """Removes the weights that were written; a later `publish` writes again."""
@@ -294,11 +302,6 @@ class PolicyServers:
                 except Exception as error:
                     future.set_exception(error)
             held.pop(server, None)
-
-
-def base_of_adapter(model: Any) -> str | None:
-    """`base_digest` of a model with an adapter, which is all that servers get; None: they get whole weights."""
-    return base_digest(model) if hasattr(model, "peft_config") else None
 
 
 def take_out(server: RolloutServer, error: Exception) -> None:
@@ -482,7 +485,8 @@ class Ahead:
         prompts_of: from the number of a rollout, its rows of all processes; None if the run ends before it.
 
     Attributes:
-        kept: rollout number -> optimizer steps before its updates, and the folder with the weights of that time.
+        kept: rollout number -> optimizer steps before its updates, the folder with the weights of that time, and that
+            with those that no version changes (`WeightsFolder.frozen`).
         requests: rollout number -> its request. Only the first process uses `kept` and `requests`.
         stale_steps: optimizer steps that the trainer is ahead of the weights that sampled the last rollout taken.
     """
@@ -490,7 +494,7 @@ class Ahead:
     def __init__(self, servers: PolicyServers, staleness: int, prompts_of: Callable[[int], Prompts | None]) -> None:
         self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
         self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
-        self.kept: dict[int, tuple[int, Path]] = {}
+        self.kept: dict[int, tuple[int, Path, Path | None]] = {}
         self.requests: dict[int, Request] = {}
         self.thread = ThreadPoolExecutor(1)
         self.at_work, self.stale_steps = False, 0
@@ -507,9 +511,8 @@ class Ahead:
             self.keep(number, step, model)
             for later in range(number, number + self.staleness + 1):
                 if later not in self.requests and (prompts := self.prompts_of(later)):
-                    of, folder = self.kept[self.weights_of(later)]
-                    frozen = self.folders[self.weights_of(later) % len(self.folders)].frozen
-                    weights = Weights(self.servers.run, folder.name, folder, base_of_adapter(model), frozen)
+                    of, folder, frozen = self.kept[self.weights_of(later)]
+                    weights = Weights(self.servers.run, folder.name, folder, self.servers.base_of(model), frozen)
                     sampling = self.thread.submit(self.sample, prompts, weights)
                     self.requests[later] = Request(prompts, of, sampling)
             request = self.requests[number]
@@ -526,7 +529,8 @@ class Ahead:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
         folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
         self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
-        self.kept[number] = step, folder.write(model, version, self.servers.servers, copy)
+        written = folder.write(model, version, self.servers.servers, copy)
+        self.kept[number] = step, written, folder.frozen
 
     def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
         """In the thread: the rollout of `prompts` by servers that take `weights` first."""
@@ -552,7 +556,7 @@ class Ahead:
     def save(self, checkpoint: Path, following: int) -> None:
         """Writes the weights of the rollouts from number `following` on into a checkpoint; in the first process."""
         for number in {self.weights_of(later) for later in range(following, following + self.staleness)}:
-            step, folder = self.kept[number]
+            step, folder, _ = self.kept[number]
             shutil.copytree(folder, checkpoint / FOLDER / f"{number}-{step}", dirs_exist_ok=True)
 
     def load(self, checkpoint: Path, model: Any) -> None:
