@@ -9,8 +9,8 @@ from packaging.requirements import Requirement
 
 
 def check_versions() -> None:
-    """Raise ImportError if an installed version is outside the range that this package
-    states. A checkout that is not installed states none; what is not installed has none."""
+    """Raise ImportError if an installed version is outside the range that this package states. A checkout that is not
+    installed states none; what is not installed has none."""
     wrong = []
     with suppress(PackageNotFoundError):
         for need in map(Requirement, requires("d1") or []):

@@ -197,12 +197,13 @@ def write_weights(model: Any, folder: Path, learnt: bool | None = None) -> None:
     apart = same_names if raw is None else KINDS[released_kind(raw)].apart
     folder.mkdir(parents=True)
     with merged(model) as state:
-        noted, chosen, written = Noted(state), learnt_names(model, state), dict[str, Tensor]()
+        noted, written = Noted(state), dict[str, Tensor]()
+        changed = set[str]() if learnt is None else learnt_names(model, state)
         for name in state:
             if name != "lm_head.weight" or not model.config.tie_word_embeddings:
                 noted.read.clear()
                 parts = dict(apart(name, noted))
-                if learnt in (None, not chosen.isdisjoint(noted.read)):
+                if learnt is None or learnt != changed.isdisjoint(noted.read):
                     written |= parts
         save_shards(written, folder)
     config = model.config.to_dict() if raw is None else as_released(model.config)

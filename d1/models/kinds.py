@@ -213,10 +213,9 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
         fields["predicts_next_token"] = True
     if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
         fields["mask_token_id"] = kind.mask_token_id
-    if size := fields.get("block_size") or raw.get("block_size") or raw.get("canvas_length"):  # as others call it
+    given = fields.get("block_size") or raw.get("block_size") or raw.get("canvas_length")  # as others call it
+    if size := given or kind.block_size:
         fields["block_size"] = size
-    if kind.block_size is not None:
-        fields["block_size"] = fields.get("block_size") or kind.block_size
     if kind.release is as_released:
         fields["released"] = raw
     return fields | learnt

@@ -48,12 +48,8 @@ def difference_with_cache(prepare: Callable[[Any], Any]) -> float:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         body, _ = body_and_head(prepare(LlamaForCausalLM(LlamaConfig(**sizes)).float()).eval())
-        ids, mask, at, cache = (
-            torch.arange(8).unsqueeze(0),
-            torch.ones(1, 8).long(),
-            torch.tensor([[1, 3]]),
-            DynamicCache(),
-        )
+        ids, mask = torch.arange(8).unsqueeze(0), torch.ones(1, 8).long()
+        at, cache = torch.tensor([[1, 3]]), DynamicCache()
         whole = body(ids, mask, **{CACHE: cache})
         cache.crop(-4)
         part = body(ids[:, 4:], mask, at, position_ids=torch.arange(4, 8).unsqueeze(0), **{CACHE: cache})

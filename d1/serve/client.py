@@ -158,7 +158,7 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
 
 
 def request_of(
-    prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None, own_batch: bool = True
+    prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None, own_batch: bool
 ) -> dict[str, Any]:
     """The body of `/generate` for the prompts without their padding; SGLang is told the `mask_token_id`, and `d1 serve`
     whether the rows are a batch of their own."""
