@@ -5,8 +5,8 @@ python -m benchmarks.true_size --model llada-8b --output_dir runs/true_size   # 
 Writes a checkpoint in the released format (fields of its `config.json`, names and shapes of its weights, number of
 files, size of its vocabulary), then runs the stages' own commands on it, each in a process of its own: two steps of
 LoRA SFT, RL from that adapter (one rollout, two updates), an evaluation of two problems, and the export of the adapter.
-For each it prints the peak memory beside the estimate of `d1 fit`, seconds, and the bytes that it saved. Finished parts
-are not run again.
+For each stage it prints the peak memory, the estimate of `d1 fit` for it, seconds, and the size of what it saved.
+Finished parts are not run again.
 """
 
 from __future__ import annotations
@@ -231,9 +231,8 @@ def main(args: argparse.Namespace) -> None:
     config, _ = native_config(str(checkpoint))
     block = getattr(config, "block_size", None) or 8
     found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
-    for stage, command in tqdm(
-        commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"]).items(), desc="stages"
-    ):
+    todo = commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"])
+    for stage, command in tqdm(todo.items(), desc="stages"):
         if stage in found:
             continue
         shutil.rmtree(folder / stage, ignore_errors=True)  # of an attempt that was stopped

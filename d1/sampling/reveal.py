@@ -87,7 +87,7 @@ class Order:
     """An entry of the table."""
 
     # Log-probabilities and entropies (rows, n) of the predictions, from left to right, a function that draws uniform
-    # numbers (rows, n) -> scores (rows, n), of which the highest are kept
+    # numbers (rows, n) -> scores (rows, n). The predictions with the highest scores are kept.
     scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
     draws: bool = False  # whether `scores` draws uniform numbers
     by_confidence: bool = False  # whether the scores are the log-probabilities themselves, as reveal rules need

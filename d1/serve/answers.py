@@ -92,7 +92,8 @@ def envelope(name: str, model: str, rows: Sequence[Row], choices: list[Any], **m
 
 
 def choice_of(index: int, text: str | None, reason: str | None, kind: str = "") -> dict[str, Any]:
-    """One of the choices; of a chat, `kind` is "message" or, in a stream, "delta", which may have no text."""
+    """One entry of an answer's `choices`. `kind`: "" for a text, "message" for a chat, "delta" for a piece of a
+    streamed chat. A delta without text (None) is empty."""
     said: dict[str, Any] = {"text": text or ""}
     if kind:
         said = {kind: {} if text is None else {"role": "assistant", "content": text}}

@@ -135,7 +135,8 @@ class Update(Strict):
 
 
 class Pause(Strict):
-    mode: Literal["in_place"]  # rows at work stay as they are; SGLang has other modes, of which one is its default
+    # Rows at work stay as they are. A request has to name this mode, because SGLang's default is another one.
+    mode: Literal["in_place"]
 
 
 # --- The rows that a request asks for ---------------------------------------------------------------------------------
