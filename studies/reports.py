@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pocket.uncertainty import Mean
+from pocket.uncertainty import Mean, mean_of
 
 BEGIN, END = "<!-- begin: written by `make studies` -->", "<!-- end -->"
 
 
 class Interval(NamedTuple):
-    """A share, or a difference of shares, with its 95% percentile interval."""
+    """A value with its 95% interval."""
 
     value: float
     low: float
@@ -38,6 +38,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
+
+
+def p_above(scores: np.ndarray, least: float) -> float | None:
+    """One-sided p-value of a table (seeds, problems) for the hypothesis that its mean is at most `least`; None if it is
+    not tested."""
+    found = mean_of(scores - least)
+    return None if found.p is None else found.p / 2 if found.value > 0 else 1 - found.p / 2
 
 
 def percent(mean: Mean | Interval) -> str:

@@ -34,7 +34,7 @@ def draw_table(axis: Axes, table: Table) -> None:
     """One table: a row per method, the start as a row and as a dashed line."""
     names = [*reversed(table.places)]
     for height, name in enumerate(names):
-        value, low, high = (100 * part for part in table.places[name].solved)
+        value, low, high = (100 * part for part in table.places[name].solved[:3])
         ranked = name in table.order.ranks
         axis.errorbar(
             value, height, xerr=[[value - low], [high - value]], fmt="D" if name == START else "o", capsize=2,

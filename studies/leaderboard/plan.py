@@ -15,15 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
 from studies.json_lines import read_lines
-from studies.leaderboard.variants import REINFORCE, TRACERL, entry_of, flags_of, is_changed, values_of, way
+from studies.leaderboard.variants import BOARD, REINFORCE, TRACERL, entry_of, flags_of, is_changed, values_of, way
 
 DATA = ROOT / "studies" / "leaderboard" / "data"
 START = "none"  # in place of a method: the model that runs start from
 REFERENCE = "d1"  # the entry that tables give differences to
-# Rows of METHODS that are the protocol's candidates of our own, and the variants as which they were searched.
+# Entries of the board that are the protocol's candidates of our own, and the variants as which they were searched.
 CANDIDATES = {"quick-replay": f"rldf, {TRACERL}"}
 LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
 # The settings of a method's entry that define its sampler, and the judge's values.
@@ -135,8 +134,8 @@ def file_of(data: Path, run: Run) -> Path:
 def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line]:
     """The line of each run, without its outcomes on sealed problems; the last line if a run has several.
 
-    Lines of a method or variant whose values have changed since are left out. Only the final table reads the outcomes
-    on sealed problems (`final_table`).
+    Lines of an entry or variant whose values in `BOARD` have changed since are left out. Only the final table
+    reads the outcomes on sealed problems (`final_table`).
     """
     found = {}
     for file in sorted(data.glob("*.jsonl")):
@@ -150,7 +149,7 @@ def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line
 
 def written_values(method: str) -> dict[str, Any] | None:
     """The values of an entry or variant, converted as in JSON; None for a start model or an entry that is gone."""
-    return json.loads(json.dumps(values_of(method))) if entry_of(method) in METHODS else None
+    return json.loads(json.dumps(values_of(method))) if entry_of(method) in BOARD else None
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class Protocol:
         sealed: final runs are judged on sealed problems, else on validation problems.
     """
 
-    methods: tuple[str, ...] = (*METHODS,)
+    methods: tuple[str, ...] = (*BOARD,)
     setups: tuple[Setup, ...] = (*SETUPS.values(),)
     budgets: tuple[int, ...] = (1_500_000, 5_000_000)
     tuning_seeds: tuple[int, ...] = (100, 101)

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from d1.rl.methods import METHODS
 from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
+from pocket.uncertainty import LEAST_SEEDS
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.plan import (
     CANDIDATES,
@@ -34,7 +34,7 @@ from studies.leaderboard.plan import (
     short,
 )
 from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
-from studies.leaderboard.variants import entry_of
+from studies.leaderboard.variants import BOARD, changed_since, entry_of
 from studies.reports import percent, points, write_part
 
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -60,6 +60,7 @@ def rank_of(table: Table, name: str) -> str:
         letters = "".join(chr(97 + number) for number, tie in enumerate(table.order.ties) if name in tie)
         return f"{rank.replace(' to ', '-')}, {letters}"
     waits = "not before all runs are done" if name in CANDIDATES else "not all seeds yet"
+    waits = "not tested" if table.places[name].seeds < LEAST_SEEDS else waits
     return "" if name == START else table.few.get(name, waits)
 
 
@@ -71,7 +72,6 @@ def runs_table(table: Table) -> str:
             continue
         lines = [*table.runs[name].values()]
         kls = [line["kl"] for line in lines if line["kl"] is not None]
-        complete = name in table.order.ranks or name in table.few
         rows.append(
             [
                 name,
@@ -83,7 +83,7 @@ def runs_table(table: Table) -> str:
                 f"{average(lines, 'processor_seconds'):.0f}",
                 f"{sum(line['diverged'] for line in lines)} of {len(lines)}",
                 f"{100 * outcomes(table.runs[name], range(place.seeds), 'own').mean():.1f}",
-                "" if name == REFERENCE or not complete else "yes" if place.not_worse else "no",
+                "" if name == REFERENCE else {None: "not tested", True: "yes", False: "no"}[place.not_worse],
             ]
         )
     header = ["method", "rate, updates", "rollouts", "steps", "over budget, %", "KL to start", "processor seconds"]
@@ -99,14 +99,16 @@ def duels_text(tables: list[Table]) -> str:
     found, text = duels(tables), ""
     for candidate in dict.fromkeys(duel.candidate for duel in found):
         own = [duel for duel in found if duel.candidate == candidate]
-        won = sum(duel.won for duel in own)
+        won, tested = sum(duel.won for duel in own), sum(duel.difference.p is not None for duel in own)
         verdict = "does not top" if won < len(own) else "tops"
-        text += f"{candidate} {verdict} the board: it has such a difference to the other in {won} of {len(own)} rows.\n"
+        text += f"{candidate} {verdict} the board: it has such a difference to the other in {won} of {tested} rows "
+        text += f"that are tested; {len(own) - tested} rows are not.\n"
     header = ["candidate", "setup", "against", "difference", "Holm's p"]
     rows = []
-    for candidate, table, other, difference, p in found:
+    for candidate, table, other, difference in found:
         setup = f"{table.setup.label}, {table.budget:,}"
-        rows.append([candidate, setup, other, points(difference), f"{p:.2g}"])
+        p = "not tested" if difference.p is None else f"{difference.p:.2g}"
+        rows.append([candidate, setup, other, points(difference), p])
     return f"{DUELS}\n\n{text}\n{markdown_table(header, rows)}" if rows else ""
 
 
@@ -121,7 +123,7 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         ]
         known = [one.accuracy for one in found if one]
         mean = f"{100 * fmean(known):.1f}" if len(known) == len(found) else ""
-        rows.append([short(method), str(METHODS[entry_of(method)].scale.get("learning_rate", "")), *cells, mean])
+        rows.append([short(method), str(BOARD[entry_of(method)]["learning_rate"]), *cells, mean])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups), "mean"], rows)
 
 
@@ -165,7 +167,7 @@ def parts(results: dict[Run, Line], tables: list[Table], protocol: Protocol = FU
     """Page -> the part of it that is written."""
     missing = len(protocol.missing(results))
     text = f"**The board is not complete: {missing} runs are missing or wait for others.**\n\n" if missing else ""
-    text += f"From {len(results):,} runs:\n\n"
+    text += f"From {len(results):,} runs.{changed_text()}\n\n"
     runs = ""
     for table in tables:
         title = f"{table.setup.task} from {table.setup.start}, {table.budget:,} tokens"
@@ -173,6 +175,11 @@ def parts(results: dict[Run, Line], tables: list[Table], protocol: Protocol = FU
         runs += f"## {title}\n\n{runs_table(table)}\n"
     written = {PAGE: text, SEARCH: searches(results, tables, protocol), EXPLANATIONS: explanations(results), RUNS: runs}
     return {page: part.rstrip() + "\n" for page, part in written.items()}
+
+
+def changed_text() -> str:
+    names = ", ".join(changed_since())
+    return f" Entries that have changed since they were run: {names}." if names else ""
 
 
 def write(data: Path = DATA) -> None:
@@ -193,7 +200,8 @@ it is."""
 CANDIDATE = """The best entry of the search with one change each, then the best of these with one more, on three setups.
 The entry with the highest mean is the candidate."""
 DUELS = """Differences to every published method in every setup and at both budgets, on the seeds that both have. Holm's
-p-values are over all of them. A candidate tops the board if each difference is above 0 with a p-value below 0.05."""
+p-values are over all that are tested, with five seeds or more. A candidate tops the board if each difference is above 0
+with a p-value below 0.05."""
 WAY = """Sudoku from SFT at the smaller budget. d1 gets one idea of the search's best entry at a time, then the first
 two, three and so on; each variant is tuned like a method. [variants.py](variants.py) says which settings an idea
 has."""

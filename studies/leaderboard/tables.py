@@ -1,8 +1,7 @@
 """The final table of each setup and budget, with its intervals and tests.
 
-Scores are arrays (methods, seeds, problems) of 0 and 1: every seed of every method answers the same problems. A draw
-takes seeds with replacement and, independently, problems with replacement, the same for all methods, so differences are
-paired (Owen 2007, "The pigeonhole bootstrap"). SciPy's `bootstrap` resamples along one axis only.
+Scores are arrays (seeds, problems) of 0 and 1: every seed of every method answers the same problems, and differences
+are paired by seed and problem. `pocket/uncertainty.py` gives intervals and p-values.
 """
 
 from __future__ import annotations
@@ -10,71 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
+from statistics import fmean
 from typing import NamedTuple
 
 import networkx
 import numpy as np
+from scipy.stats import spearmanr, ttest_1samp
 
+from pocket.uncertainty import LEAST_SEEDS, Mean, mean_of
 from studies.leaderboard.plan import CANDIDATES, REFERENCE, START, Line, Protocol, Run, Setup
-from studies.reports import Interval, holm
+from studies.reports import Interval, holm, p_above
 
-DRAWS = 10_000
-AT_ONCE = 250  # draws: what fits in the processor's cache matters more than their number
-LEVEL = 0.05
-
-
-def resampled_means(scores: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
-    """The mean of each method in each draw.
-
-    Args:
-        scores: (methods, seeds, problems).
-        draws: their number.
-        seed: of the random numbers.
-
-    Returns:
-        (methods, draws).
-    """
-    generator = np.random.default_rng(seed)
-    methods, seeds, problems = scores.shape
-    flat = scores.transpose(1, 0, 2).reshape(seeds, -1).astype(np.float64)
-    found = []
-    for first in range(0, draws, AT_ONCE):
-        size = min(AT_ONCE, draws - first)
-        of_seeds = times_drawn(generator, size, seeds)
-        of_problems = times_drawn(generator, size, problems)
-        by_problem = (of_seeds @ flat).reshape(size, methods, problems)
-        found.append(np.einsum("dmp,dp->md", by_problem, of_problems) / (seeds * problems))
-    return np.concatenate(found, axis=1)
-
-
-def times_drawn(generator: np.random.Generator, draws: int, things: int) -> np.ndarray:
-    """How often each thing is taken when as many as there are are drawn with replacement: (draws, things)."""
-    taken = generator.integers(things, size=(draws, things)) + things * np.arange(draws)[:, None]
-    return np.bincount(taken.ravel(), minlength=draws * things).reshape(draws, things)
-
-
-def interval(value: float, draws: np.ndarray) -> Interval:
-    """The percentile interval of a value with its draws (draws,)."""
-    low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
-    return Interval(float(value), float(low), float(high))
-
-
-def p_value(draws: np.ndarray) -> float:
-    """Two-sided, of a difference with draws (draws,) being 0; at least 2 / (draws + 1)."""
-    side = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
-    return min(1.0, 2 * (1 + side) / (len(draws) + 1))
-
-
-def not_worse(draws: np.ndarray, margin: float = 0.02) -> bool:
-    """Whether the one-sided 95% interval of a difference with draws (draws,) lies above -margin."""
-    return bool(np.quantile(draws, LEVEL) > -margin)
-
-
-def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Spearman's correlation of each column of two arrays (methods, draws) without ties: (draws,)."""
-    first, second = (values.argsort(0).argsort(0) for values in (a, b))
-    methods = len(a)
-    return 1 - 6 * ((first - second) ** 2).sum(0) / (methods * (methods**2 - 1))
+LEVEL, MARGIN = 0.05, 0.02
 
 
 class Order(NamedTuple):
@@ -96,11 +42,15 @@ class Order(NamedTuple):
         return f"{first}" if first == last else f"{first} to {last}"
 
 
-def order(means: Mapping[str, float], draws: Mapping[str, np.ndarray]) -> Order:
-    """Compares all pairs of methods; `means` and `draws`, (draws,) each, have the same methods."""
-    names = sorted(means, key=lambda name: -means[name])
+def order(scores: Mapping[str, np.ndarray]) -> Order:
+    """Compares all pairs of methods, given the (seeds, problems) of each; there is no order with fewer than
+    `LEAST_SEEDS` seeds."""
+    if any(len(of) < LEAST_SEEDS for of in scores.values()):
+        return Order({}, {}, [])
+    names = sorted(scores, key=lambda name: -scores[name].mean())
     pairs = [*combinations(names, 2)]
-    adjusted = dict(zip(pairs, holm([p_value(draws[a] - draws[b]) for a, b in pairs]), strict=True))
+    tested = [mean_of(scores[a] - scores[b]).p for a, b in pairs]
+    adjusted = dict(zip(pairs, holm([p for p in tested if p is not None]), strict=True))
     separated = [pair for pair, p in adjusted.items() if p < LEVEL]
     better, worse = ([pair[side] for pair in separated] for side in (0, 1))
     ranks = {name: (1 + worse.count(name), len(names) - better.count(name)) for name in names}
@@ -111,11 +61,16 @@ def order(means: Mapping[str, float], draws: Mapping[str, np.ndarray]) -> Order:
 
 
 class Place(NamedTuple):
-    """A method in a table, by the judge "exact"; `less` is its difference to d1."""
+    """A method in a table, by the judge "exact".
 
-    solved: Interval
-    less: Interval
-    not_worse: bool
+    Attributes:
+        less: its difference to d1.
+        not_worse: whether `less` is above -`MARGIN` (one-sided, 5%); None if it is not tested.
+    """
+
+    solved: Mean
+    less: Mean
+    not_worse: bool | None
     seeds: int
 
 
@@ -166,64 +121,61 @@ def placed(
 ) -> tuple[dict[str, Place], Order]:
     """The places of all methods: those with all seeds on these, the others on the first few. Differences to d1 are on
     the seeds that both have. There is an order only once all methods that are not in `fewer` have all seeds."""
-    groups = {
-        seeds: [name for name in runs if set(seeds) <= runs[name].keys() or (name, len(runs[name])) == (START, 1)]
-        for seeds in (tuple(range(protocol.seeds)), tuple(range(protocol.few)))
-    }
-    scores = {
-        seeds: np.stack([outcomes(runs[name], seeds) for name in names]) for seeds, names in groups.items() if names
-    }
-    means = {seeds: dict(zip(groups[seeds], of.mean((1, 2)), strict=True)) for seeds, of in scores.items()}
-    draws = {seeds: dict(zip(groups[seeds], resampled_means(of), strict=True)) for seeds, of in scores.items()}
-    every, few = groups
+    every, few = range(protocol.seeds), range(protocol.few)
+
+    def with_all(seeds: Iterable[int], name: str) -> bool:
+        return {*seeds} <= runs[name].keys() or (name, len(runs[name])) == (START, 1)
+
     places = {}
-    for name in groups[few]:
-        own = every if name in groups[every] else few
-        shared = own if REFERENCE in groups[own] else few
-        less = draws[shared][name] - draws[shared][REFERENCE]
-        difference = interval(means[shared][name] - means[shared][REFERENCE], less)
-        places[name] = Place(interval(means[own][name], draws[own][name]), difference, not_worse(less), len(own))
+    for name in (name for name in runs if with_all(few, name)):
+        own = every if with_all(every, name) else few
+        shared = own if with_all(own, REFERENCE) else few
+        less = outcomes(runs[name], shared) - outcomes(runs[REFERENCE], shared)
+        p = p_above(less, -MARGIN)
+        not_worse = None if p is None else p < LEVEL
+        solved = mean_of(outcomes(runs[name], own if len(runs[name]) > 1 else [0]))
+        places[name] = Place(solved, mean_of(less), not_worse, len(own))
     in_order = dict(sorted(places.items(), key=lambda item: -item[1].solved.value))
     ranked = [name for name in runs if name not in (START, *fewer)]
-    ranked = ranked if {*ranked} <= {*groups[every]} else []
-    compared = order({name: means[every][name] for name in ranked}, {name: draws[every][name] for name in ranked})
-    return in_order, compared
+    complete = all(with_all(every, name) for name in ranked)
+    return in_order, order({name: outcomes(runs[name], every) for name in ranked if complete})
 
 
 class Duel(NamedTuple):
-    """A candidate's difference to a published method in a table, with Holm's p-value over all duels."""
+    """A candidate's difference to a published method in a table, with Holm's p-value over all duels that are tested."""
 
     candidate: str
     table: Table
     other: str
-    difference: Interval
-    p_value: float
+    difference: Mean
 
     @property
     def won(self) -> bool:
-        return self.difference.value > 0 and self.p_value < LEVEL
+        return self.difference.value > 0 and self.difference.p is not None and self.difference.p < LEVEL
 
 
 def duels(tables: Iterable[Table]) -> list[Duel]:
     """Each candidate against every published method, in every setup at both budgets, on the seeds that both have."""
     found = []
     for table, candidate in product(tables, CANDIDATES):
-        if candidate not in table.places:
-            continue
         for other in (name for name in table.places if name not in (*CANDIDATES, START)):
             seeds = sorted(table.runs[candidate].keys() & table.runs[other].keys())
-            scores = np.stack([outcomes(table.runs[name], seeds) for name in (candidate, other)])
-            ours, theirs = resampled_means(scores)
-            difference = interval(scores[0].mean() - scores[1].mean(), ours - theirs)
-            found.append(Duel(candidate, table, other, difference, p_value(ours - theirs)))
-    return [duel._replace(p_value=p) for duel, p in zip(found, holm([duel.p_value for duel in found]), strict=True)]
+            ours, theirs = (outcomes(table.runs[name], seeds) for name in (candidate, other))
+            found.append(Duel(candidate, table, other, mean_of(ours - theirs)))
+    adjusted = iter(holm([duel.difference.p for duel in found if duel.difference.p is not None]))
+    return [
+        duel if duel.difference.p is None else duel._replace(difference=duel.difference._replace(p=next(adjusted)))
+        for duel in found
+    ]
 
 
 def order_kept(small: Table, large: Table) -> Interval:
-    """Spearman's correlation of two tables over the methods and seeds of the second, with its interval."""
+    """Spearman's correlation of the accuracies of a seed of `large` with the means of `small`, over the methods of
+    `large`: its mean over those seeds, with Student's interval."""
     names = [name for name in large.places if name != START and name in small.runs]
-    seeds = sorted(set.intersection(*({*table.runs[name]} for table in (small, large) for name in names)))
-    of_tables = [np.stack([outcomes(table.runs[name], seeds) for name in names]) for table in (small, large)]
-    (value,) = rank_correlations(*(scores.mean((1, 2))[:, None] for scores in of_tables))
-    draws = rank_correlations(*(resampled_means(scores, seed=seed) for seed, scores in enumerate(of_tables)))
-    return interval(value, draws)
+    known = [small.places[name].solved.value for name in names]
+    seeds = sorted(set.intersection(*({*large.runs[name]} for name in names)))
+    of_seeds = np.stack([outcomes(large.runs[name], seeds).mean(1) for name in names], axis=1)
+    values = [float(spearmanr(known, of).statistic) for of in of_seeds]
+    low, high = ttest_1samp(values, 0).confidence_interval(1 - LEVEL)
+    return Interval(fmean(values), max(-1.0, float(low)), min(1.0, float(high)))

@@ -1,4 +1,8 @@
-"""Entries of `METHODS` with some settings changed: the way from one method to another, the search of a candidate.
+"""The entries that the board ran, and entries with some settings changed: the way from one method to another, the
+search of a candidate.
+
+The board is a record: `data/methods.json` has each entry of `METHODS` as it was run, so that its runs and pages do not
+change with `d1/rl/methods.py`.
 
 The name of a variant says what it is, so a line of data needs no table: "d1 > tracerl: prompt, advantages" is d1 with
 tracerl's settings of two `IDEAS`; "tracerl, beta=0" is tracerl with another value (in JSON).
@@ -7,10 +11,13 @@ tracerl's settings of two `IDEAS`; "tracerl, beta=0" is tracerl with another val
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from d1.rl.methods import METHODS
 
+# Name -> the values of the entry, and its authors' learning rate ("" without one).
+BOARD: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("methods.json").read_text())
 # Settings that belong together, in the order of the way. All others are `REST`: an estimator often needs its own
 # objective, penalty and mean.
 IDEAS = {
@@ -27,7 +34,7 @@ REINFORCE = 'estimator="elbo", antithetic=true, stratified=true, objective="rein
 
 
 def entry_of(name: str) -> str:
-    """The entry of `METHODS` that a name, also of a variant, begins with."""
+    """The entry of `BOARD` that a name, also of a variant, begins with."""
     return name.partition(" > ")[0].partition(", ")[0]
 
 
@@ -37,13 +44,13 @@ def is_changed(name: str) -> bool:
 
 
 def values_of(name: str) -> dict[str, Any]:
-    """The settings of an entry of `METHODS` or of a variant of it.
+    """The settings of an entry of `BOARD` or of a variant of it.
 
     Raises:
         KeyError: there is no such entry or idea.
         ValueError: a variant's value is not JSON.
     """
-    values = dict(METHODS[entry_of(name)].values)
+    values = dict(BOARD[entry_of(name)]["values"])
     if " > " in name:
         entries, _, ideas = name.partition(": ")
         found = changes(*entries.split(" > "))
@@ -57,9 +64,9 @@ def values_of(name: str) -> dict[str, Any]:
 
 def changes(start: str, end: str) -> dict[str, dict[str, Any]]:
     """Idea -> the settings of an entry `end` that `start` has otherwise, in the order of the way."""
-    own = METHODS[start].values
+    own = BOARD[start]["values"]
     found: dict[str, dict[str, Any]] = {idea: {} for idea in (*IDEAS, REST)}
-    for name, value in METHODS[end].values.items():
+    for name, value in BOARD[end]["values"].items():
         if own.get(name) != value:
             found[next((idea for idea, settings in IDEAS.items() if name in settings), REST)][name] = value
     return {idea: values for idea, values in found.items() if values}
@@ -86,3 +93,9 @@ def flags_of(name: str) -> list[str]:
             words = value if isinstance(value, (list, tuple)) else [value]
             found += [f"--{setting}", *(str(word).lower() if isinstance(word, bool) else str(word) for word in words)]
     return found
+
+
+def changed_since() -> list[str]:
+    """The entries of the board that `METHODS` no longer has, or has with other values."""
+    current = {name: json.loads(json.dumps(method.values)) for name, method in METHODS.items()}
+    return [name for name, of in BOARD.items() if not of["values"].items() <= current.get(name, {}).items()]

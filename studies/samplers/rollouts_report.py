@@ -15,7 +15,7 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
-from studies.reports import Interval, holm, percent, points
+from studies.reports import Interval, holm, p_above, percent, points
 from studies.samplers.rollouts import DATA, EXACT, STAGES, runs
 
 PAGE = ROOT / "docs" / "fast_rollouts.md"
@@ -36,12 +36,6 @@ def differences(arm: Runs, exact: Runs) -> np.ndarray:
     """(seeds, problems), the arm's outcomes minus those of exact, over the seeds that both have."""
     own, theirs = outcomes(arm), outcomes(exact)
     return np.stack([own[seed] - theirs[seed] for seed in sorted(own.keys() & theirs.keys())])
-
-
-def p_not_worse(difference: np.ndarray) -> float:
-    """One-sided p-value of (seeds, problems) differences, against a mean of at most -MARGIN."""
-    found = mean_of(difference + MARGIN)
-    return found.p / 2 if found.value > 0 else 1 - found.p / 2
 
 
 def collapsed(arm: Runs, exact: Runs) -> list[int]:
@@ -75,11 +69,12 @@ def row(name: str, arm: Runs, exact: Runs) -> list[str]:
 
 def verdicts(arms: Mapping[str, Runs]) -> str:
     """The confirmatory test: each fast arm against exact."""
-    p_values = {name: p_not_worse(differences(arm, arms[EXACT])) for name, arm in arms.items() if name != EXACT}
+    found = {name: p_above(differences(arm, arms[EXACT]), -MARGIN) for name, arm in arms.items() if name != EXACT}
+    p_values = {name: p for name, p in found.items() if p is not None}
     said = []
     for name, p in zip(p_values, holm([*p_values.values()]), strict=True):
-        found = "not worse than exact" if p < LEVEL else "a loss is not excluded"
-        said.append(f"- `{name}`: {found} (margin {100 * MARGIN:g} points, one-sided, p {p:.2g} after Holm).")
+        verdict = "not worse than exact" if p < LEVEL else "a loss is not excluded"
+        said.append(f"- `{name}`: {verdict} (margin {100 * MARGIN:g} points, one-sided, p {p:.2g} after Holm).")
     return "\n".join(said) + "\n"
 
 

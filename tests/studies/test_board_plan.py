@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from d1.rl.methods import METHODS
 from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
 from pocket.recipes import RECIPES
@@ -14,14 +13,15 @@ from pocket.tokenizer import build_tokenizer
 from studies.json_lines import append_line
 from studies.leaderboard import plan
 from studies.leaderboard.plan import FULL, LADDER, SETUPS, TASKS, Run
+from studies.leaderboard.variants import BOARD
 
 ROOT = Path(__file__).parents[2]
 SUDOKU = SETUPS["sudoku-sft"]
 
 
-@pytest.mark.parametrize(("method", "task"), zip(METHODS, itertools.cycle(TASKS), strict=False))
-def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, task, tmp_path):
-    recipe, length, values = RECIPES[task], TASKS[task].length, METHODS[method].values
+@pytest.mark.parametrize(("method", "task"), zip(BOARD, itertools.cycle(TASKS), strict=False))
+def test_each_run_is_its_entry_of_the_board_at_the_budget_rate_and_mu_that_it_names(method, task, tmp_path):
+    recipe, length, values = RECIPES[task], TASKS[task].length, BOARD[method]["values"]
     run = Run("final", task, "sft", method, 1, 3e-5, 2, 5000)
     flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(tmp_path)]
     config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(TASKS[task].base)])
