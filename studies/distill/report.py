@@ -13,7 +13,6 @@ from pocket.uncertainty import mean_of
 from studies.distill.run import (
     CACHED,
     EXACT,
-    FEWER,
     GOAL,
     MARGIN,
     METHODS,
@@ -80,13 +79,12 @@ def verdict(task: str) -> str:
     passes, slowest = (statistics.fmean(one["passes"] for one in of) for of in (own, before))
     tokens, most = (statistics.fmean(one["computed"] for one in of) for of in (own, exact))
     gain, over_exact = (mean_of(outcomes(own) - outcomes(of)) for of in (before, exact))
-    reached = passes <= slowest / 2 and 100 * gain.low >= -MARGIN and most / tokens >= FEWER
     return (
         f"{task.capitalize()}: {lines[0]['method']} ({name}) takes {passes:.2f} passes, {slowest / passes:.2f} times "
         f"fewer than the best undistilled sampler ({slow}, {slowest:.2f}); it computes {most / tokens:.1f} times fewer "
         f"tokens than exact. It solves {percent(mean_of(outcomes(own)))}%: {in_points(gain)} points against the best "
-        f"undistilled sampler, {in_points(over_exact)} against exact. The goal is "
-        f"{'reached' if reached else 'not reached'}.\n"
+        f"undistilled sampler, {in_points(over_exact)} against exact. "
+        f"{len(lines)} seeds are not tested.\n"
     )
 
 

@@ -30,7 +30,6 @@ from studies.samplers.measure import accuracy, aup, outcomes
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.svg"
 README = Path(__file__).with_name("README.md")
 TICKS = (100, 200, 400, 800)  # computed tokens
-GOAL = 10.0  # times fewer computed tokens
 SHOWN = 5.0  # points below exact on validation problems, down to which a table shows the frontier of all settings
 HEAD = ["sampler", "solved, % [95%]", "minus exact [95%]", "computed tokens", "fewer", "passes", "TPF", "ms"]
 
@@ -60,12 +59,9 @@ def sentence(task: str, lines: Sequence[Line], name: str | None, reference: str)
         against(lines, name, reference),
         mean_over(lines, EXACT, "computed") / mean_over(lines, name, "computed"),
     )
-    kept = "no loss" if 100 * found.low > -MARGIN else "a loss is not excluded"
-    goal = "reached" if kept == "no loss" and fewer >= GOAL and reference == EXACT else "not reached"
-    said = f" The goal is {goal}." if reference == EXACT else ""
     return (
         f"{task.capitalize()}, within {MARGIN:g} point of {reference} on validation problems: `{name}`, {fewer:.1f} "
-        f"times fewer computed tokens, {points(found)} points on fresh problems: {kept}.{said}\n"
+        f"times fewer computed tokens, {points(found)} points on fresh problems; {len(lines)} seeds are not tested.\n"
     )
 
 
