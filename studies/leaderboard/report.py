@@ -33,7 +33,7 @@ from studies.leaderboard.plan import (
     read_results,
     short,
 )
-from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
+from studies.leaderboard.tables import LEVEL, Table, duels, order_kept, outcomes, tables_of
 from studies.leaderboard.variants import BOARD, changed_since, entry_of
 from studies.reports import percent, points, write_part
 
@@ -48,6 +48,42 @@ def places_table(table: Table) -> str:
         less = "" if name == REFERENCE else points(place.less)
         rows.append([named(name), percent(place.solved), less, rank_of(table, name)])
     return markdown_table(["method", "solved, %", f"minus {REFERENCE}", "rank"], rows)
+
+
+def summary_table(tables: list[Table]) -> str:
+    """In how many tables each method is where, of those in which it has all seeds."""
+    rows = []
+    for name in dict.fromkeys(name for table in tables for name in table.order.ranks if name != REFERENCE):
+        own = [table for table in tables if name in table.order.ranks]
+        count = [
+            len(own),
+            sum(next(iter(table.places)) == name for table in own),
+            sum(not separated(table, next(iter(table.order.ranks)), name) for table in own),
+            sum(table.places[name].less.low > 0 for table in own),
+            sum(separated(table, name, REFERENCE) for table in own),
+        ]
+        rows.append([named(name), *map(str, count)])
+    rows.sort(key=lambda row: [-int(count) for count in reversed(row[1:])])
+    return markdown_table(["method", "tables", *COUNTED], rows)
+
+
+def tables_table(tables: list[Table]) -> str:
+    """How many methods of each table are above d1."""
+    rows = []
+    for table in tables:
+        others = [place for name, place in table.places.items() if name not in (START, REFERENCE)]
+        above = sum(place.less.low > 0 for place in others), sum(separated(table, n, REFERENCE) for n in table.places)
+        rows.append([title_of(table), *map(str, (len(others), len(table.order.ranks) - 1, *above))])
+    return markdown_table(["setup and budget", "others", "tested", *COUNTED[2:]], rows)
+
+
+def title_of(table: Table) -> str:
+    return f"{table.setup.task} from {table.setup.start}, {table.budget:,} tokens"
+
+
+def separated(table: Table, better: str, worse: str) -> bool:
+    """Whether a method is separated from another one and better."""
+    return table.order.p_values.get((better, worse), 1.0) < LEVEL
 
 
 def named(method: str) -> str:
@@ -66,11 +102,11 @@ def rank_of(table: Table, name: str) -> str:
 
 def runs_table(table: Table) -> str:
     """What the runs were: settings, work, distance from the start, and what the page leaves out; means over seeds."""
-    rows = []
+    rows, reference = [], table.runs[REFERENCE]
     for name, place in table.places.items():
         if name == START:
             continue
-        lines = [*table.runs[name].values()]
+        lines, paired = [*table.runs[name].values()], [reference[seed] for seed in table.runs[name]]
         kls = [line["kl"] for line in lines if line["kl"] is not None]
         rows.append(
             [
@@ -81,12 +117,14 @@ def runs_table(table: Table) -> str:
                 f"{100 * average(lines, 'overshoot') / table.budget:.1f}",
                 f"{fmean(kls):.3f}" if kls else "",
                 f"{average(lines, 'processor_seconds'):.0f}",
+                f"{average(lines, 'processor_seconds') / average(paired, 'processor_seconds'):.2f}",
                 f"{sum(line['diverged'] for line in lines)} of {len(lines)}",
                 f"{100 * outcomes(table.runs[name], range(place.seeds), 'own').mean():.1f}",
                 "" if name == REFERENCE else {None: "not tested", True: "yes", False: "no"}[place.not_worse],
             ]
         )
     header = ["method", "rate, updates", "rollouts", "steps", "over budget, %", "KL to start", "processor seconds"]
+    header += [f"times {REFERENCE}'s"]
     return markdown_table([*header, "diverged", "own sampler, %", f"not worse than {REFERENCE}"], rows)
 
 
@@ -96,13 +134,12 @@ def average(lines: list[Line], field: str) -> float:
 
 def duels_text(tables: list[Table]) -> str:
     """Whether a candidate tops the board, by the protocol's test, and all differences that it rests on."""
-    found, text = duels(tables), ""
+    found, counts = duels(tables), []
     for candidate in dict.fromkeys(duel.candidate for duel in found):
         own = [duel for duel in found if duel.candidate == candidate]
-        won, tested = sum(duel.won for duel in own), sum(duel.difference.p is not None for duel in own)
-        verdict = "does not top" if won < len(own) else "tops"
-        text += f"{candidate} {verdict} the board: it has such a difference to the other in {won} of {tested} rows "
-        text += f"that are tested; {len(own) - tested} rows are not.\n"
+        tested = sum(duel.difference.p is not None for duel in own)
+        counts.append([candidate, *map(str, (len(own), tested, sum(duel.won for duel in own)))])
+    text = markdown_table(["candidate", "comparisons", "tested", "won"], counts)
     header = ["candidate", "setup", "against", "difference", "Holm's p"]
     rows = []
     for candidate, table, other, difference in found:
@@ -167,12 +204,10 @@ def parts(results: dict[Run, Line], tables: list[Table], protocol: Protocol = FU
     """Page -> the part of it that is written."""
     missing = len(protocol.missing(results))
     text = f"**The board is not complete: {missing} runs are missing or wait for others.**\n\n" if missing else ""
-    text += f"From {len(results):,} runs.{changed_text()}\n\n"
-    runs = ""
+    text += f"From {len(results):,} runs.{changed_text()}\n\n{summary_table(tables)}"
+    runs = f"## Above {REFERENCE}\n\n{tables_table(tables)}\n"
     for table in tables:
-        title = f"{table.setup.task} from {table.setup.start}, {table.budget:,} tokens"
-        text += f"### {title}\n\n{places_table(table)}\n"
-        runs += f"## {title}\n\n{runs_table(table)}\n"
+        runs += f"## {title_of(table)}\n\n{places_table(table)}\n{runs_table(table)}\n"
     written = {PAGE: text, SEARCH: searches(results, tables, protocol), EXPLANATIONS: explanations(results), RUNS: runs}
     return {page: part.rstrip() + "\n" for page, part in written.items()}
 
@@ -180,6 +215,14 @@ def parts(results: dict[Run, Line], tables: list[Table], protocol: Protocol = FU
 def changed_text() -> str:
     names = ", ".join(changed_since())
     return f" Entries that have changed since they were run: {names}." if names else ""
+
+
+COUNTED = (
+    "highest mean",
+    "not separated from it",
+    f"interval above {REFERENCE}",
+    f"separated above {REFERENCE}",
+)
 
 
 def write(data: Path = DATA) -> None:

@@ -1,0 +1,72 @@
+"""Numbers and orders in the prose of the pages are those of the tables' cells; a planted error fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.studies import prose
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "studies"
+TABLES = {  # page -> other pages whose tables it names
+    "leaderboard": [STUDIES / "leaderboard" / f"{name}.md" for name in ("RUNS", "EXPLANATIONS", "SEARCH")],
+    "editing": [STUDIES / "editing" / "README.md"],
+    "distill": [STUDIES / "distill" / "README.md"],
+    "samplers": [STUDIES / "samplers" / "README.md"],
+    "results": [ROOT / "pocket" / "RESULTS.md"],
+}
+PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill", "results")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_numbers_and_orders_are_those_of_the_tables(name):
+    page = ROOT / "docs" / f"{name}.md"
+    assert prose.check(page, TABLES.get(name, ())) == []
+    assert prose.TAG.search(page.read_text())
+
+
+def test_every_number_and_order_of_the_leaderboard_has_a_name():
+    by_hand = (ROOT / "docs" / "leaderboard.md").read_text().split("## How far")[0]
+    assert prose.unnamed(by_hand) == []
+
+
+TABLE = """# Words at 5M
+
+| method | solved, % | minus d1 | rank |
+| --- | --- | --- | --- |
+| a* | 88.8 [86.9, 90.7] | +19.3 [+16.2, +22.7] | 1, a |
+| b | 82.9 [75.3, 88.7] | +13.3 [+5.9, +18.8] | 2-3, ab |
+| d1 | 69.6 [66.0, 72.8] | | 3, b |
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "planted"),
+    [
+        ("a has 88.8 [86.9, 90.7]<!--words/a-->.", "d1 has 88.8 [86.9, 90.7]<!--words/d1-->."),
+        ("a has 88.8%<!--words/a/solved-->.", "d1 has 88.8%<!--words/a/solved-->."),
+        ("a gains 19.3 [16.2, 22.7]<!--words/a/minus-->", "a gains 19.3 [16.2, 22.8]<!--words/a/minus-->"),
+        ("a: -19.3 [-22.7, -16.2]<!--neg:words/a/minus-->", "a: 19.3 [16.2, 22.7]<!--neg:words/a/minus-->"),
+        ("a is one<!--words/a/rank-->", "a is two<!--words/a/rank-->"),
+        ("a: up to 90.7<!--words/a#3-->", "a: up to 90.7<!--words/a#2-->"),
+        ("a is above b<!--above:words/a:words/b-->", "d1 is above b<!--above:words/d1:words/b-->"),
+        ("separated<!--separated:words/a:words/d1-->", "separated<!--separated:words/a:words/b-->"),
+        ("not separated<!--tied:words/b:words/d1-->", "not separated<!--tied:words/a:words/d1-->"),
+        ("a: 88.8<!--words/a-->", "a: 88.8<!--words/c-->"),
+    ],
+)
+def test_a_planted_number_or_order_is_found(right, planted, tmp_path):
+    page = tmp_path / "page.md"
+    for text, fine in ((right, True), (planted, False)):
+        page.write_text(f"{TABLE}\n\n{text}\n")
+        assert (prose.check(page) == []) == fine, text
+
+
+def test_a_number_or_an_order_without_a_name_is_found():
+    text = "Ours has 88.8<!--words/a--> and `x = 0.5`. "
+    assert prose.unnamed(text) == []
+    assert prose.unnamed(text + "It gains 19.3.") == ["19.3"]
+    assert prose.unnamed(text + "It is above d1.") == ["It is above d1."]
+    assert prose.unnamed(text + "It is above d1<!--above:words/a:words/d1-->.") == []
