@@ -28,6 +28,9 @@ from studies.reports import percent
 from studies.reports import points as in_points
 from studies.samplers.measure import aup, outcomes, points
 
+OF_GOAL = ["task", "candidate", "best undistilled sampler", "solved, % [95%]", "minus that sampler [95%]"]
+OF_GOAL += ["minus exact [95%]", "passes", "times fewer passes", "times fewer tokens than exact"]
+
 
 def uncached(samplers: Mapping[str, Any]) -> dict[str, Any]:
     """The samplers without a cache, whose points AUP is taken of."""
@@ -66,11 +69,11 @@ def summary(task: str, lines: Sequence[Line]) -> list[list[str]]:
     return rows
 
 
-def verdict(task: str) -> str:
-    """Whether the candidate reached the goal, on problems of its own; empty before it was tried with all seeds."""
+def goal(task: str) -> list[list[str]]:
+    """The row of the candidate for the goal, on problems of its own; none before it was tried with all seeds."""
     lines = [line for line in read_lines(GOAL) if line["task"] == task]
     if len(lines) < len(SEEDS):
-        return ""
+        return []
     slow, name = lines[0]["slow"], lines[0]["name"]
     own, before, exact = (
         [line[model][sampler] for line in lines]
@@ -78,14 +81,9 @@ def verdict(task: str) -> str:
     )
     passes, slowest = (statistics.fmean(one["passes"] for one in of) for of in (own, before))
     tokens, most = (statistics.fmean(one["computed"] for one in of) for of in (own, exact))
-    gain, over_exact = (mean_of(outcomes(own) - outcomes(of)) for of in (before, exact))
-    return (
-        f"{task.capitalize()}: {lines[0]['method']} ({name}) takes {passes:.2f} passes, {slowest / passes:.2f} times "
-        f"fewer than the best undistilled sampler ({slow}, {slowest:.2f}); it computes {most / tokens:.1f} times fewer "
-        f"tokens than exact. It solves {percent(mean_of(outcomes(own)))}%: {in_points(gain)} points against the best "
-        f"undistilled sampler, {in_points(over_exact)} against exact. "
-        f"{len(lines)} seeds are not tested.\n"
-    )
+    gains = [in_points(mean_of(outcomes(own) - outcomes(of))) for of in (before, exact)]
+    cells = [task, f"{lines[0]['method']}, {name}", slow, percent(mean_of(outcomes(own))), *gains]
+    return [[*cells, f"{passes:.2f}", f"{slowest / passes:.2f}", f"{most / tokens:.1f}"]]
 
 
 def frontier(task: str, lines: Sequence[Line]) -> str:
@@ -111,12 +109,12 @@ def by_model(rows: Sequence[Sequence[str]]) -> str:
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    lines, rows, verdicts, frontiers = read_lines(RUNS), [], [], []
+    lines, rows, goals, frontiers = read_lines(RUNS), [], [], []
     for task in TASKS:
         own = sorted((line for line in lines if line["task"] == task), key=lambda line: line["seed"])
         if any(line["method"] == UNDISTILLED for line in own):
             rows += summary(task, own)
-            verdicts.append(verdict(task))
+            goals += goal(task)
             frontiers.append(frontier(task, own))
     head = [
         "task",
@@ -130,11 +128,12 @@ def parts() -> dict[Path, str]:
         "TPF",
         "fewer",
     ]
-    result = markdown_table(head, rows) + "\n" + "\n".join(filter(None, verdicts))
+    result = markdown_table(head, rows)
     models = len(TASKS) * len(SEEDS) * len(METHODS)
     if len(lines) < models:
         result += f"\nThis table is incomplete: {len(lines)} of {models} models are measured. "
         result += "`python -m studies.distill.run` continues.\n"
     readme = Path(__file__).with_name("README.md")
-    tables = "\n".join([f"## The chosen samplers\n\n{result}", *frontiers])
+    candidates = f"## The candidates for the goal\n\n{markdown_table(OF_GOAL, goals)}"
+    tables = "\n".join([f"## The chosen samplers\n\n{result}", candidates, *frontiers])
     return {ROOT / "docs" / "distill.md": by_model(rows), readme: tables}

@@ -7,6 +7,8 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.editing import search
@@ -16,6 +18,7 @@ from studies.json_lines import read_lines
 from studies.reports import points
 
 FIRST = DATA.with_name("first.jsonl")
+MASKS = "masks"  # the SFT without noise
 HEAD = [
     "sampler",
     "model",
@@ -25,6 +28,7 @@ HEAD = [
     "edits",
     "corrected",
     "spoiled",
+    "against masks",
     "against unedited",
     "against its own",
 ]
@@ -75,15 +79,22 @@ def table(title: str, task: str, lines: list[dict[str, Any]]) -> str:
             f"{passes(runs):.2f}",
             f"{statistics.fmean(run['tokens'] / run['passes'] for run in runs.values()):.2f}",
         ]
-        edits = [""] * 5
+        edits = [""] * 6
+        if not edited(runs) and noise != MASKS and (masks := by_name.get((name, MASKS))):
+            edits[3] = points(mean_of(solved_by(runs, masks) - solved_by(masks, runs)))
         if edited(runs):
             count = statistics.fmean(run["edits"] for run in runs.values())
-            edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0")]
+            edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0"), ""]
             edits += [against(runs, [*chain(*unedited.values())]), against(runs, unedited[noise])]
         rows.append([name, noise, solved, *cost, *edits])
     seeds = len({line["seed"] for line in own})
     problems = len(own[0]["samplers"][samplers[0]]["solved"])
     return f"## {title}: {task}, {seeds} seed{'s' * (seeds > 1)}, {problems} problems\n\n" + markdown_table(HEAD, rows)
+
+
+def solved_by(runs: Runs, others: Runs) -> np.ndarray:
+    """(seeds, problems) of 0 and 1, of the seeds that `others` has, too."""
+    return np.array([[*map(float, runs[seed]["solved"])] for seed in sorted(runs.keys() & others.keys())])
 
 
 def edited(runs: Runs) -> bool:

@@ -21,8 +21,9 @@ from studies.samplers.rollouts import DATA, EXACT, STAGES, runs
 PAGE = ROOT / "docs" / "fast_rollouts.md"
 MARGIN, LEVEL = 0.02, 0.05
 FAR = 0.08  # below the mean of the exact arm: the run collapsed
-HEAD = ["arm", "seeds", "solved, % [95%]", "minus exact [95%]", "own sampler, %", "collapsed [95%]", "updates"]
-HEAD += ["per completion", "tokens, M", "fewer", "processor s", "fewer"]
+HEAD = ["arm", "seeds", "solved, % [95%]", "minus exact [95%]", "own sampler, %", "own minus solved [95%]"]
+HEAD += ["collapsed [95%]", "updates", "per completion", "tokens, M", "times fewer tokens", "processor s"]
+HEAD += ["times fewer seconds"]
 
 Runs = Mapping[int, Mapping[str, Any]]  # the lines of an arm, by seed
 
@@ -54,11 +55,15 @@ def row(name: str, arm: Runs, exact: Runs) -> list[str]:
     mean = {key: fmean(line[key] for line in arm.values()) for key in ("compute", "processor_seconds")}
     theirs = {key: fmean(line[key] for line in exact.values()) for key in mean}
     bad = collapsed(arm, exact)
-    own = "" if name == EXACT else f"{100 * fmean(accuracy(line['right']['own']) for line in arm.values()):.1f}"
+    solved = np.stack([*outcomes(arm).values()])
+    by_own = ["", ""]
+    if name != EXACT:
+        own = np.stack([*outcomes(arm, "own").values()])
+        by_own = [f"{100 * own.mean():.1f}", points(mean_of(own - solved))]
     return [
-        *(name, str(len(arm)), percent(mean_of(np.stack([*outcomes(arm).values()])))),
+        *(name, str(len(arm)), percent(mean_of(solved))),
         "" if name == EXACT else points(mean_of(differences(arm, exact))),
-        *(own, f"{len(bad)}: {percent(share(len(bad), len(arm)))}%"),
+        *(*by_own, f"{len(bad)}: {percent(share(len(bad), len(arm)))}%"),
         f"{fmean(line['steps'] for line in arm.values()):.0f}",
         f"{fmean(line['completion_tokens'] for line in arm.values()):.0f}",
         *(f"{mean['compute'] / 1e6:.2f}", f"{theirs['compute'] / mean['compute']:.2f}"),
