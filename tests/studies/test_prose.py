@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from scipy.stats import ttest_1samp
 
 from tests.studies import prose
 
@@ -15,9 +18,8 @@ TABLES = {  # page -> other pages whose tables it names
     "editing": [STUDIES / "editing" / "README.md"],
     "distill": [STUDIES / "distill" / "README.md"],
     "samplers": [STUDIES / "samplers" / "README.md"],
-    "results": [ROOT / "pocket" / "RESULTS.md"],
 }
-PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill", "results")
+PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -30,6 +32,45 @@ def test_named_numbers_and_orders_are_those_of_the_tables(name):
 def test_every_number_and_order_of_the_leaderboard_has_a_name():
     by_hand = (ROOT / "docs" / "leaderboard.md").read_text().split("## How far")[0]
     assert prose.unnamed(by_hand) == []
+
+
+def test_the_intervals_of_the_results_are_students_over_the_seeds_of_the_pocket_tables():
+    """The shorter length comes first in the tables of pocket/RESULTS.md."""
+    seeds: dict[str, list[list[float]]] = {}
+    for _, header, rows in prose.tables_in(ROOT / "pocket" / "RESULTS.md"):
+        if "difference" in header[0]:
+            kept = dict.fromkeys(cells[0] for cells in rows)
+            firsts = [next(cells for cells in rows if cells[0] == name) for name in kept]
+            for cells in firsts:
+                seeds.setdefault(cells[0], []).append([float(cell) for cell in cells[2:5]])
+    (table,) = (rows for _, header, rows in prose.tables_in(ROOT / "docs" / "results.md") if header[0] == "points")
+    assert {cells[0] for cells in table} == seeds.keys()
+    for name, *cells in table:
+        for cell, values in zip(filter(None, cells), seeds[name], strict=True):
+            low, high = ttest_1samp(values, 0).confidence_interval()
+            assert prose.numbers(cell) == pytest.approx([fmean(values), low, high], abs=0.051)
+
+
+def test_each_number_of_the_leaderboard_fails_if_it_is_changed_and_each_order_if_it_is_turned():
+    page = ROOT / "docs" / "leaderboard.md"
+    text, tables = (
+        page.read_text(),
+        [table for path in (page, *TABLES["leaderboard"]) for table in prose.tables_in(path)],
+    )
+    tags = [*prose.TAG.finditer(text)]
+    assert len(tags) > 25
+    for tag in tags:
+        if tag["value"]:
+            number = re.search(r"[\d.]+|\w+", tag["value"])
+            other = "99" if number[0][0].isdigit() else "twelve"
+            planted = text[: tag.start()] + tag[0].replace(number[0], other, 1) + text[tag.end() :]
+        else:
+            kind, first, second = tag["tag"].split(":")
+            planted = text[: tag.start()] + f"<!--{kind}:{second}:{first}-->" + text[tag.end() :]
+        assert prose.wrong(planted, tables), tag[0]
+    planted = text.replace("tracerl solves\n  88.8%", "d1 solves\n  88.8%")
+    assert planted != text
+    assert prose.wrong(planted, tables)
 
 
 TABLE = """# Words at 5M
