@@ -54,8 +54,8 @@ def p_values(scores: np.ndarray) -> np.ndarray:
     """The two-sided p-value of each mean being 0, which is the level at which the interval ends at 0: (..., seeds,
     problems) -> (...)."""
 
-    def beyond(log_alpha: np.ndarray, size: np.ndarray, *errors: np.ndarray) -> np.ndarray:
-        return joined(log_alpha, *errors, *scores.shape[-2:]) - size
+    def beyond(log_alpha: np.ndarray, size: np.ndarray, of_seeds: np.ndarray, of_problems: np.ndarray) -> np.ndarray:
+        return joined(log_alpha, of_seeds, of_problems, *scores.shape[-2:]) - size
 
     given = abs(scores.mean((-2, -1))), *standard_errors(scores)
     found = np.where(beyond(np.array(SMALLEST), *given) > 0, find_root(beyond, (SMALLEST, 0.0), args=given).x, SMALLEST)

@@ -7,7 +7,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,16 +28,29 @@ NUMBERS = Path(__file__).resolve().parents[2] / "dataset" / "arithmetic_test.jso
 PENALTY, ALLOWED = 3.0, 5.0  # AUP's alpha, and points of accuracy below the slowest point
 
 
-def sudoku(count: int, seed: int) -> Any:
-    """Rows of `count` new puzzles on the test split's solution grids."""
+def puzzles(count: int, seed: int) -> list[dict[str, str]]:
+    """`count` new puzzles on the test split's solution grids."""
     solutions = sorted(set(load_task("sudoku").load_rows("test")["ground_truth"]))
-    return rows_of("sudoku", sudoku_puzzles(solutions, count, solution_grids(), random.Random(seed)))
+    return sudoku_puzzles(solutions, count, solution_grids(), random.Random(seed))
+
+
+def word_problems(count: int, seed: int) -> list[dict[str, str]]:
+    """`count` new word problems on the test split's numbers, which are used equally often, up to one."""
+    numbers, rng = training_numbers(NUMBERS), np.random.default_rng(seed)
+    return [arithmetic_row(*numbers[i % len(numbers)], rng=rng) for i in range(count)]
+
+
+NEW: dict[str, Callable[[int, int], list[dict[str, str]]]] = {"sudoku": puzzles, "arithmetic": word_problems}
+
+
+def sudoku(count: int, seed: int) -> Any:
+    """Rows of `count` new puzzles."""
+    return rows_of("sudoku", puzzles(count, seed))
 
 
 def arithmetic(count: int, seed: int) -> Any:
-    """Rows of `count` new word problems on the test split's numbers, which are used equally often, up to one."""
-    numbers, rng = training_numbers(NUMBERS), np.random.default_rng(seed)
-    return rows_of("arithmetic", [arithmetic_row(*numbers[i % len(numbers)], rng=rng) for i in range(count)])
+    """Rows of `count` new word problems."""
+    return rows_of("arithmetic", word_problems(count, seed))
 
 
 def countdown(count: int, seed: int) -> Any:

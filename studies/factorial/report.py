@@ -1,0 +1,62 @@
+"""The effects of the ideas and of their interactions, from data/runs.jsonl: python -m studies.factorial.report"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from d1.runs.cli import run_script
+from d1.show.tables import markdown_table
+from pocket.uncertainty import Mean, mean_of
+from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED
+from studies.json_lines import read_lines
+from studies.reports import holm, points, scores
+
+TESTED = 2  # effects of at most so many ideas together are tested
+
+Effects = dict[tuple[str, ...], Mean]
+
+
+def effects(cells: Mapping[str, np.ndarray]) -> Effects:
+    """The effect of each set of ideas, from the (seeds, problems) scores of each cell.
+
+    That of one idea is the mean of the cells with it minus that of the cells without it. That of two is half of the
+    first one's effect with the second minus that without it; and so on. So an effect of k ideas is the mean over all
+    cells of twice the score, with the sign of the product of k signs, + with and - without the idea (Box, Hunter and
+    Hunter 2005, chapter 5).
+    """
+    found = {}
+    for size in range(1, len(IDEAS) + 1):
+        for ideas in combinations(IDEAS, size):
+            signs = [np.prod([1 if idea in cell.split("+") else -1 for idea in ideas]) for cell in CELLS]
+            found[ideas] = mean_of(
+                2 * np.mean([sign * cells[cell] for sign, cell in zip(signs, CELLS, strict=True)], 0)
+            )
+    return found
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """All effects of each setup, with Holm's p-values over those that are tested in all setups together."""
+    every: dict[tuple[str, tuple[str, ...]], Mean] = {}
+    for setup in STUDIED:
+        cells = {
+            cell: scores(line for line in lines if (line["setup"], line["cell"]) == (setup, cell)) for cell in CELLS
+        }
+        if len({of.shape for of in cells.values()}) != 1 or not next(iter(cells.values())).size:
+            return f"{len(lines)} runs are done; the effects of {setup} wait for all cells of a seed.\n"
+        every |= {(setup, ideas): mean for ideas, mean in effects(cells).items()}
+    tested = {key: mean.p for key, mean in every.items() if len(key[1]) <= TESTED and mean.p is not None}
+    adjusted = dict(zip(tested, holm([*tested.values()]), strict=True))
+    rows = [
+        [setup, " x ".join(ideas), points(mean), f"{adjusted[setup, ideas]:.2g}" if (setup, ideas) in adjusted else ""]
+        for (setup, ideas), mean in every.items()
+    ]
+    return markdown_table(["setup", "effect", "points [95%]", "Holm's p"], rows)
+
+
+if __name__ == "__main__":
+    run_script("studies.factorial.report", lambda: sys.stdout.write(table(read_lines(DATA / "runs.jsonl"))))

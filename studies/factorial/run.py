@@ -1,0 +1,133 @@
+"""What makes a method better: four ideas, with and without each, at the same compute. PROTOCOL.md has the protocol.
+
+    OMP_NUM_THREADS=1 python -m studies.factorial.run     # the search of the rates, then the test
+
+A line per run goes to data/. If the command is killed, run it again; several processes share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from d1.runs.cli import OneLineParser, run_script
+from d1.runs.record import run_record
+from dataset.make_problems import write_rows
+from pocket.recipes import ROOT
+from studies.json_lines import complete, read_lines
+from studies.leaderboard.plan import SETUPS, TASKS, accuracy
+from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train
+from studies.samplers.measure import NEW
+
+DATA = Path(__file__).parent / "data"
+STUDIED = ("sudoku-sft", "arithmetic-sft")
+# Idea -> the flags of RL without it and with it. All other settings are the same in all cells.
+IDEAS = {
+    "prompt": ("--p_mask_prompt 0.15", "--p_mask_prompt 0"),
+    "advantages": ("--advantage trl", "--advantage standardised --right_share 0.2 0.8"),
+    "rollouts": (
+        "--temperature 0.9",
+        "--temperature 1 --sampler parallel --reveal threshold --reveal_level 0.9",
+    ),
+    "replay": ("--estimator one_step", "--estimator segments --segments 4"),
+}
+SAME = "--method d1 --objective clipped_views --loss_type views --epsilon 0.2 --kl k3_to_old --beta 0.01"
+SAME += " --num_iterations 4 --max_grad_norm 1 --num_generations 8 --lr_scheduler_type linear --warmup_steps 0"
+CELLS = tuple(
+    "+".join(name for name, there in zip(IDEAS, cell, strict=True) if there) or "none"
+    for cell in product((False, True), repeat=len(IDEAS))
+)
+RATES = (3e-5, 1e-4, 3e-4)
+SEARCH_SEEDS, SEEDS = (310, 311), tuple(range(300, 308))
+BUDGET = 1_500_000  # compute tokens of a run
+PROBLEMS, PROBLEM_SEED = 1000, 11  # new ones, which judge the test
+
+
+def settings(run: Mapping[str, Any], rate: float, budget: int = BUDGET) -> list[str]:
+    """The flags of RL that define a run, in addition to pocket.yaml's."""
+    task, ideas = TASKS[SETUPS[run["setup"]].task], run["cell"].split("+")
+    flags: list[object] = SAME.split()
+    for name, (without, with_it) in IDEAS.items():
+        flags += (with_it if name in ideas else without).split()
+    flags += ["--dataset", task.dataset, *task.flags, "--block_length", 8, "--diffusion_steps", task.length // 2]
+    flags += ["--seed", run["seed"], "--learning_rate", rate, "--lr_scheduler_kwargs", "{}", "--views_at_once", 64]
+    return [*map(str, flags), "--max_compute_tokens", str(budget), "--max_steps", str(budget)]
+
+
+def line(run: Mapping[str, Any], rate: float, folder: Path, judge: list[str], budget: int = BUDGET) -> dict[str, Any]:
+    """Trains and judges a run; `judge` has flags of evaluation. A model that did not stay finite has solved nothing."""
+    setup, own = SETUPS[run["setup"]], folder / "-".join(map(str, run.values()))
+    start = make_start(folder, setup, run["seed"])
+    shutil.rmtree(own, ignore_errors=True)  # left by a killed run
+    flags = settings(run, rate, budget)
+    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
+    places += ["--output_dir", own, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
+    error = train(own.name, [*map(str, places), *flags])
+    found = evaluate(setup.task, start if error else own, own / "judged", judge)
+    right = "0" * len(found["right"]) if error else found["right"]
+    costs = logs_of(own)
+    shutil.rmtree(own)
+    found |= {"rate": rate, "settings": flags, "error": error, **costs, "right": right}
+    return found | {"commit": commit(), **run_record()}
+
+
+def chosen(setup: str, cell: str, lines: list[dict[str, Any]]) -> float:
+    """The rate of the search with the highest mean; of equal ones, the smallest.
+
+    Raises:
+        ValueError: the search of this cell is not complete.
+    """
+    own = [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)]
+    found = {rate: [accuracy(line["right"]) for line in own if line["rate"] == rate] for rate in RATES}
+    if any(len(of) < len(SEARCH_SEEDS) for of in found.values()):
+        raise ValueError(f"the search of {setup}, {cell} is not complete: run it first")
+    return max(RATES, key=lambda rate: (fmean(found[rate]), -rate))
+
+
+def searches() -> list[dict[str, Any]]:
+    each = product(SEARCH_SEEDS, STUDIED, CELLS, RATES)
+    return [{"setup": setup, "cell": cell, "seed": seed, "rate": rate} for seed, setup, cell, rate in each]
+
+
+def runs() -> list[dict[str, Any]]:
+    """The runs of the test, seed by seed, so that an incomplete study has all cells."""
+    return [{"setup": setup, "cell": cell, "seed": seed} for seed, setup, cell in product(SEEDS, STUDIED, CELLS)]
+
+
+def problems_of(setup: str, folder: Path) -> list[str]:
+    """Flags of evaluation on new problems, which are written into `folder`."""
+    task = SETUPS[setup].task
+    file = folder / f"{task}.jsonl"
+    if not file.exists():
+        write_rows(file, NEW[task](PROBLEMS, PROBLEM_SEED))
+    return ["--data_file", str(file)]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", default="runs/factorial", help="of the models (default: %(default)s)")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    folder = Path(args.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    judge = ["--split", "validation"]
+    complete(DATA / "search.jsonl", searches(), folder, lambda run: line(run, run["rate"], folder, judge))
+    found = read_lines(DATA / "search.jsonl")
+
+    def tested(run: Mapping[str, Any]) -> dict[str, Any]:
+        return line(run, chosen(run["setup"], run["cell"], found), folder, problems_of(run["setup"], folder))
+
+    complete(DATA / "runs.jsonl", runs(), folder, tested)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_script("studies.factorial.run", lambda: main(make_parser().parse_args()))
