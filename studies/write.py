@@ -13,6 +13,7 @@ from d1.runs.cli import OneLineParser, run_script
 from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
+from studies.factorial.report import parts as factorial
 from studies.leaderboard import report as leaderboard
 from studies.preference.report import parts as preference
 from studies.reports import write_part
@@ -24,6 +25,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     distill,
     editing,
     estimators.parts,
+    factorial,
     preference,
     frontier_report.parts,
     rollouts_report.parts,

@@ -1,18 +1,17 @@
-"""The effects of the ideas and of their interactions, from data/runs.jsonl: python -m studies.factorial.report"""
+"""The table of README.md: the effects of the ideas and of their interactions, from data/runs.jsonl."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of
-from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED
+from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED, runs
 from studies.json_lines import read_lines
 from studies.reports import holm, points, scores
 
@@ -47,7 +46,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             cell: scores(line for line in lines if (line["setup"], line["cell"]) == (setup, cell)) for cell in CELLS
         }
         if len({of.shape for of in cells.values()}) != 1 or not next(iter(cells.values())).size:
-            return f"{len(lines)} runs are done; the effects of {setup} wait for all cells of a seed.\n"
+            return f"{len(lines)} of {len(runs())} planned runs are done. Effects wait for all cells.\n"
         every |= {(setup, ideas): mean for ideas, mean in effects(cells).items()}
     tested = {key: mean.p for key, mean in every.items() if len(key[1]) <= TESTED and mean.p is not None}
     adjusted = dict(zip(tested, holm([*tested.values()]), strict=True))
@@ -58,5 +57,6 @@ def table(lines: list[dict[str, Any]]) -> str:
     return markdown_table(["setup", "effect", "points [95%]", "Holm's p"], rows)
 
 
-if __name__ == "__main__":
-    run_script("studies.factorial.report", lambda: sys.stdout.write(table(read_lines(DATA / "runs.jsonl"))))
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    return {Path(__file__).with_name("README.md"): table(read_lines(DATA / "runs.jsonl"))}
