@@ -1,10 +1,10 @@
 """Numbers and orders in a page's prose name the cells of tables that they come from, and are compared with them.
 
-A name stands behind what it belongs to, in a comment that no reader of the page sees:
+A name follows what it belongs to, in a comment that readers of the page do not see:
 
 - `88.8 [86.6, 91.0]<!--arithmetic-5/tracerl/solved-->`: the numbers are those at the beginning of this cell. With
-  `neg:` before the name, signs and ends are turned; with `#2` after it, the cell's first number is left out. If the row
-  has a name of one word, it is the last name of a row that the paragraph has before the number.
+  `neg:` before the name, the sign is reversed and the ends are swapped; with `#2` after it, the cell's first number is
+  left out. If the row's name is one word, it must be the last such name in the paragraph before the number.
 - `<!--above:TABLE/ROW:TABLE/ROW-->`: the first row solves more than the second. `separated:`: the two share no letter
   in the column "rank", too. `tied:`: they share one.
 
