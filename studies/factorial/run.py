@@ -52,7 +52,7 @@ PROBLEMS, PROBLEM_SEED = 1000, 11  # new ones, which judge the test
 def settings(run: Mapping[str, Any], rate: float, budget: int = BUDGET) -> list[str]:
     """The flags of RL that define a run, in addition to pocket.yaml's."""
     task, ideas = TASKS[SETUPS[run["setup"]].task], run["cell"].split("+")
-    flags: list[object] = SAME.split()
+    flags: list[object] = [*SAME.split()]
     for name, (without, with_it) in IDEAS.items():
         flags += (with_it if name in ideas else without).split()
     flags += ["--dataset", task.dataset, *task.flags, "--block_length", 8, "--diffusion_steps", task.length // 2]
@@ -69,7 +69,7 @@ def line(run: Mapping[str, Any], rate: float, folder: Path, judge: list[str], bu
     places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
     places += ["--output_dir", own, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
     error = train(own.name, [*map(str, places), *flags])
-    found = evaluate(setup.task, start if error else own, own / "judged", judge)
+    found: dict[str, Any] = {**evaluate(setup.task, start if error else own, own / "judged", judge)}
     right = "0" * len(found["right"]) if error else found["right"]
     costs = logs_of(own)
     shutil.rmtree(own)
