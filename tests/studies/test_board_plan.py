@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from d1.rl.methods import METHODS
 from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
 from pocket.recipes import RECIPES
@@ -13,7 +14,7 @@ from pocket.tokenizer import build_tokenizer
 from studies.json_lines import append_line
 from studies.leaderboard import plan
 from studies.leaderboard.plan import FULL, LADDER, SETUPS, TASKS, Run
-from studies.leaderboard.variants import BOARD
+from studies.leaderboard.variants import BOARD, changed_since, flags_of
 
 ROOT = Path(__file__).parents[2]
 SUDOKU = SETUPS["sudoku-sft"]
@@ -46,6 +47,17 @@ def test_each_run_is_its_entry_of_the_board_at_the_budget_rate_and_mu_that_it_na
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
     assert config.max_steps >= 5000  # a step takes a token at least
     assert str(ROOT) not in " ".join(run.settings())
+
+
+def test_the_board_keeps_its_entries_when_methods_change(monkeypatch):
+    before = BOARD["gdpo"]["values"]
+    for values, flags in ((before, []), (before | {"beta": 7.0}, ["--beta", str(before["beta"])])):
+        monkeypatch.setitem(METHODS, "gdpo", replace(METHODS["gdpo"], values=values))
+        assert ("gdpo" in changed_since()) == bool(flags)
+        assert plan.written_values("gdpo") == before
+        assert flags_of("gdpo") == ["--method", "gdpo", *flags]
+    monkeypatch.delitem(METHODS, "gdpo")
+    assert "gdpo" in changed_since()
 
 
 def searched(score, method="d1", **changes):

@@ -29,9 +29,12 @@ def test_named_numbers_and_orders_are_those_of_the_tables(name):
     assert prose.TAG.search(page.read_text())
 
 
-def test_every_number_and_order_of_the_leaderboard_has_a_name():
-    by_hand = (ROOT / "docs" / "leaderboard.md").read_text().split("## How far")[0]
-    assert prose.unnamed(by_hand) == []
+def test_every_number_and_order_of_the_leaderboard_has_a_name_and_it_starts_with_the_highest_mean():
+    page = ROOT / "docs" / "leaderboard.md"
+    assert prose.unnamed(page.read_text().split("## How far")[0]) == []
+    ((_, header, rows),) = (table for table in prose.tables_in(page) if table[0] == "what-it-means")
+    best = max(rows, key=lambda cells: int(cells[header.index("highest-mean")]))[0]
+    assert f"**Start with `{best}`.**" in page.read_text()
 
 
 def test_the_intervals_of_the_results_are_students_over_the_seeds_of_the_pocket_tables():
