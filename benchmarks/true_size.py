@@ -6,7 +6,9 @@ Writes a checkpoint in the released format (fields of its `config.json`, names a
 files, size of its vocabulary), then runs the stages' own commands on it, each in a process of its own: two steps of
 LoRA SFT, RL from that adapter (one rollout, two updates), an evaluation of two problems, and the export of the adapter.
 For each stage it prints the peak memory, the estimate of `d1 fit` for it, seconds, and the size of what it saved.
-Finished parts are not run again.
+Finished parts are not run again. With `--load_in_4bit`, SFT and RL train on NF4 weights (QLoRA), and nothing else runs.
+A model whose weights exceed the machine's memory is only built on the meta device, for `d1 fit`; `--layers 8` runs all
+stages on its first eight layers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -100,9 +103,8 @@ def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator)
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
 
-def write_weights(folder: Path, files: int) -> None:
-    """Write random weights, in `files` files of about the same size, and their index."""
-    todo = [*shapes(folder)]
+def write_weights(folder: Path, files: int, todo: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Write random weights of these names and shapes, in `files` files of about the same size, and their index."""
     total = sum(torch.Size(shape).numel() for _, shape in todo)
     generator, done, parts = torch.Generator().manual_seed(0), 0, [dict[str, tuple[int, ...]]() for _ in range(files)]
     for name, shape in todo:
@@ -135,9 +137,10 @@ def write_tokenizer(folder: Path, config: dict[str, Any], special: dict[int, str
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE.replace("END", turn)}))
 
 
-def write_checkpoint(folder: Path, model: str, vocabulary: Path | None) -> None:
-    """Write the whole checkpoint, or nothing: an unfinished one is made anew."""
-    config, files, special = RELEASED[model]
+def write_checkpoint(folder: Path, model: str, config: dict[str, Any], vocabulary: Path | None) -> None:
+    """Write the whole checkpoint, or nothing: an unfinished one is made anew. Weights that exceed the machine's memory
+    are left out."""
+    _, files, special = RELEASED[model]
     shutil.rmtree(folder, ignore_errors=True)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -148,16 +151,18 @@ def write_checkpoint(folder: Path, model: str, vocabulary: Path | None) -> None:
         (unfinished / "tokenizer.json").unlink()
         for name in ("vocab.json", "merges.txt"):
             shutil.copy(vocabulary / name, unfinished)
-    write_weights(unfinished, files)
+    todo = [*shapes(unfinished)]
+    if 2 * sum(torch.Size(shape).numel() for _, shape in todo) < psutil.virtual_memory().total:
+        write_weights(unfinished, files, todo)
     unfinished.rename(folder)
 
 
-def commands(checkpoint: Path, folder: Path, block: int, kind: str) -> dict[str, list[str]]:
+def commands(checkpoint: Path, folder: Path, block: int, kind: str, in_4bit: bool) -> dict[str, list[str]]:
     """Stage -> its command, as a user would type it."""
     canvas = ["--block_length", str(block), "--diffusion_steps", str(32 // block * min(block, 4))]
     small = ["--use_cpu", "true", "--report_to", "none", "--dtype", "bfloat16"]
     of_adapter = ["--use_peft", "--lora_r", "128", "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"]
-    return {
+    stages = {
         "sft": [
             *("sft", "--model_name", str(checkpoint), "--train_data", str(ROOT / "dataset/sudoku_sft.jsonl")),
             *("--output_dir", str(folder), "--job_name", "sft", "--dtype", "bfloat16", "--debugging"),
@@ -176,6 +181,9 @@ def commands(checkpoint: Path, folder: Path, block: int, kind: str) -> dict[str,
         ],
         "export": ["export", str(folder / "rl"), str(folder / "export"), "--format", kind],
     }
+    if not in_4bit:
+        return stages
+    return {"sft": [*stages["sft"], "--load_in_4bit"], "rl": [*stages["rl"], "--load_in_4bit", "true"]}
 
 
 def peak_of(command: list[str], log: Path) -> tuple[float, float]:
@@ -196,14 +204,16 @@ def peak_of(command: list[str], log: Path) -> tuple[float, float]:
 SHAPES = {"sft": ("1", "256"), "rl": ("2", "192"), "eval": ("2", "192")}  # rows and tokens of a batch
 
 
-def estimate(checkpoint: Path, stage: str) -> float | None:
+def estimate(checkpoint: Path, stage: str, in_4bit: bool) -> float | None:
     """GB that `d1 fit` computes for a command of `commands`, without those of CUDA; None if it knows no such stage."""
     if stage not in SHAPES:
         return None
     shape = SHAPES[stage]
     words = ["fit", "--model_path", str(checkpoint), "--stage", stage, "--batch", shape[0], "--length", shape[1]]
+    if stage != "eval":
+        words += ["--load_in_4bit" if in_4bit else "--no-load_in_4bit"]
     if stage == "rl":
-        words += ["--no-load_in_4bit", "--lora_targets", "attention", "--max_completion_length", "32"]
+        words += ["--lora_targets", "attention", "--max_completion_length", "32"]
         words += ["--steps_per_generation", "1", "--block_length", "8", "--diffusion_steps", "16"]
     done = subprocess.run([sys.executable, "-m", "d1", *words], cwd=ROOT, capture_output=True, text=True, check=True)
     numbers = dict(re.findall(r"^(CUDA|total).*?([\d.]+) GB$", done.stdout, re.MULTILINE))
@@ -223,28 +233,44 @@ def size_of(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
 
 
-def main(args: argparse.Namespace) -> None:
-    folder = args.output_dir / args.model
-    checkpoint, results = folder / "checkpoint", folder / "results.json"
-    if not checkpoint.is_dir():
-        write_checkpoint(checkpoint, args.model, args.vocabulary)
+def run_stages(args: argparse.Namespace, checkpoint: Path) -> dict[str, dict[str, float | None]]:
+    """Stage -> what was measured; also kept in `results.json`."""
+    folder = checkpoint.with_name("4bit") if args.load_in_4bit else checkpoint.parent
+    folder.mkdir(exist_ok=True)
+    results = folder / "results.json"
     config, _ = native_config(str(checkpoint))
     block = getattr(config, "block_size", None) or 8
     found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
-    todo = commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"])
+    todo = commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"], args.load_in_4bit)
     for stage, command in tqdm(todo.items(), desc="stages"):
         if stage in found:
             continue
         shutil.rmtree(folder / stage, ignore_errors=True)  # of an attempt that was stopped
         peak, seconds = peak_of(command, folder / f"{stage}.log")
-        found[stage] = {"peak GB": peak, "d1 fit": estimate(checkpoint, stage), "seconds": seconds}
+        found[stage] = {"peak GB": peak, "d1 fit": estimate(checkpoint, stage, args.load_in_4bit), "seconds": seconds}
         found[stage] |= {"seconds/pass": seconds_per_pass(folder / stage), "saved GB": size_of(folder / stage)}
         results.write_text(json.dumps(found, indent=2))
+    return found
+
+
+def main(args: argparse.Namespace) -> None:
+    checkpoint = args.output_dir / (f"{args.model}-{args.layers}" if args.layers else args.model) / "checkpoint"
+    config = RELEASED[args.model][0]
+    if args.layers:
+        config = config | {"n_layers" if "n_layers" in config else "num_hidden_layers": args.layers}
+    if not checkpoint.is_dir():
+        write_checkpoint(checkpoint, args.model, config, args.vocabulary)
+    size = sum(2 * torch.Size(shape).numel() for _, shape in shapes(checkpoint))
+    if size < psutil.virtual_memory().total:
+        found = run_stages(args, checkpoint)
+    else:
+        found = {stage: {"d1 fit": estimate(checkpoint, stage, args.load_in_4bit)} for stage in SHAPES}
     rows = [
         [stage, *("" if value is None else f"{value:.2f}" for value in numbers.values())]
         for stage, numbers in found.items()
     ]
-    head = f"{args.model}, {size_of(checkpoint):.2f} GB, on {describe()}"
+    machine = ", ".join(f"{what} {value}" for what, value in describe().items())
+    head = f"{checkpoint.parent.name}, {size / 1e9:.2f} GB, on {machine}"
     sys.stdout.write(f"{head}\n\n{markdown_table(['stage', *next(iter(found.values()))], rows)}\n")
 
 
@@ -252,6 +278,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=RELEASED, required=True)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/true_size"))
+    parser.add_argument("--layers", type=int, help="keep only the first layers, for a model that exceeds the memory")
+    parser.add_argument("--load_in_4bit", action="store_true", help="train on NF4 weights: SFT and RL alone")
     parser.add_argument("--vocabulary", type=Path, help="folder with Qwen's vocab.json and merges.txt")
     return parser
 
