@@ -15,6 +15,7 @@ the canvas, W writes. To TRL's keys are added
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,7 @@ SCORED: dict[str, Scored] = {
     "ended": Scored(lambda sampled: sampled.ended),
     "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
     "steps": Scored(to_the_last_text, after_the_end=True, reads_steps=True),
+    "unpadded": Scored(lambda sampled: ~sampled.is_padding, after_the_end=True),
     "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True),
 }
 
@@ -201,11 +203,36 @@ def keep_prompts(batch: Batch, shares: Sequence[float], group: int, everyone: Ev
     """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
     returns the share of prompts kept."""
     right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
-    kept = (right >= shares[0]) & (right <= shares[1])
-    rows = everyone.own(kept.repeat_interleave(group), len(batch["advantages"]))
+    return keep(batch, (right >= shares[0]) & (right <= shares[1]), group, everyone)
+
+
+def keep_share(batch: Batch, share: float, group: int, everyone: Everyone, generator: torch.Generator) -> float:
+    """Keeps this share of the prompts in the loss, rounded up: first those whose rewards differ, then those whose
+    equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
+
+    `generator` is in the same state on all processes. Returns the share of prompts kept."""
+    rewards, steps = everyone.gather(torch.stack([batch["completion_reward"], scored_steps(batch)], 1)).unbind(1)
+    rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
+    kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
+    drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
+    order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)  # all below the next kind
+    ranks = order.argsort(descending=True).argsort()
+    return keep(batch, ranks < math.ceil(share * len(kinds)), group, everyone)
+
+
+def scored_steps(batch: Batch) -> Tensor:
+    """(rows,) number of steps that revealed a scored token."""
+    scored = fitted(batch["completion_mask"], batch["reveal_steps"].shape[1]).bool()
+    steps = torch.where(scored, batch["reveal_steps"], -1).sort(1).values
+    return F.pad(steps, (1, 0), value=-1).diff(dim=1).ne(0).sum(1).float()
+
+
+def keep(batch: Batch, prompts: Tensor, group: int, everyone: Everyone) -> float:
+    """Drops all prompts but those of `prompts` (bool, those of all processes) from the loss; returns their share."""
+    rows = everyone.own(prompts.repeat_interleave(group), len(batch["advantages"]))
     batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
     batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
-    return kept.float().mean().item()
+    return prompts.float().mean().item()
 
 
 # --- Views of the updates ---------------------------------------------------------------------------------------------

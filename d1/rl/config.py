@@ -166,6 +166,11 @@ class DiffuGRPOConfig(GRPOConfig):
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
+    prompt_share: Annotated[float, Range(0, 1, open_low=True)] = setting(
+        1.0,
+        "Keep this share of a rollout's prompts: those whose rewards differ, then the solved, then the unsolved with "
+        "most steps.",
+    )
     eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
     eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")

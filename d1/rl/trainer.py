@@ -39,6 +39,7 @@ from d1.rl.batch import (
     draw_updates,
     evaluating,
     keep_prompts,
+    keep_share,
     largest_ratio,
     loss_inputs,
     mean_entropy,
@@ -356,6 +357,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             score_more(batch, args.scored_tokens, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
         if args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, everyone))
+        if args.prompt_share < 1 and self.mode == "train":
+            # Of the rows' keys, the one after the last row's is free.
+            random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
+            kept = keep_share(batch, args.prompt_share, self.group, everyone, random)
+            self.log_metric("prompts_kept", kept)
         batch["advantages"] = reshaped(batch["advantages"], args.advantage, self.group, everyone)
 
     def draw_views(self, batch: Batch, everyone: Everyone) -> None:
