@@ -193,6 +193,12 @@ class DiffuGRPOConfig(GRPOConfig):
     temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
     top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
     top_p: float = setting(1.0, "Sample among the most likely tokens whose probabilities add up to this.")
+    lr_scheduler_type: str = setting(  # type: ignore[assignment]
+        "constant_with_warmup", "Schedule of the learning rate; another one has no warm-up unless it is given."
+    )
+    warmup_steps: float = setting(0.0001, "Steps of warm-up; below 1, a share of all steps.")
+    weight_decay: float = setting(0.1, "Weight decay of AdamW.")
+    adam_beta2: float = setting(0.99, "AdamW's second beta.")
     max_grad_norm: float = setting(0.2, "Largest norm of the gradient; 0: no limit.")
     beta: Amount = setting(0.04, "Weight of the KL term to the reference model.")
     epsilon: Amount = setting(0.5, "Clipping range of the probability ratio.")
