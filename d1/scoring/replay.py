@@ -199,14 +199,14 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
     sums, counts = per_segment(steps, scored, -sampled.logps)
     surprisals = (sums / counts.clamp(min=1)).masked_fill(counts == 0, -torch.inf)
+    surprisals[:, 0].masked_fill_(~scored.any(1), 0.0)  # a row that takes no part has a step, too
     # The largest log-probabilities plus Gumbel noise: a draw without replacement.
     uniform = random.uniform(settings.steps)[:, : sums.shape[1]].double().clamp(min=1e-12).to(sums.device)
     noisy = surprisals - (-uniform.log()).log()
     # A fixed number of views: a mean over them must not depend on the other rows of the batch.
     noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
     chosen, is_new = highest(noisy, settings.draws)
-    chance = torch.where(scored.any(1, keepdim=True), surprisals, 0.0).softmax(-1)
-    again = with_replacement(chance, random.uniform(settings.draws).to(chance.device))
+    again = with_replacement(surprisals.softmax(-1), random.uniform(settings.draws).to(sums.device))
     chosen = torch.where(is_new > 0, chosen, again).unsqueeze(-1)
     first = (counts > 0).long().argmax(-1)[:, None, None]
     hidden = torch.where(scored.unsqueeze(1), steps.unsqueeze(1) >= chosen, chosen == first)
