@@ -4,8 +4,8 @@ A batch is a dictionary of tensors, made by TRL. Shapes: R rows, U updates, V vi
 the canvas, W writes. To TRL's keys are added
 - `canvas_ids` R T and the other tensors of a `RolloutRecord`;
 - `completion_reward` and, if the last reward is an accuracy, `completion_is_right`, R each (`bridge.py`);
-- `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown` and `view_targets` R U V T. The
-  views of update k are [:, k];
+- `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown`, `view_targets` and
+  `view_sampled_logps` R U V T. The views of update k are [:, k];
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
@@ -113,12 +113,14 @@ def view_logps_as_sampled(batch: Batch) -> Tensor:
     return torch.where(batch["view_weights"] != 0, batch["rollout_logps"][:, None, None], 0.0)
 
 
-def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
-    """R T, the sampler's log-prob of each token. For a token that was written several times: the mean over these writes
-    if they are `replayed`, else the last one."""
-    if not replayed or "write_logps" not in batch:
+def sampled_logps(batch: Batch, update: int) -> Tensor:
+    """R T, the sampler's log-prob of each token. For a position that was written several times: the weighted mean over
+    the writes that the views of this update score, or, if these score what was written last, that of this."""
+    if "view_sampled_logps" not in batch:
         return batch["rollout_logps"]
-    return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)
+    weights, logps = batch["view_weights"][:, update], batch["view_sampled_logps"][:, update]
+    total = weights.sum(1)
+    return (weights * logps).sum(1) / total.where(total != 0, 1.0)
 
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
         logps=batch.get("rollout_logps", unknown),
         entropies=batch.get("rollout_entropies", unknown),
         blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
-        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
+        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
     )
 
 

@@ -462,8 +462,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0 and "rollout_logps" in batch:
-            logps = sampled_logps(batch, ESTIMATORS[args.estimator].replays_writes)
-            metrics |= sampling_gap(logps, inputs, self.accelerator.gather, args.sampling_weight_cap)
+            metrics |= sampling_gap(
+                sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
+            )
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss

@@ -50,24 +50,25 @@ class Written(NamedTuple):
         steps: in a block-causal model from the first of each token's block; -1 where nothing was written.
         scored: bool.
         entropies: in nats.
-        ids: None where the completions have them, without edits.
+        ids, logps: None where the completions have them, without edits.
     """
 
     steps: Tensor
     scored: Tensor
     entropies: Tensor
-    ids: Tensor | None
+    ids: Tensor | None = None
+    logps: Tensor | None = None
 
     @classmethod
     def of(cls, sampled: SampledRows) -> Written:
         scored = sampled.scored.unsqueeze(-1)
         if sampled.write_steps is None or sampled.write_entropies is None:
             steps = within_blocks(sampled.reveal_steps, sampled.blocks)
-            return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1), None)
+            return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1))
         steps, writes = sampled.write_steps, sampled.write_steps.shape[-1]
         blocks = None if sampled.blocks is None else sampled.blocks.repeat_interleave(writes, dim=1)
         steps = within_blocks(steps.flatten(1), blocks).view_as(steps)
-        return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids)
+        return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids, sampled.write_logps)
 
     def merged(self, segments: Tensor) -> Written:
         """With the numbers `segments` of what the steps are merged into."""
@@ -87,12 +88,14 @@ def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights
     views = Views(noise, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
     if written.ids is None:
         return views
-    ids = written.ids.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
 
-    def last(count: Tensor) -> Tensor:
-        return ids.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    def last(of: Tensor, count: Tensor) -> Tensor:
+        every = of.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
+        return every.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
-    return replace(views, shown=last(before), targets=last(before + now))
+    logps = None if written.logps is None else last(written.logps, before + now)
+    shown, targets = last(written.ids, before), last(written.ids, before + now)
+    return replace(views, shown=shown, targets=targets, sampled_logps=logps)
 
 
 def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,4 +224,4 @@ def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
     steps, scored = within_blocks(order, sampled.blocks).unsqueeze(-1), sampled.scored.unsqueeze(-1)
-    return every_view(clean_prompt(sampled), Written(steps, scored, sampled.entropies.unsqueeze(-1), None))
+    return every_view(clean_prompt(sampled), Written(steps, scored, sampled.entropies.unsqueeze(-1)))
