@@ -111,8 +111,12 @@ class DiffuGRPOConfig(GRPOConfig):
     cfg_scale: Amount = setting(0.0, "Classifier-free guidance; 0 turns it off.")
     remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
     sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
-    kv_cache: str | None = setting(None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset).")
-    reveal: str | None = setting(None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset).")
+    kv_cache: str | None = setting(
+        None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset); none: not the method's."
+    )
+    reveal: str | None = setting(
+        None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset); none: not the method's."
+    )
     reveal_level: Annotated[float | None, AMOUNT | None] = setting(
         None, f"Level of the rule; defaults, by rule: {', '.join(str(rule.level) for rule in RULES.values())}."
     )
@@ -218,6 +222,8 @@ class DiffuGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_off(self, OFF)  # before TRL sets some of them
+        for name in ("kv_cache", "reveal"):  # a flag cannot be None
+            setattr(self, name, None if getattr(self, name) == "none" else getattr(self, name))
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
         self.settle_batches()
         self.canvas_is_unset = self.max_completion_length is None
