@@ -462,7 +462,7 @@ ON_RESUME = OnResume(
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
-            *("objective", "kl", "advantage", "scale_rewards", "right_share"),
+            *("objective", "kl", "advantage", "scale_rewards", "right_share", "prompt_share"),
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
             *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),

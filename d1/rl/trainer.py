@@ -39,6 +39,7 @@ from d1.rl.batch import (
     draw_updates,
     evaluating,
     keep_prompts,
+    keep_share,
     largest_ratio,
     loss_inputs,
     mean_entropy,
@@ -356,6 +357,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             score_more(batch, args.scored_tokens, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
         if args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, everyone))
+        if args.prompt_share < 1 and self.mode == "train":
+            # Of the rows' keys, the one after the last row's is free.
+            random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
+            kept = keep_share(batch, args.prompt_share, self.group, everyone, random)
+            self.log_metric("prompts_kept", kept)
         batch["advantages"] = reshaped(batch["advantages"], args.advantage, self.group, everyone)
 
     def draw_views(self, batch: Batch, everyone: Everyone) -> None:
@@ -456,8 +462,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0 and "rollout_logps" in batch:
-            logps = sampled_logps(batch, ESTIMATORS[args.estimator].replays_writes)
-            metrics |= sampling_gap(logps, inputs, self.accelerator.gather, args.sampling_weight_cap)
+            metrics |= sampling_gap(
+                sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
+            )
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss

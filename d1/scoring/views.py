@@ -52,12 +52,15 @@ class Views:
         shown: (rows, views, canvas) ids that each view shows of the canvas where it hides nothing; None: the
             completions. In a block-causal model, later blocks see the completions all the same.
         targets: (rows, views, tokens) ids that each view scores; None: the completions.
+        sampled_logps: (rows, views, tokens) fp32, what the sampler noted for these targets; None: not known, or that of
+            the completions' tokens.
     """
 
     noise: Tensor
     weights: Tensor
     shown: Tensor | None = None
     targets: Tensor | None = None
+    sampled_logps: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Views:
         """Views of which every tensor is changed: moved to a device, or cut to some rows."""
@@ -75,10 +78,11 @@ class Views:
             raise ValueError(f"{self.noise.shape[1]} views have noise and {self.weights.shape[1]} have weights")
         if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
             raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
-        for name, width in (("shown", canvas), ("targets", tokens)):
-            ids, shape = getattr(self, name), (*self.noise.shape[:2], width)
-            if ids is not None and (ids.shape != shape or ids.dtype != torch.long):
-                raise ValueError(f"views.{name} must be {shape} int64 ids, got {tuple(ids.shape)} of {ids.dtype}")
+        own = (("shown", canvas, torch.long), ("targets", tokens, torch.long), ("sampled_logps", tokens, torch.float))
+        for name, width, dtype in own:
+            found, shape = getattr(self, name), (*self.noise.shape[:2], width)
+            if found is not None and (found.shape != shape or found.dtype != dtype):
+                raise ValueError(f"views.{name} must be {shape} of {dtype}, got {tuple(found.shape)} of {found.dtype}")
 
 
 def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
