@@ -92,7 +92,7 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
         trainer.servers.publish(trainer.model, 0)
         of_model = False, trainer.model.config.vocab_size, trainer.mask_token_id
         prompts = Prompts(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), *of_model)
-        assert trainer.servers.sample(prompts).ids.shape == (1, 9)
+        assert trainer.servers.sample([prompts])[0].ids.shape == (1, 9)
         others = Weights("other", "other-0", tmp_path)
         with pytest.raises(ValueError, match="who else uses it"):
             trainer.servers.servers[0].sample(prompts, others)
