@@ -45,7 +45,13 @@ def fsdp2() -> dict[str, str]:
 
 
 def sharded(path: str, *words: str) -> None:
-    """`script` with FSDP2 over gloo, which Accelerate offers GPUs only: on CPUs it silently takes DDP. The processes
+    """`script` with FSDP2 over gloo."""
+    use_fsdp2()
+    script(path, *words)
+
+
+def use_fsdp2() -> None:
+    """Makes Accelerate take FSDP2 over gloo, which it offers GPUs only: on CPUs it silently takes DDP. The processes
     are called GPUs while it decides. Each step of an optimizer checks that every weight it trains is sharded."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from torch.distributed.tensor import DTensor
@@ -65,7 +71,6 @@ def sharded(path: str, *words: str) -> None:
 
     AcceleratorState.__init__ = as_gpus  # type: ignore[method-assign]
     register_optimizer_step_post_hook(check)
-    script(path, *words)
 
 
 def script(path: str, *words: str) -> None:
