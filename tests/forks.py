@@ -45,9 +45,9 @@ def fsdp2() -> dict[str, str]:
 
 
 def sharded(path: str, *words: str) -> None:
-    """`script` with FSDP2 over gloo."""
+    """`script`, or `module`, with FSDP2 over gloo."""
     use_fsdp2()
-    script(path, *words)
+    (script if path.endswith(".py") else module)(path, *words)
 
 
 def use_fsdp2() -> None:
@@ -141,7 +141,8 @@ def job(
     words = [*flags, "--output_dir", str(output_dir), "--job_name", "job"]
     where: dict[str, Any] = {"log": output_dir / "log", "processes": processes, **environment}
     if isinstance(program, str):
-        return start(module, program, *words, folder=Path(__file__).parents[1], **where)
+        work = sharded if "ACCELERATE_USE_FSDP" in environment else module
+        return start(work, program, *words, folder=Path(__file__).parents[1], **where)
     return start(script, program.name, *words, folder=program.parent, **where)
 
 

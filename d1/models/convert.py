@@ -209,10 +209,11 @@ def write_weights(
     folder.mkdir(parents=True)
 
     def parts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        noted = Noted(state)
+        noted, base = Noted(state), model.get_base_model() if isinstance(model, PeftModel) else model
         changed = set[str]() if learnt is None else learnt_names(model, state)
+        tied = dict(base.named_parameters(remove_duplicate=False)).keys() - dict(base.named_parameters()).keys()
         for name in state:
-            if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            if name not in tied:
                 noted.read.clear()
                 written = [*apart(name, noted)]
                 if learnt is None or learnt != changed.isdisjoint(noted.read):

@@ -166,6 +166,30 @@ def test_requests_share_passes_unless_they_are_to_be_equal_to_the_bit(served_kin
     assert served.metric("d1_forward_passes_total") - before == (8 * 8 if own_batch else 8)
 
 
+@pytest.mark.parametrize("own_batch", [True, False])
+def test_rows_of_several_processes_share_requests_unless_they_are_to_be_equal_to_the_bit(
+    tiny_model_dir, tmp_path, own_batch
+):
+    """Three rows of one process and one of another, whose prompts are padded to other widths: four passes a request."""
+    with serving(tiny_model_dir, weights_dir=tmp_path) as served:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [served.url], "rollout_own_batch": own_batch}
+        trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", eos_stop=False, **where)
+        trainer.servers.publish(trainer.model, 0)
+        everyones = []
+        for first, lengths in ((0, (3, 5, 4)), (3, (9,))):
+            ids, mask = trainer.padded([[*range(10, 10 + length)] for length in lengths])
+            everyones.append(trainer.prompts(ids, mask, (0, 1, 2), first))
+        before = served.metric("d1_forward_passes_total")
+        found = trainer.servers.sample(everyones)
+        assert served.metric("d1_forward_passes_total") - before == (8 if own_batch else 4)
+    for prompts, sampled in zip(everyones, found, strict=True):
+        options = {"mask_token_id": trainer.mask_token_id, "generator": [keyed_generator(*key) for key in prompts.keys]}
+        own = rollout(trainer.model.eval(), prompts.ids, prompts.mask, trainer.sampling, **options)
+        assert torch.equal(sampled.ids, own.ids)
+        assert sampled.sources == ((served.url, "float32"),) * len(prompts.ids)
+        torch.testing.assert_close(sampled.logps, own.logps, rtol=0, atol=0 if own_batch else 1e-5)
+
+
 def test_an_adapter_goes_to_no_other_base(tiny_model_dir, tmp_path):
     """Nor to one in 4 bits; a base in bfloat16 is the same."""
     trained = get_peft_model(load_model(tiny_model_dir), LORA)
