@@ -96,7 +96,7 @@ class WholeWeights(Mapping[str, Tensor]):
 def whole(part: Tensor) -> Iterator[Tensor]:
     """A weight of which this process has a part; all processes call it together."""
     if isinstance(part, DTensor):
-        yield part.detach().to(PartialState().device).full_tensor()
+        yield cast("DTensor", part.detach().to(PartialState().device)).full_tensor()
     elif hasattr(part, "ds_id"):
         import deepspeed
 

@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
 )
 
 from d1.__main__ import main, make_parser
@@ -369,6 +371,20 @@ def test_what_is_read_and_written_again_is_the_same_byte_for_byte(kind_dirs, tmp
     old, new = read_files(source), read_files(tmp_path / "again")
     assert old.keys() == new.keys()
     assert all(torch.equal(weight, new[name].to(weight.dtype)) for name, weight in old.items())
+
+
+@pytest.mark.parametrize("tied", [BertForMaskedLM, Qwen3ForCausalLM])
+def test_a_server_gets_tied_weights_once(tmp_path, tied):
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = tied.config_class(**sizes, intermediate_size=48, tie_word_embeddings=True)
+    config.mask_token_id = 3
+    tied(config).save_pretrained(tmp_path / "a")
+    model = load_model(tmp_path / "a")
+    convert.write_weights(model, tmp_path / "b")
+    assert len(read_files(tmp_path / "b")) == len(dict(model.named_parameters()))
+    before, after = model.state_dict(), load_model(tmp_path / "b").state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 
 
 def test_only_the_weights_of_one_file_are_in_memory(tmp_path, monkeypatch):

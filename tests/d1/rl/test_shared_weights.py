@@ -21,12 +21,12 @@ from tests.tiny_grpo import logged, make_method, weights
 pytestmark = pytest.mark.usefixtures("server_key")
 STEPS = {"max_steps": 4, "num_iterations": 1, "rollout_server_timeout": LIMIT}
 KEY = (7, 1, 0)  # of the rows that are sampled at the end
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def make(model, folder, adapter, **options):
     torch.manual_seed(0)
-    peft = {"peft_config": LoraConfig(**LORA)} if adapter else {}
+    peft = {"peft_config": LORA} if adapter else {}
     return make_method(model, folder, "agrpo", **STEPS, **peft, **options)
 
 
