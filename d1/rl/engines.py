@@ -70,7 +70,7 @@ class WholeWeights(Mapping[str, Tensor]):
         part = self.parts[name]
         if not self.split:
             return part.detach()
-        dist.broadcast_object_list([name])
+        self.tell(name)
         with whole(part) as weight:
             return weight.detach().to("cpu", copy=True)
 
@@ -80,16 +80,21 @@ class WholeWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.parts)
 
+    def tell(self, name: str | None) -> str | None:
+        """The name that the first process gives; None: it reads no more."""
+        names = [name]
+        if self.split:
+            dist.broadcast_object_list(names)
+        return names[0]
+
     def help(self) -> None:
         """Takes part in gathering what the first process reads."""
-        asked: list[Any] = [None]
-        while self.split and (dist.broadcast_object_list(asked), asked[0])[1] is not None:
-            with whole(self.parts[asked[0]]):
+        while (name := self.tell(None)) is not None:
+            with whole(self.parts[name]):
                 pass
 
     def done(self) -> None:
-        if self.split:
-            dist.broadcast_object_list([None])
+        self.tell(None)
 
 
 @contextlib.contextmanager
@@ -122,7 +127,7 @@ def with_weights(model: Any, work: Callable[[WholeWeights], T]) -> T:
     return from_rank_0(in_first_process)
 
 
-MEET = 30.0  # seconds after which waiting processes meet, so that no collective call of theirs times out
+MEET = 5.0  # seconds after which waiting processes meet, so that no collective call of theirs times out
 
 
 def result_of(future: Future[T] | None) -> T:
@@ -186,9 +191,8 @@ class WeightsFolder:
         if isinstance(given, Path):
             shutil.copytree(given, self.path / version)
         elif has_adapter and not merges:
-            learnt = {name for name, weight in model.named_parameters() if weight.requires_grad}
-            state = {name: split[name] for name in split if name in learnt} if split else None
-            model.save_pretrained(self.path / version, state_dict=state)
+            learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]
+            model.save_pretrained(self.path / version, state_dict=split and {name: split[name] for name in learnt})
         else:
             write_weights(model, self.path / version, True if changes else None, split)
         return self.path / version
@@ -352,18 +356,18 @@ class PolicyServers:
     def rollout(self, model: Any, step: int, prompts: Prompts) -> ServedRollout:
         """Samples the prompts of this process with the weights that `model` has after `step` optimizer steps."""
         self.publish(model, step)
-        everyones, future = from_all(prompts), None
+        asked, future = from_all(prompts), None
         if self.accelerator.is_main_process:
-            future = in_thread(lambda: self.sample(everyones))
+            future = in_thread(lambda: self.sample(asked))
         return result_of(future)[self.accelerator.process_index].rows(slice(None), self.accelerator.device)
 
-    def sample(self, everyones: Sequence[Prompts]) -> list[ServedRollout]:
+    def sample(self, asked: Sequence[Prompts]) -> list[ServedRollout]:
         """The rollout of each of several prompts by the servers that answer, with the weights of the last `publish`.
         Rows of several prompts share requests unless a server computes a request as a batch of its own. Raises
         ConnectionError if none has answered for `patience` seconds, ValueError if a server refuses the rows."""
         assert self.weights is not None
-        size = self.size or -(-sum(len(prompts.keys) for prompts in everyones) // len(self.servers))
-        batches = everyones if any(server.batches_alone for server in self.servers) else [Prompts.joined(everyones)]
+        size = self.size or -(-sum(len(prompts.keys) for prompts in asked) // len(self.servers))
+        batches = asked if any(server.batches_alone for server in self.servers) else [Prompts.joined(asked)]
         parts: list[Part] = [(part, Future()) for prompts in batches for part in prompts.split(size)]
         futures = [future for _, future in parts]
         queue: SimpleQueue[Part | None] = SimpleQueue()
@@ -383,7 +387,7 @@ class PolicyServers:
                     future.result()
                     self.silent_since = None
                 self.someone_answers()
-            return rollouts_of(everyones, [future.result() for future in futures])
+            return rollouts_of(asked, [future.result() for future in futures])
         finally:
             over.set()
             for _ in self.servers:
@@ -436,12 +440,12 @@ def in_thread(compute: Callable[[], T]) -> Future[T]:
     return future
 
 
-def rollouts_of(everyones: Sequence[Prompts], sampled: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
+def rollouts_of(asked: Sequence[Prompts], sampled: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
     """The rollout of each of several prompts, from parts of their rows, in order, which may be padded otherwise."""
     canvases = [replace(part, ids=part.ids[:, -part.logps.shape[1] :]) for part, _ in sampled]
     sources = tuple(source for part, source in sampled for _ in part.passes)
     everything, rollouts, first = ServedRollout(**vars(Rollout.joined(canvases)), sources=sources), [], 0
-    for prompts in everyones:
+    for prompts in asked:
         own = everything.rows(slice(first, first + len(prompts.keys)), prompts.ids.device)
         rollouts.append(replace(own, ids=torch.cat([prompts.ids, own.ids], dim=1)))
         first += len(prompts.keys)
