@@ -52,7 +52,7 @@ def train(launcher, model, folder, adapter, options):
 
 
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["weights", "adapter"])
-@pytest.mark.parametrize("launcher", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("launcher", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_servers_get_the_weights_that_processes_share(tiny_model_dir, folder, tmp_path, launcher, adapter):
     """To the bit, those of the saved model; and they sample with them what this model does."""
     run = folder / f"{launcher}{adapter}"
