@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -39,6 +40,24 @@ STATE_DRAWS = 7  # the second part of the key of the states' random numbers
 def trained_parts(model: Any) -> dict[str, Tensor]:
     """The trained weights, by name; of split weights, this process's part."""
     return {name: own_part(weight).detach() for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@contextlib.contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """Inside, each process has all weights of a model that FSDP2 divides, and no forward pass waits for the others: the
+    processes make different numbers of passes when they sample. Outside, weights are divided after each pass."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if modules:  # FSDP2 refuses to run parts before the whole was called
+        run_inside(model, lambda model: None)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 class Reference:
@@ -190,7 +209,10 @@ class DistillTrainer(SummingTrainer, Trainer):
         if number == len(self.rollouts):
             step = self.state.global_step // self.cycle
             keys = [(self.settings.seed, TRACES, step, row) for row in rows]
-            with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
+            with (
+                gathered(self.model_wrapped),
+                unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model,
+            ):
                 traces, tries, compute = self.sampler.sample(model, rows, keys)
             self.compute += compute
             self.add_means({"right": traces.right, "tries": tries})

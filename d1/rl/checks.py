@@ -566,8 +566,6 @@ def check_trainer(
         raise ValueError(
             "sync_ref_model changes the reference, which no checkpoint stores under ZeRO-3 or FSDP: use DDP or ZeRO-2"
         )
-    if args.rollout_mode == "server" and weights_are_split:
-        raise ValueError("rollout_mode server sends weights that lie whole on each process: use DDP or ZeRO-2")
     if samples_in_step and (sampling.rule or args.eos_stop or block_causal):
         raise ValueError(
             "processes that each hold a part of the weights must make the same number of forward passes, which with a "

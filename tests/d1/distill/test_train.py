@@ -106,21 +106,25 @@ def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_p
 
 
 OPSD = "d-opsd --num_iterations 2"
-SLOW = [("t3d", 0), ("d-opsd", 0), (OPSD, 2), (OPSD, 3), (f"{OPSD} --full_finetuning", 3)]
+LAUNCHED = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "zero2": forks.deepspeed(2), "zero3": forks.deepspeed(3)}
+LAUNCHED["fsdp2"] = forks.fsdp2()
+KINDS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
+SLOW = [("t3d", "ddp"), ("d-opsd", "ddp"), (OPSD, "zero2"), (OPSD, "zero3"), (f"{OPSD} --full_finetuning", "zero3")]
+SLOW += [("t3d", "fsdp2"), (OPSD, "fsdp2"), (f"{OPSD} --full_finetuning", "fsdp2")]
 
 
 @pytest.mark.parametrize(
-    ("method", "zero"), [("dparallel", 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+    ("method", "launcher"), [("dparallel", "ddp"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
 )
-def test_two_processes_give_the_run_of_one(method: str, zero: int, flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_give_the_run_of_one(method: str, launcher: str, flags: list[str], tmp_path: Path) -> None:
     """They share the sampling of the traces, and the counts that the loss divides by are those of both."""
     shared, two = [*flags, "--num_prompts", "9", "--method", *method.split()], tmp_path / "two"
-    environment = forks.deepspeed(zero) if zero else {"ACCELERATE_USE_CPU": "true"}
+    environment, zero = LAUNCHED[launcher], "zero" in launcher
     both = start([*shared, "--batch_size", "1", "--grad_accum_steps", "2"], two, 2, **environment)
     run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1)
     forks.finish(both, two / "log")
     settings = json.loads((two / "job/run.json").read_text())["settings"]
-    assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED" if zero else "MULTI_CPU")
+    assert (settings["world_size"], settings["distributed_type"]) == (2, KINDS[launcher])
     own = ("kl", "right") if zero else ("grad_norm",)
     check_same(two, tmp_path / "one", ("loss", "compute_tokens", *own), rel=5e-3 if zero else 2e-3, abs=1e-5)
 
