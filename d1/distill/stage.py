@@ -14,7 +14,7 @@ from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import check_room
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Settings of the traces; with those of the model, its dtype and the data they name the traces' folder.
 SAMPLING = (
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
-    *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
+    *("diffusion_steps", "block_length", "temperature", "keep"),
 )
 ALSO = (
     *("model_name", "dtype", "load_in_4bit", "full_finetuning"),
@@ -45,10 +45,6 @@ def prepare(
 ) -> tuple[Mapping[str, Any], Callable[[Any], DistillTrainer]]:
     """The method's paper and the fingerprint of the prompts, and a function that samples the traces of a model and
     makes its trainer."""
-    method = METHODS[args.method]
-    if method.looks_ahead and block_size(config) is not None:
-        problem = "shows the teacher tokens of later blocks, which a block-causal model cannot see"
-        raise ValueError(f"--method {args.method} {problem}: use another method")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
     prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:
@@ -56,19 +52,17 @@ def prepare(
     longest = max(map(len, prompts.ids))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
     judge = prompts.judge if args.keep == "right" else None
-    sampler = TraceSampler(prompts, settings, tokenizer, int(args.tries or 1), judge)
+    sampler = TraceSampler(prompts, settings, tokenizer, judge)
     if training.should_save:
         logger.info("%d prompts, of at most %d tokens", len(prompts.ids), longest)
 
     def make_trainer(model: Any) -> DistillTrainer:
-        rows, traces, compute = list(range(len(prompts.ids))), None, 0
-        if not method.on_policy:
-            rows, traces, compute = sampled_before(args, training, sampler, model)
+        rows, traces, compute = sampled_before(args, training, sampler, model)
         cap_batch(training, len(rows))
         trainers: dict[str, Any] = {"model": model, "args": training, "processing_class": tokenizer}
         return DistillTrainer(args, sampler, rows, traces, compute=compute, **trainers)
 
-    return {"paper": method.paper, ROWS + "train_data": prompts.rows}, make_trainer
+    return {"paper": METHODS[args.method].paper, ROWS + "train_data": prompts.rows}, make_trainer
 
 
 def sampled_before(
