@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def sampled_before(
     folder = Path(str(training.output_dir)) / "traces" / name
     model.to(training.device)
     shared = args.sampling_batch_size, training.process_index, training.world_size
-    sample_once(sampler, model, folder, args.seed, *shared)
+    with whole_weights(model):
+        sample_once(sampler, model, folder, args.seed, *shared)
     if training.distributed_state is not None:
         training.distributed_state.wait_for_everyone()
     traces, compute = read_traces(folder, sampler.tokenizer.eos_token_id)
@@ -86,3 +88,13 @@ def sampled_before(
     if not len(rows):
         raise ValueError(f"nothing to train on: no completion of {len(traces.right)} prompts is right (--keep all)")
     return rows.tolist(), traces.at(rows), compute
+
+
+def whole_weights(model: Any) -> AbstractContextManager[Any]:
+    """Every weight whole while the model samples: under ZeRO-3 the processes hold shares, and no engine yet gathers."""
+    shares = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
+    if not shares:
+        return nullcontext()
+    import deepspeed  # not installed where nothing is sharded by it
+
+    return deepspeed.zero.GatheredParameters(shares)

@@ -118,7 +118,7 @@ def test_two_processes_give_the_run_of_one(method: str, zero: int, flags: list[s
     forks.finish(both, two / "log")
     settings = json.loads((two / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED" if zero else "MULTI_CPU")
-    own = ("ratios/own",) if zero else ("grad_norm",)
+    own = ("logps/own",) if zero else ("grad_norm",)
     check_same(two, tmp_path / "one", ("loss", "compute_tokens", *own), rel=5e-3 if zero else 2e-3, abs=1e-5)
 
 
