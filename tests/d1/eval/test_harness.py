@@ -86,15 +86,6 @@ def test_completions_are_those_of_eval_py_with_every_sampler(start, tiny_model_d
     assert start(**settings).generate_until(generating(texts)) == [item["text"] for item in file["generations"]]
 
 
-def test_a_block_causal_model_completes_in_its_own_blocks(start, tiny_block_dir):
-    model, texts = {"model_path": str(tiny_block_dir)}, ["<bos>a b c", "<bos>1 2"]
-    for length in (3, 12):  # one is shorter than a block
-        told = start(**model, gen_length=length, block_length=4)
-        assert start(**model, gen_length=length).generate_until(generating(texts)) == told.generate_until(
-            generating(texts)
-        )
-
-
 def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(start):
     texts = ["<bos>a b c", "<bos>1 2", "<bos>"]
     model = start(**CANVAS)

@@ -99,20 +99,6 @@ def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     assert json.loads(journal.results.read_text()) == {"generations": entries}
 
 
-@pytest.mark.parametrize("complete", [False, True])
-def test_another_run_is_refused_and_the_difference_named(tmp_path, complete):
-    identity = {"seed": 0, "batch_size": 4}
-    journal = Journal(tmp_path, "s", 0)
-    assert journal.prepare(identity, overwrite=False)
-    journal.append(completion(0))
-    if complete:
-        journal.finish({}, {"identity": identity})
-    for other, message in ({"seed": 0, "batch_size": 8}, "4 there, 8 now"), ({"seed": 0}, "4 there, None now"):
-        with pytest.raises(ValueError, match=f"different run .batch_size: {message}"):
-            journal.prepare(other, overwrite=False)
-    assert journal.prepare(identity, overwrite=False) != complete
-
-
 FOREIGN = {  # lines of valid or nearly valid JSON that are not completions
     "not an entry": b'{"reward": 1.0}',
     "not an object": b"[1, 2]",

@@ -16,12 +16,10 @@ from huggingface_hub import ModelCard, constants
 from peft import LoraConfig, get_peft_model
 
 from d1.models import load_model
-from d1.runs.data import load_rows
 from d1.runs.record import local_name, of_file, of_model, of_rows, of_settings, write_card
-from d1.tasks.data import read_file
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
-from tests.faults import edit_json, flip_bit, write_at_the_same_time
+from tests.faults import edit_json, flip_bit
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 
@@ -98,17 +96,6 @@ def test_settings_that_name_files_are_followed(tiny_model_dir: Path, tmp_path: P
         "contents of rows.jsonl": of_file(tmp_path / "rows.jsonl"),
         "contents of model_name": of_model(str(tiny_model_dir)),
     }
-
-
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
-@pytest.mark.parametrize("read", [load_rows, lambda path: read_file(path, ("question",))], ids=["training", "task"])
-def test_rows_of_the_same_path_and_time_are_read_again(tmp_path: Path, kind: str, read) -> None:
-    first, again = tmp_path / f"first.{kind}", tmp_path / f"again.{kind}"
-    for path in (first, again):
-        getattr(Dataset.from_list([{"question": path.stem}]), f"to_{kind}")(path)
-    assert read(str(first))["question"] == ["first"]
-    write_at_the_same_time(first, again.read_bytes())
-    assert read(str(first))["question"] == ["again"]
 
 
 # --- Model card -------------------------------------------------------------------------------------------------------

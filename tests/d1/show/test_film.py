@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
-from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
+from d1.show.film import FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
 from d1.show.page import COLUMNS, film_data, film_page, film_svg, flow
 from d1.show.terminal import picture, play
 from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
@@ -105,11 +105,6 @@ def test_what_acts_on_the_text_around_it_is_shown_by_its_number():
     assert visible("é 东京 👩\u200d🔬\n") == "é 东京 👩\u200d🔬↵\n"
 
 
-@pytest.mark.parametrize(("probability", "shade"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.79, 3), (1.0, 4)])
-def test_colours_part_the_unit_interval_equally(probability, shade):
-    assert colour(math.log(probability) if probability else -math.inf) == COLOURS[shade]
-
-
 def test_the_page_holds_text_as_data_alone_and_asks_for_nothing():
     page = film_page(EVIL, [(EVIL, [evil_film(), evil_film("other")])])
     assert page.count("<script") == 2  # its data and its own
@@ -121,12 +116,6 @@ def test_the_page_holds_text_as_data_alone_and_asks_for_nothing():
     assert "\x1b" not in page
     assert not re.search(r"https?://(?!www\.w3\.org)|\bsrc=|@import|url\(|fetch|XMLHttp|innerHTML", page)
     assert "default-src 'none'" in page
-
-
-def test_a_page_of_256_tokens_is_small():
-    film = Film("", "p" * 2000, "", ["token \n"] * 256, list(range(256)), [-1.2345] * 256, [1.2345] * 256)
-    film.fed, film.seconds = [100_000] * 256, [1000.123] * 256
-    assert len(film_page("title", [("", [film, film])]).encode()) < 100_000
 
 
 def test_running_text_breaks_where_lines_end():

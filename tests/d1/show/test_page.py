@@ -124,22 +124,6 @@ def test_a_problem_shows_whether_it_is_solved_at_the_end(page, tmp_path):
     assert page.ask("document.querySelector('.film').getBoundingClientRect().width") > 1500
 
 
-def test_the_page_explains_the_marks_that_occur_and_no_others(page, tmp_path):
-    plain, filled = films()
-    edited = Film("edited", "", "", [" a"], [1], [0.0], [0.0], drafts=[[[0, " b", -1.0]]])
-    expected = {
-        "": [plain],
-        "; frame without colour: filled after the end of the text": [plain, filled],
-        "; wavy underline: corrected": [edited],
-    }
-    for said, shown in expected.items():
-        file = tmp_path / "marks.html"
-        file.write_text(film_page("Marks", [("", shown)]), encoding="utf-8")
-        page.open(file, "#step=1", 1200)
-        marks = page.ask("document.querySelector('.films + .note').textContent")
-        assert marks == f"Ring: revealed in this step{said}."
-
-
 def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     page.requests.clear()
     page.open(path, "#step=20")
@@ -166,13 +150,6 @@ def test_it_is_readable_on_screens_of_both_kinds(page, path, dark, width):
         assert page.ask(CONTRAST) >= 4.5, view
     page.point("#theme", click=True)
     assert page.ask("document.documentElement.dataset.theme") == ("light" if dark else "dark")
-
-
-def test_the_order_is_a_scale_from_first_to_last(page, path):
-    page.open(path, "#step=20&view=order")
-    of = 'getComputedStyle(document.querySelector(`[data-position="${i}"]`)).backgroundColor'
-    assert len(set(page.ask(f"[0, 20, 38].map(i => {of})"))) == 3
-    assert page.ask("document.querySelector('#legend').textContent") == "firstlast"
 
 
 def test_one_scene_plays_by_itself_unless_motion_is_unwelcome(page, path):

@@ -29,17 +29,6 @@ def test_ticks_have_no_offset_and_the_legend_covers_no_axes():
     assert not any(box.overlaps(axis.get_tightbbox()) for axis in axes)
 
 
-def test_a_legend_is_no_wider_than_its_figure():
-    figure, (axis,) = panels(1, 1, size=(3, 3))
-    for number in range(4):
-        axis.plot([1, 2], [3, 4], label=f"a name of a run: number {number}")
-    legend(figure)
-    figure.canvas.draw()
-    (box,) = [one.get_window_extent() for one in figure.legends]
-    assert len(figure.legends[0].get_texts()) == 4
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-
-
 @pytest.mark.parametrize(
     ("values", "span"),
     [
