@@ -171,15 +171,6 @@ def test_a_mistake_is_an_error_and_an_allowed_wait_is_counted(name):
         values + 1
 
 
-def test_a_wait_of_a_backward_pass_is_an_error():
-    with rehearsal(()):
-        values = torch.ones(3, device=DEVICE, requires_grad=True)
-        doubled = values * 2
-        doubled.register_hook(lambda gradient: gradient * gradient.sum().item())
-        with pytest.raises(Waits, match="test_a_wait_of_a_backward_pass_is_an_error"):
-            doubled.sum().backward()
-
-
 # --- Sampling and scoring ---------------------------------------------------------------------------------------------
 
 LENGTHS = {"gen_length": 12, "block_length": 4, "steps": 9}
@@ -283,27 +274,6 @@ def test_views_and_their_scores(name, block):
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_gpu_does_without_a_wait():
-    """Views, writes in place, indices, draws, gradients, an optimizer."""
-
-    def run(device):
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4).to(device, non_blocking=True))
-        optimizer = torch.optim.AdamW([weight], lr=0.1)
-        rows = torch.tensor([2, 0]).to(device, non_blocking=True)
-        noise = torch.rand(2, 4, generator=keyed_generator(3, device=device), device=device)
-        for _ in range(2):
-            values = torch.where(noise > 0.5, weight[rows], 0.0).clone()
-            values[:, 1] = 2.0
-            values[values > 1] = 0.5
-            values.t()[0].add_(1)
-            (values.softmax(-1).cumsum(1) ** 2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [weight.detach()]
-
-    rehearse(run, {}, {})
 
 
 def test_objectives_and_penalties():

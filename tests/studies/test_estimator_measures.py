@@ -11,7 +11,7 @@ from d1.models import load_model, load_tokenizer
 from d1.tasks import load_task
 from pocket.recipes import ROOT
 from studies.estimators import run
-from studies.estimators.choices import BY_KEY, PAIRS, TRAJECTORY, Choice
+from studies.estimators.choices import BY_KEY, PAIRS, Choice
 from studies.estimators.completions import divergence, sample_rows, trajectory_logps
 from studies.estimators.measures import Case, group_gradients, measure, of_groups, target_of
 from tests.d1.scoring.enumeration import (
@@ -90,13 +90,6 @@ def test_bias_and_deviation_are_those_of_all_masks(case, target):
     for name in ("bound", "trajectory"):
         expected = sum(means) / 4 - getattr(target, name).mean().item()
         assert found[f"bias_to_{name}"] == pytest.approx(expected, abs=4 * error)
-
-
-def test_the_trajectory_itself_has_neither_bias_nor_noise(case, target):
-    found = measure(case, TRAJECTORY, target, draws=1)
-    assert (found["bias_to_trajectory"], found["deviation"], found["snr"]) == (0, 0, None)
-    assert found["cosine_to_trajectory"] == pytest.approx(1.0, abs=1e-12)
-    assert found["bias_to_bound"] == pytest.approx((target.trajectory - target.bound).mean().item())
 
 
 def test_cosines_signal_and_noise_are_those_of_the_whole_gradients(case, target):

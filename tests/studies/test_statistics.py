@@ -1,4 +1,4 @@
-"""The studies' statistics, compared with sums written out, closed forms, SciPy, simulations, and rules by hand."""
+"""The studies' statistics, compared with sums written out, closed forms, SciPy, and rules by hand."""
 
 import math
 from statistics import fmean, stdev
@@ -61,16 +61,6 @@ def test_intervals_and_p_values_of_one_seed_are_students_closed_forms(scale):
         mean_of(np.ones((3, 1)))
 
 
-def test_an_interval_holds_the_true_mean_of_seeds_and_problems_as_often_as_it_says():
-    generator = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        seeds, problems = generator.normal(size=(3, 1)), generator.normal(size=(1, 60))
-        found = mean_of(5.0 + 0.2 * seeds + problems + generator.normal(size=(3, 60)))
-        held += found.low < 5.0 < found.high
-    assert 0.93 < held / 400 <= 0.995
-
-
 def test_holms_rule_by_hand():
     # 4 x .005, then 3 x .01, then 2 x .03, and .04, which may not fall below the one before it
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -131,17 +121,6 @@ def test_the_influences_of_a_mean_are_its_values_and_those_of_a_cosine_have_the_
     assert found.std(ddof=1) / 80**0.5 == pytest.approx(drawn.standard_error, rel=0.15)
 
 
-def test_95_percent_of_the_intervals_of_a_cosine_contain_it():
-    """Three seeds with 16 problems each. Noise in both gradients lowers the cosine of 16 problems by .03."""
-    rng, inside = np.random.default_rng(1), 0
-    truth = np.mean([cosine(noisy(rng, 16)) for _ in range(4000)])
-    for _ in range(400):
-        seeds = [noisy(rng, 16) for _ in range(3)]
-        found = mean_of(np.stack([influences(cosine(one), left_out(one, cosine)) for one in seeds]))
-        inside += found.low <= truth <= found.high
-    assert 0.9 < inside / 400 < 0.99
-
-
 def test_intervals_are_over_seeds_and_problems_and_differences_are_paired():
     def line(value, without):
         return {"x": value, "without": {"x": without}}
@@ -159,11 +138,5 @@ def test_a_rank_correlation_has_the_interval_of_bonett_and_wright():
     value = 1 - 6 * 6 / (6 * 35)
     half = norm.ppf(0.975) * ((1 + value**2 / 2) / 3) ** 0.5
     assert found == pytest.approx((value, np.tanh(np.arctanh(value) - half), np.tanh(np.arctanh(value) + half)))
-    rng, inside = np.random.default_rng(2), 0
-    for _ in range(400):  # Spearman's rho of a normal pair with correlation .7
-        x, y = rng.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], size=12).T
-        drawn = rank_correlation(x, y)
-        inside += drawn.low <= 6 / np.pi * np.arcsin(0.35) <= drawn.high
-    assert 0.91 < inside / 400 < 0.99
     assert rank_correlation([1, 2, 3, 4], [1, 2, 3, 4]) is None
     assert rank_correlation([1] * 6, range(6)) is None
