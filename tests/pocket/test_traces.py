@@ -89,27 +89,15 @@ def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
     assert len(plain) == 2
 
 
-def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
+def test_prompts_have_as_many_tokens_as_the_recipe_says(drawn):
     recipe, problems = drawn
     tokenizer = build_tokenizer(recipe.task)
     skip_without_sandbox(recipe.task)
-    asked = load_task(recipe.task).load_rows("validation")[0]
+    asked = load_task(recipe.task).load_rows("validation")[0]["prompt"]
     questions = [recipe.traces.question(*problem) for problem in problems]
-    chats = [(asked["prompt"], asked["question"]), *(([{"role": "user", "content": q}], q) for q in questions)]
-    for chat, question in chats:
+    for chat in (asked, *([{"role": "user", "content": question}] for question in questions)):
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert len(ids) == recipe.prompt_tokens
-        words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
-        if recipe.task == "sudoku":
-            cells = zip("abcdefghijklmnop", question.strip()[-16:].replace("0", "."), strict=True)
-            assert words == ["".join(cell) for cell in cells]
-        elif recipe.task == "pocket_countdown":
-            assert words == re.findall(r"\d+", question)
-        elif recipe.task == "programs":
-            texts = zip("yz", re.findall(r"= '(\w+)'", question), strict=True)
-            assert words == [f"{name}{i}{letter}" for name, text in texts for i, letter in enumerate(text)]
-        else:
-            assert words == re.findall(r"\w+|[.?]", question)
 
 
 @pytest.mark.parametrize("kind", MALFORMED)

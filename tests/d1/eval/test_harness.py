@@ -101,15 +101,6 @@ def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(
     assert start(block_length=4, batch_size=1).generate_until(generating([texts[1], texts[0]], **hot))[1] == twice[0]
 
 
-def test_a_special_token_as_stop_string_ends_a_completion(start):
-    model = start(**CANVAS, draw_seed=1)
-    hot = {"do_sample": True, "temperature": 3.0}
-    texts = [f"<bos>{letter}" for letter in "abcdefghijklmnop"]
-    free, stopped = (model.generate_until(generating(texts, until=until, **hot)) for until in ([], ["<user>"]))
-    assert free != stopped  # a special token is not text, so the text after it would have stayed
-    assert all(before.startswith(after) for before, after in zip(free, stopped, strict=True))
-
-
 def test_what_a_task_asks_for_is_read_and_what_there_is_not_is_refused(harness):
     assert how_to_generate({"until": "x", "max_gen_toks": 9}) == (9, 0.0, ("x",))
     assert how_to_generate({"until": [], "do_sample": False, "temperature": 0.7, "top_p": 0.9}) == (256, 0.0, ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,22 +44,6 @@ def alive(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
-    journal = Journal(tmp_path, "s", 0)
-    assert journal.prepare({"seed": 0}, overwrite=False)
-    journal.append(completion(0, "line\nbreak \u2028"))
-    with open(journal.folder / "rank_0.jsonl", "ab") as file:
-        file.write(json.dumps(completion(1)).encode()[:40])
-    assert set(journal.read()) == {0}
-    journal.lines = None  # which closes it, as a kill does
-    journal.append(completion(2))
-    journal.append(completion(1))
-    assert set(journal.read()) == {0, 1, 2}
-    second = Journal(tmp_path, "s", 0)
-    with pytest.raises(ValueError, match=rf"process {os.getpid()} on \S+, or another process of its launch, is eval"):
-        second.prepare({"seed": 0}, overwrite=False)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -153,17 +153,6 @@ def test_the_card_of_a_run_from_a_local_folder_names_the_model_of_the_hub(tmp_pa
     assert card_of(tmp_path / "rl", RL | {"model_path": str(second)}).data.base_model is None
 
 
-def test_a_relative_path_in_a_record_is_no_name_on_the_hub(tmp_path) -> None:
-    runs = tmp_path / "runs"
-    (runs / "sft").mkdir(parents=True)
-    (runs / "sft/run.json").write_text(json.dumps({"settings": {"model_name": "runs/gone"}}))
-    settings = RL | {"model_path": str(runs / "sft")}
-    assert card_of(runs / "rl", settings).data.base_model is None
-    (runs / "gone").mkdir()
-    (runs / "gone/config.json").write_text(json.dumps({"_name_or_path": HUB}))
-    assert card_of(runs / "rl", settings).data.base_model == HUB
-
-
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
     text = card_of(save_tiny_model(tmp_path / "my-model"), SFT).content
     monkeypatch.chdir(tmp_path)

@@ -48,7 +48,6 @@ while True:
     "endless_loop": "def f(x):\n    while True: pass",
     "sleep": "import time\ntime.sleep(1000)",
     "memory": f"held = bytearray(10 << 30)\n{RIGHT}",
-    "memory_in_pieces": "held = []\nwhile True:\n    held.append(bytes(1 << 20))",
     "output": """
 import os
 while True:
@@ -60,7 +59,6 @@ while True:
     "deep_reply": "def f(x):\n    value = []\n    for _ in range(900): value = [value]\n    return value",
     "files": f"for n in range(10_000):\n    open(f'/tmp/{{n}}', 'wb').write(bytes(1 << 20))\n{RIGHT}",
     "sys_exit": f"import sys\n{RIGHT}\nsys.exit(0)",
-    "sys_exit_in_a_call": "import sys\ndef f(x):\n    sys.exit(0)",
     "os_exit_in_a_call": "import os\ndef f(x):\n    os._exit(0)",
     # These end the sandbox as a failed start does, but after it has started: a verdict, not an error.
     "os_exit": "import os\nos._exit(1)",

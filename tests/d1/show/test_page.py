@@ -102,15 +102,6 @@ def test_a_token_tells_its_confidence_and_entropy_to_mouse_and_keys(page, path):
     assert "filled without a prediction" in page.ask("document.querySelectorAll('.detail')[1].textContent")
 
 
-def test_up_and_down_move_between_tokens_and_not_the_slider(page, path):
-    page.open(path, "#step=5")
-    for key in ("ArrowDown", "ArrowUp"):
-        page.ask("document.querySelector('.bar input').focus()")
-        page.press(key)
-        assert (page.ask("document.activeElement.dataset.position"), page.ask(STEP)) == ("0", 5)
-        page.press("ArrowDown")
-
-
 def test_a_problem_shows_whether_it_is_solved_at_the_end(page, tmp_path):
     """And one film fills a wide screen."""
     film, file = films()[0], tmp_path / "sudoku.html"
