@@ -11,14 +11,15 @@ from d1.models import load_model, load_tokenizer
 from d1.tasks import load_task
 from pocket.recipes import ROOT
 from studies.estimators import run
-from studies.estimators.choices import Choice
+from studies.estimators.choices import BY_KEY, Choice
 from studies.estimators.completions import divergence, sample_rows, trajectory_logps
-from studies.estimators.measures import Case, measure, of_groups, target_of
+from studies.estimators.measures import Case, group_gradients, measure, of_groups, target_of
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,
     MASK,
     SAMPLED,
+    VISIBLE,
     all_states,
     any_order_bound,
     some_rows,
@@ -107,6 +108,18 @@ def test_signal_and_noise_are_unbiased():
         noises.append(noise)
     assert sum(noises) / 8 == pytest.approx(extras[0].square().sum().item())
     assert sum(signals) / 8 == pytest.approx(signal.square().sum().item())
+
+
+def test_rows_without_weight_are_neither_scored_nor_charged(case):
+    """Whole groups and single rows; 3 per token of a view with gradients."""
+    tokens = [int(VISIBLE[row].sum()) + CANVAS for row in (0, 1, 2, 0)]
+    for advantages, paid in (([0.5, -0.5, 0.0, 0.0], (0, 1)), ([0.5, 0.0, 0.25, -0.25], (0, 2, 3))):
+        few = replace(case, advantages=torch.tensor(advantages))
+        found = group_gradients(few, BY_KEY["one step", 1], 0)
+        assert found.tokens == 3 * sum(tokens[row] for row in paid)
+        assert found.values.ne(0).nonzero().flatten().tolist() == list(paid)
+    both = [group_gradients(of, BY_KEY["elbo", 4], 0).gradients for of in (few, case)]
+    torch.testing.assert_close(both[0][1], both[1][1])  # draws do not depend on which rows count
 
 
 def test_completions_are_those_of_rl():

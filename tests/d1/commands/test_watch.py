@@ -74,6 +74,17 @@ def test_before_and_after_are_two_models_of_one_prompt(tiny_model_dir, tmp_path)
     assert len(before["tokens"]) == len(after["tokens"]) == 8
 
 
+def test_a_block_causal_model_is_watched_in_blocks_of_its_own(tiny_block_dir, tmp_path):
+    page, tokenizer = tmp_path / "watch.html", load_tokenizer(tiny_block_dir)
+    watched("--model_path", str(tiny_block_dir), "--prompt", "ab", "--gen_length", "11", "--html", str(page))
+    (film,) = films(page)
+    assert "blocks of 4 " in film["note"]
+    prompt = len(encode_prompt(tokenizer, render_prompt(tokenizer, [{"role": "user", "content": "ab"}])))
+    ends = [position for position in range(1, 11) if (prompt + position) % 4 == 0]
+    assert len(ends) > 1
+    assert all(max(film["steps"][:end]) < min(film["steps"][end:]) for end in ends)
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

@@ -284,6 +284,15 @@ def test_a_tied_head_is_no_missing_weight_and_any_other_is_an_error(flags, tiny_
         run(moving, tmp_path, "--max_steps", "6", "--resume")
 
 
+def test_an_adapter_on_a_released_format_alarms_nobody(flags, tiny_model_dir, tmp_path):
+    """PEFT reads the base's config.json as that of the class that runs it."""
+    export(str(tiny_model_dir), str(tmp_path / "llada"), "llada")
+    short = [*flags, "--model_name", str(tmp_path / "llada"), "--max_steps", "1", "--lora_r", "2", "--debugging"]
+    log = forks.finish(start(short, tmp_path), tmp_path / "log")
+    assert (tmp_path / "job/adapter_model.safetensors").exists()
+    assert "You are using a model of type" not in log
+
+
 NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
 
 

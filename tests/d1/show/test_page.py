@@ -115,6 +115,22 @@ def test_a_problem_shows_whether_it_is_solved_at_the_end(page, tmp_path):
     assert page.ask("document.querySelector('.film').getBoundingClientRect().width") > 1500
 
 
+def test_the_page_explains_the_marks_that_occur_and_no_others(page, tmp_path):
+    plain, filled = films()
+    edited = Film("edited", "", "", [" a"], [1], [0.0], [0.0], drafts=[[[0, " b", -1.0]]])
+    expected = {
+        "": [plain],
+        "; frame without colour: filled after the end of the text": [plain, filled],
+        "; wavy underline: corrected": [edited],
+    }
+    for said, shown in expected.items():
+        file = tmp_path / "marks.html"
+        file.write_text(film_page("Marks", [("", shown)]), encoding="utf-8")
+        page.open(file, "#step=1", 1200)
+        marks = page.ask("document.querySelector('.films + .note').textContent")
+        assert marks == f"Ring: revealed in this step{said}."
+
+
 def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     page.requests.clear()
     page.open(path, "#step=20")
