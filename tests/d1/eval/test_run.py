@@ -116,29 +116,21 @@ def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
 # ---- settings
 
 
-def test_batch_size_and_order_do_not_matter(tiny_model_dir, tmp_path):
+def test_sampling_is_seeded_by_problem_whatever_the_batch(tiny_model_dir, tmp_path):
     file = tmp_path / "countdown.jsonl"  # numbers of many lengths: rows of a batch are padded differently
     numbers = [[3, 4, 5], [30, 4, 5], [30, 40, 5], [30, 40, 50], [300, 4, 5], [9, 9, 9], [1, 2, 3]]
     file.write_text("".join(json.dumps({"input": ",".join(map(str, n)), "output": "7"}) + "\n" for n in numbers))
-    flags = ("--data_file", str(file))
-    results = [
-        evaluate(tiny_model_dir, tmp_path / size, *flags, "--batch_size", size, task="countdown") for size in "147"
-    ]
+    flags = ("--data_file", str(file), "--temperature", "1.0", "--batch_size")
+    results = [evaluate(tiny_model_dir, tmp_path / size, *flags, size, task="countdown") for size in "147"]
     assert texts(results[0]) == texts(results[1]) == texts(results[2])
-    assert len({len(item["prompt_input"]) for item in results[0]["generations"]}) > 1
-    assert [item["index"] for item in results[0]["generations"]] == list(range(7))
-
-
-def test_sampling_is_seeded_by_problem(tiny_model_dir, tmp_path):
-    flags = ("--limit", "4", "--temperature", "1.0")
-    one = evaluate(tiny_model_dir, tmp_path / "a", *flags)
-    other = evaluate(tiny_model_dir, tmp_path / "b", *flags, "--batch_size", "5")
-    reseeded = evaluate(tiny_model_dir, tmp_path / "c", *flags, "--seed", "1")
-    assert texts(one) == texts(other)
-    assert len(set(texts(one))) == 4
-    assert texts(one) != texts(reseeded)
-    first = one["generations"][0]
-    assert first["generations"] == alone(tiny_model_dir, first, temperature=1.0)[1]
+    items = results[0]["generations"]
+    assert len({len(item["prompt_input"]) for item in items}) > 1
+    assert [item["index"] for item in items] == list(range(7))
+    assert [item["generations"] for item in items] == [
+        alone(tiny_model_dir, item, temperature=1.0)[1] for item in items
+    ]
+    reseeded = evaluate(tiny_model_dir, tmp_path / "seed", *flags, "4", "--seed", "1", task="countdown")
+    assert texts(reseeded) != texts(results[0])
 
 
 def test_sampler_settings_reach_the_sampler(tiny_model_dir, tmp_path):
