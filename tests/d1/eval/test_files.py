@@ -141,7 +141,7 @@ MALFORMED = {
     '"generations" must be text, got NoneType': {"question": "q", "ground_truth": "1"},
     '"generations" must be text, got int': item("gsm8k") | {"generations": 5},
     '"question" must be text, got list': item("gsm8k") | {"question": []},
-    '"text" must be text, got int': item("gsm8k", text=3),
+    '"text" must be text, got int': item("gsm8k") | {"text": 3},
     '"tokens", "forward_passes" and "edits" must be whole numbers': item("gsm8k", tokens="3"),
     '"first_text" must be text, got int': item("gsm8k", first_text=1),
 }
