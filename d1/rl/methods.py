@@ -464,9 +464,9 @@ METHODS: dict[str, Method] = {
         draw_steps="entropy",
         scale=dict(learning_rate=5e-06, num_generations=8, **LINEAR),
     ),
-    # This library's own, for the leaderboard, which it does not top
+    # TraceRL with the threshold rollouts of its SDAR config, at temperature 1; a name kept from studies/leaderboard
     "quick-replay": method(
-        "TraceRL's loss on the rollouts of RLDF; of this library, from studies/leaderboard",
+        "TraceRL, arXiv 2509.06949, with the threshold rollouts of its SDAR config",
         **TRACERL,
         estimator="replay",
         temperature=1.0,  # rldf

@@ -85,8 +85,17 @@ def way(start: str, end: str) -> tuple[str, ...]:
 
 
 def flags_of(name: str) -> list[str]:
-    """Flags of RL for an entry or a variant, without the number of updates, which each run sets."""
+    """Flags of RL for an entry or a variant, without the number of updates, which each run sets.
+
+    Raises:
+        ValueError: `METHODS` gave the entry further settings since, so flags cannot repeat its runs.
+    """
     entry = entry_of(name)
+    if further := METHODS[entry].values.keys() - BOARD[entry]["values"].keys():
+        raise ValueError(
+            f"the board ran {entry} without {', '.join(sorted(further))}, which METHODS has now: repeat its runs with the "
+            "version of this repository that wrote their data"
+        )
     found = ["--method", entry]
     for setting, value in values_of(name).items():
         if setting != "num_iterations" and METHODS[entry].values.get(setting) != value:
