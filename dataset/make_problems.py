@@ -8,6 +8,8 @@ Pocket Countdown: the 1,540 sets of three numbers from 1 to 20 are split first; 
 the pocket model's two steps can reach.
 Arithmetic: word problems of three steps; a start and its three operands belong to one split only.
 Programs: the 3,125 functions, each in one split.
+Products: two numbers of three digits; a pair belongs to one split only. The SFT set has conversations for the first
+training problems: a quarter of them call a calculator, the others answer at once.
 
 With --sealed it writes the problems that are used only for the final table of studies/leaderboard/.
 """
@@ -17,14 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from d1.runs.cli import run_script
+from d1.tasks import products
 from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
 from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
 from d1.tasks.programs import INPUTS, functions, program_of
@@ -37,6 +41,8 @@ COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
 POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
 PROGRAMS = {"train": 2101, "validation": 512, "test": 512}
+PRODUCTS = {"train": 4000, "validation": 512, "test": 512}
+SHOWN, WITH_CALL = 1000, 4  # training problems of the SFT set of products, of which one in so many has a call
 SEALED = 1024
 Row = dict[str, str]
 
@@ -124,6 +130,23 @@ def program_problems(rng: random.Random) -> Iterator[Row]:
         yield {"input": ",".join(INPUTS), "program": program_of(function)}
 
 
+def product_problems(rng: random.Random) -> Iterator[Row]:
+    """Every pair of factors at most once, in either order."""
+    seen: set[tuple[int, ...]] = set()
+    while True:
+        pair = tuple(rng.randint(products.LEAST, products.MOST) for _ in range(2))
+        if (key := tuple(sorted(pair))) not in seen:
+            seen.add(key)
+            yield {"input": f"{pair[0]} * {pair[1]}", "output": str(pair[0] * pair[1])}
+
+
+def product_calls(rows: list[Row]) -> Iterator[dict[str, list[products.Message]]]:
+    """Conversations of SFT for these problems."""
+    for number, row in enumerate(rows):
+        shown = products.calls(row["input"], int(row["output"]), with_tool=number % WITH_CALL == 0)
+        yield from ({"messages": messages} for messages in shown)
+
+
 def splits_of(rows: Iterator[Row], counts: dict[str, int]) -> dict[str, list[Row]]:
     return {split: [*islice(rows, count)] for split, count in counts.items()}
 
@@ -146,7 +169,7 @@ def sealed_problems(seed: int) -> dict[str, list[Row]]:
     }
 
 
-def write_rows(path: Path, rows: list[Row]) -> None:
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
 
@@ -175,10 +198,13 @@ def main(args: argparse.Namespace) -> None:
         "pocket_countdown": pocket_countdown_problems(random.Random(args.seed)),
         "arithmetic": splits_of(arithmetic_problems(args.seed), ARITHMETIC_PROBLEMS),
         "programs": splits_of(program_problems(random.Random(args.seed)), PROGRAMS),
+        "products": splits_of(product_problems(random.Random(args.seed)), PRODUCTS),
     }
     for name, splits in files.items():
         for split, rows in splits.items():
             write_rows(args.output_dir / f"{name}_{split}.jsonl", rows)
+    shown = product_calls(files["products"]["train"][:SHOWN])
+    write_rows(args.output_dir / "products_sft.jsonl", [*shown])
 
 
 if __name__ == "__main__":

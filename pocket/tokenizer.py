@@ -3,6 +3,7 @@
 Sudoku: one token per cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because a small model cannot tell from rotary positions alone which cell a plain digit belongs to.
 Programs: one token per letter of f(x); it names the example, the index in f(x) and the letter ("y0d").
+Products: one token per digit, as in arithmetic, and the marks of calls and results of the format `plain`.
 Countdown: one token per whole number from 0 to 60. Arithmetic: words, and one token per digit; "27" is "2" and "##7",
 so that numbers are decoded without spaces.
 The chat template builds the prompt from the end of a task's usual question: <bos>, the problem, "=>".
@@ -24,6 +25,7 @@ CELLS = "abcdefghijklmnop"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
 TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
 WORDS = ["=>", "careful", "scan", "quick", "hmm"]
+CALLS = ["<call>", "</call>", "<result>", "</result>"]
 SIGNS = ["+", "-", "*", "/", "=", ";", "(", ")"]
 
 SUDOKU_PROMPT = """\
@@ -51,6 +53,13 @@ COUNTDOWN_PROMPT = """\
 """
 ARITHMETIC_PROMPT = """\
 {{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
+"""
+PRODUCTS_PROMPT = """\
+{%- if '<result>' in message['content'] -%}
+{{ ' ' ~ message['content'] ~ ' =>' }}
+{%- else -%}
+{{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
+{%- endif -%}
 """
 PROGRAMS_PROMPT = """\
 {%- set lines = message['content'].strip().split('\\n')[-2:] -%}
@@ -89,6 +98,12 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
         ],
         ARITHMETIC_PROMPT,
         "|=>|[-+*/=;().?]",
+    ),
+    "products": (
+        WordPiece,
+        [*SIGNS, *CALLS, *"0123456789", *(f"##{digit}" for digit in range(10))],
+        PRODUCTS_PROMPT,
+        "|</?(call|result)>|=>|[-+*/=;()]",
     ),
     "programs": (
         WordLevel,

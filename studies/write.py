@@ -19,6 +19,7 @@ from studies.preference.report import parts as preference
 from studies.reports import write_part
 from studies.samplers import frontier_report, rollouts_report
 from studies.staleness.report import parts as staleness
+from studies.tools.report import parts as tools
 
 # Each gives the written part of its pages.
 STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
@@ -30,6 +31,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     frontier_report.parts,
     rollouts_report.parts,
     staleness,
+    tools,
 )
 
 

@@ -66,6 +66,15 @@ def test_the_snippets_of_the_api_page_run_in_order(tmp_path, monkeypatch, capsys
     assert all(not torch.equal(trained[name], before[name]) for name in before)
 
 
+def test_the_example_of_the_page_on_tools_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "pocket").symlink_to(ROOT / "pocket")
+    monkeypatch.chdir(tmp_path)
+    (piece,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tools.md").read_text(), re.DOTALL)
+    assert len(piece.splitlines()) <= 36
+    exec(compile(piece, "docs/tools.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "[1.0]"  # this model knows no calls
+
+
 def test_write_your_own_names_every_field_and_property():
     for kind in (SampledRows, Randomness, ViewSettings, Views, LossInputs):
         assert list(documented(f"field of `{kind.__name__}`")) == [field.name for field in fields(kind)]

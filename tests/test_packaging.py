@@ -28,7 +28,7 @@ LAYERS = (
     ("files", "lazy", "ranges", "show", "transformers_bridge"),
     ("hub", "sandbox"),
     ("models", "masking", "tasks"),
-    ("sampling", "scoring"),
+    ("sampling", "scoring", "tools"),
     ("runs",),
     ("serve",),
     ("sft", "rl", "preference", "distill", "eval"),

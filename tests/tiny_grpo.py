@@ -75,7 +75,7 @@ is_even.only_watched = True
 
 
 def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, reward=letter_share, model=None, base=SETTINGS, **changes):
-    of_trainer = {name: changes.pop(name, None) for name in ("peft_config", "callbacks", "rollout_func")}
+    of_trainer = {name: changes.pop(name, None) for name in ("peft_config", "callbacks", "rollout_func", "tools")}
     return cls(
         model=load_model(str(model_dir)) if model is None else model,
         reward_funcs=reward,

@@ -24,6 +24,7 @@ import random
 import re
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,11 +46,15 @@ from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
 from d1.models.kinds import check_room, native_config
 from d1.models.load import load_on_device, named_dtype
-from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
+from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
 from d1.runs.record import CONTENTS, of_file, of_model
-from d1.sampling import eos_cut, rollout_stream
+from d1.sampling import Rollout, eos_cut, rollout_stream
+from d1.sampling.loop import Stops
 from d1.sampling.settings import sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
+from d1.tools.calls import Functions, Message
+from d1.tools.functions import TOOLS, load_tools
+from d1.tools.turns import Episode, Toolbox, TurnSettings
 
 logger = logging.getLogger("eval")
 
@@ -80,6 +85,7 @@ class Prompt:
     ids: list[int]
     question: str = ""
     ground_truth: Any = None
+    messages: Sequence[Message] = ()  # the same as messages, for the turns with tools
     sample: int = 0  # the completion's number, if a prompt gets several
     samples: int = 1  # how many there are
 
@@ -110,17 +116,27 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
     if args.limit is not None and args.limit < len(rows):
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
+    config = config_of(args.model_path, args.checkpoint_path) if args.tools else None
+    toolbox, functions = tools_of(args, tokenizer, config)
     shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     prompts = []
     for index in chosen:
         row = rows[index]
         *before, last = row["prompt"]
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
-        messages = [*shots, *before, {**last, "content": content}]
-        text = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
-        problem = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"])
+        messages, options = toolbox.told([*shots, *before, {**last, "content": content}], functions)
+        text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
+        problem = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"], messages)
         prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
+
+
+def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
+    """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first."""
+    length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
+    settings = TurnSettings.of(args, length, config)
+    functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
+    return Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format), functions
 
 
 def in_fp32(args: argparse.Namespace) -> bool:
@@ -164,6 +180,10 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         identity[CONTENTS + "dataset"] = of_file(args.dataset)
     if args.num_samples > 1:
         identity["num_samples"] = args.num_samples
+    if args.tools:
+        limits = ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt")
+        identity |= {name: getattr(args, name) for name in limits}
+        identity["tools"] = [name if name in TOOLS else of_file(name) for name in args.tools]
     if not in_fp32(args):  # the rest changes the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,
@@ -377,21 +397,20 @@ def generate_rows(
     Entries use the names of the generation files: texts, `tokens` generated before the end, `forward_passes`,
     `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
     the number of rows that ended together, so that the sum over all rows is the total time. A sampler that edits adds
-    `edits` and `first_text`, the text of the tokens that were written first.
+    `edits` and `first_text`, the text of the tokens that were written first. With tools, an entry is of all turns, and
+    `text` is the last one's; `turns`, `calls`, `failed_calls`, `end` and `messages` are added.
 
     Raises:
         NotFiniteError: a row's logits are not finite; the message names its problem.
     """
-    at_work: dict[int, Prompt] = {}
-
-    def rows() -> Iterator[tuple[list[int], torch.Generator]]:
-        for number, prompt in enumerate(prompts):
-            at_work[number] = prompt
-            yield prompt.ids, keyed_generator(args.seed, prompt.index, prompt.sample)
-
+    toolbox: Toolbox | None = None
+    functions: Functions = {}
+    if getattr(args, "tools", None):
+        toolbox, functions = tools_of(args, tokenizer, model.config)
+    rows = Rows(args.seed, prompts, toolbox, functions)
     stream = rollout_stream(
         model,
-        rows(),
+        rows,
         sampling_settings(vars(args), model.config),
         batch_size=batch_size,
         mask_token_id=tokenizer.mask_token_id,
@@ -402,12 +421,18 @@ def generate_rows(
         for numbers, sampled in stream:
             output, first = sampled.ids[:, -args.gen_length :], sampled.first_ids[:, -args.gen_length :]
             lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
+            if toolbox is not None:
+                made = [rows.take(*one) for one in zip(numbers, output.tolist(), *costs_of(sampled), strict=True)]
+                ended = [entry for entry in made if entry is not None]
+                seconds, began = (time.perf_counter() - began, time.perf_counter()) if ended else (0.0, began)
+                yield from ((number, entry | {"seconds": seconds / len(ended)}) for number, entry in ended)
+                continue
             seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
             values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits
             ids, first_ids, passes, forward_tokens, edits = (of.tolist() for of in values)
             for row, number in enumerate(numbers):
                 entry = {
-                    "index": at_work.pop(number).key,
+                    "index": rows.at_work.pop(number)[0].key,
                     "generations": tokenizer.decode(ids[row]),
                     "text": tokenizer.decode(ids[row][: lengths[row]], skip_special_tokens=True),
                     "tokens": lengths[row],
@@ -420,4 +445,65 @@ def generate_rows(
                     entry |= {"edits": edits[row], "first_text": tokenizer.decode(written, skip_special_tokens=True)}
                 yield number, entry
     except NotFiniteError as error:
-        raise error.named(f"problem {at_work[error.number].key}") from error
+        raise error.named(f"problem {rows.at_work[error.number][0].key}") from error
+
+
+class Rows:
+    """The rows of a stream: those whose next turn waits, then new problems. It may end and go on later.
+
+    Attributes:
+        at_work: by the number of a row in the stream, its problem, its number among the problems, its episode, and what
+            sampling has cost so far.
+    """
+
+    def __init__(self, seed: int, prompts: Iterable[Prompt], toolbox: Toolbox | None, functions: Functions) -> None:
+        self.seed, self.prompts, self.toolbox, self.functions = seed, enumerate(prompts), toolbox, functions
+        self.at_work: dict[int, tuple[Prompt, int, Episode, list[int]]] = {}
+        self.waiting: deque[tuple[Prompt, int, Episode, list[int]]] = deque()
+        self.count = 0
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> tuple[list[int], torch.Generator, Stops | None]:
+        if self.waiting:
+            row = self.waiting.popleft()
+        else:
+            number, prompt = next(self.prompts)
+            row = prompt, number, Episode(prompt.messages, prompt.ids, self.functions), [0, 0]
+        self.at_work[self.count], self.count = row, self.count + 1
+        prompt, _, episode, _ = row
+        turn = len(episode.turns)
+        generator = keyed_generator(self.seed, prompt.index, prompt.sample, *[turn] * bool(turn))
+        return episode.next_ids, generator, self.toolbox.stop_of(turn) if self.toolbox else None
+
+    def take(self, number: int, canvas_ids: list[int], passes: int, tokens: int) -> tuple[int, dict[str, Any]] | None:
+        """Adds a turn to the episode of row `number` of the stream and makes its calls. Returns the problem's number
+        and its journal entry once the episode has ended."""
+        prompt, problem, episode, costs = self.at_work.pop(number)
+        assert self.toolbox is not None
+        costs = [costs[0] + passes, costs[1] + tokens]
+        if calls := self.toolbox.take(episode, canvas_ids):
+            self.toolbox.results(episode, calls)
+        if episode.end is None:
+            self.waiting.append((prompt, problem, episode, costs))
+            return None
+        tokenizer, kept = self.toolbox.tokenizer, episode.turns[-1].kept
+        return problem, {
+            "index": prompt.key,
+            "generations": tokenizer.decode(kept),
+            "text": episode.said[-1]["content"],
+            "tokens": sum(first_end(turn.kept, self.toolbox.ends) for turn in episode.turns),
+            "forward_passes": costs[0],
+            "forward_tokens": costs[1],
+            "turns": len(episode.turns),
+            "calls": episode.calls,
+            "failed_calls": episode.failed,
+            "end": episode.end,
+            "messages": episode.said,
+        }
+
+
+def costs_of(sampled: Rollout) -> tuple[list[int], list[int]]:
+    """Per row, forward passes and the tokens in these."""
+    return sampled.passes.tolist(), sampled.forward_tokens.tolist()

@@ -10,6 +10,10 @@ the canvas, W writes. To TRL's keys are added
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
 - `scoring_views` R U and `active_rows` R: counts over the whole rollout, the same for each row.
+
+With tools, a completion is an episode, and R rows are turns: those of an episode follow each other, with empty ones up
+to the largest number of turns (`as_turns`). Then there are also `turn` R, and `maskable` R P: the tokens of the first
+prompt, which alone may be hidden.
 """
 
 from __future__ import annotations
@@ -121,6 +125,39 @@ def sampled_logps(batch: Batch, update: int) -> Tensor:
     weights, logps = batch["view_weights"][:, update], batch["view_sampled_logps"][:, update]
     total = weights.sum(1)
     return (weights * logps).sum(1) / total.where(total != 0, 1.0)
+
+
+# --- Turns ------------------------------------------------------------------------------------------------------------
+
+
+def as_turns(batch: Batch, record: Batch, turns: int, everyone: Everyone) -> Batch:
+    """A batch of episodes, one row each, as one of their turns, for the loss. An episode's advantage, rewards and place
+    in the loss are those of each of its turns; its results and headers are prompt.
+
+    Args:
+        record: of the turns, (episodes x turns, ...) each: the record of the canvases, `prompt_ids`, `prompt_mask`,
+            `completion_ids`, `completion_mask`, `maskable` and `turn`.
+    """
+    of_episodes = ("advantages", "completion_is_right", "completion_reward")
+    spread = {name: batch[name].repeat_interleave(turns, 0) for name in of_episodes if name in batch}
+    counted = batch["completion_mask"].any(-1).repeat_interleave(turns, 0)
+    mask = record["completion_mask"] * counted.unsqueeze(1)
+    total = everyone.gather(mask.sum()).sum()
+    return record | spread | {"completion_mask": mask, "num_items_in_batch": total}
+
+
+def joined_turns(parts: Sequence[tuple[Sequence[int], Batch]], episodes: int, turns: int, end: int) -> Batch:
+    """The records of turns, each of the episodes with these numbers, as one: (episodes x turns, ...). An episode
+    without a turn has a canvas that is not scored: `end` everywhere, which no step revealed."""
+    first = parts[0][1]
+    fill = {"canvas_ids": end, "reveal_steps": -1}
+    joined: Batch = {}
+    for name, value in first.items():
+        whole = value.new_full((episodes, turns, *value.shape[1:]), fill.get(name, 0))
+        for turn, (rows, record) in enumerate(parts):
+            whole[torch.tensor(rows, dtype=torch.long, device=value.device), turn] = record[name]
+        joined[name] = whole.flatten(0, 1)
+    return joined
 
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
@@ -250,7 +287,7 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
 def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
     """A batch as estimators see it, sampled by a model of this config. The special tokens of `protect_specials_of`, a
     tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
-    maskable = batch["prompt_mask"].bool()
+    maskable = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
     unknown = torch.full(batch["canvas_ids"].shape, torch.nan, device=batch["canvas_ids"].device)
@@ -316,7 +353,8 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
     mask = fitted(batch["completion_mask"], width)[:, None, None]
     views = (batch["view_weights"] * mask).ne(0).any(-1).sum((0, 2))  # (updates,)
-    active = (batch["advantages"].ne(0) & batch["completion_mask"].any(-1)).sum()
+    active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
+    active = (active if "turn" not in batch else active & (batch["turn"] == 0)).sum()
     *views, active = everyone.gather(torch.cat([views, active.unsqueeze(0)])).view(-1, len(views) + 1).sum(0)
     return {"scoring_views": torch.stack(views).expand(rows, -1), "active_rows": active.expand(rows)}
 
@@ -381,6 +419,7 @@ def loss_inputs(
     sampling_weight_cap: float | None = None,
     views_per_draw: int = 1,
     block: int | None = None,
+    turns: int = 1,
 ) -> LossInputs:
     """The inputs of an objective in update number `update`: tensors as wide as the completions of `batch`.
 
@@ -390,6 +429,7 @@ def loss_inputs(
         sampling_weight_cap: `cap` of `truncated_weights`; None: no weights.
         views_per_draw: `Estimator.views_per_draw`.
         block: tokens per block of a block-causal model, where a view contains one step of every block.
+        turns: rows per completion.
     """
     width = batch["completion_mask"].shape[1]
     steps = within_blocks(batch["reveal_steps"], blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], block))
@@ -415,6 +455,7 @@ def loss_inputs(
         reveal_steps=fitted(steps, width),
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
+        turns=turns,
     )
     if sampling_weight_cap is None:
         return inputs
@@ -454,8 +495,8 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
 
 
 def prompt_masked(batch: Batch) -> float:
-    """The share of prompt tokens that are hidden, over the views of all updates."""
-    noise, prompt = batch["view_noise"], batch["prompt_mask"].bool()
+    """The share of prompt tokens that are hidden, over the views of all updates; with tools, of the first prompts."""
+    noise, prompt = batch["view_noise"], batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
     return (noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())).item()
 
 

@@ -1,4 +1,4 @@
-"""Everything that depends on private parts of TRL 1.16: its private methods and state, and one patch.
+"""Everything that depends on private parts of TRL 1.16: its private methods and state, and two patches.
 
 `CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods reduced to three that a subclass defines: `rollout`,
 `after_rollout`, `loss`. The parts can be deleted one by one when TRL offers
@@ -33,6 +33,7 @@ from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
 from d1.runs.trainer import RunTrainer
+from d1.tools.turns import Episode
 
 # Keys of a batch, (rows,) each: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
@@ -55,7 +56,9 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
-    - `_calculate_rewards`, to time it, and to log an accuracy that is not a reward.
+    - `_calculate_rewards`, to time it, and to log an accuracy that is not a reward;
+    - `_tool_call_loop`, to return the episodes that `rollout` has played: TRL's samples after a completion, not on a
+      canvas, and numbers rows within those still at work. TRL also refuses chat templates that render no tools.
     Overrides of Trainer's own methods are in `RunTrainer`; `train_sampler` gives it an order that survives a resume.
     """
 
@@ -69,6 +72,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
         self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
+        self.episodes: list[Episode] = []  # likewise, with tools
+        self.messages: list = []  # the prompts of the current rollout, of chat messages, with what tells about tools
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
@@ -85,27 +90,41 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """The loss of a micro-batch."""
         raise NotImplementedError
 
+    def told(self, prompt: list, row: int) -> list:
+        """A prompt that tells the model about the tools of a row, where the chat template does not."""
+        raise NotImplementedError
+
     def encoded(self, prompts: list) -> list[list[int]]:
         """The ids of each prompt of chat messages, as in a rollout."""
         return self._tokenize_prompts(prompts)[0]
 
-    def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, ...]:
-        """Ids and attention mask, (rows, prompt) each, on the device."""
-        rows = [torch.tensor(ids) for ids in prompt_ids]
-        side: Any = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+    def padded(self, prompt_ids: list[list[int]], left: bool = True) -> tuple[Tensor, Tensor]:
+        """Ids and attention mask, (rows, prompt) each, on the device; padded on the `left`, or on the right."""
+        rows = [torch.tensor(ids, dtype=torch.long) for ids in prompt_ids]
+        side: Any = {"padding_side": "left" if left else "right", "pad_to_multiple_of": self.pad_to_multiple_of}
         ids = pad(rows, padding_value=self.text_tokenizer.pad_token_id, **side)
         mask = pad([torch.ones_like(row) for row in rows], padding_value=0, **side)
-        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in (ids, mask))
+        device = self.accelerator.device
+        return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
         # Render each group's prompt once: with a small model, the chat template is the slowest step outside sampling.
-        rows = [len(list(group)) for _, group in groupby(prompts)]
-        prompt_ids, images, _ = super()._tokenize_prompts([prompt for prompt, _ in groupby(prompts)])
+        # The rows of a group may have different environments.
+        one_by_one = bool(self.tools) and self.environment_factories is not None
+        rows = [1] * len(prompts) if one_by_one else [len(list(group)) for _, group in groupby(prompts)]
+        different = prompts if one_by_one else [prompt for prompt, _ in groupby(prompts)]
+        if self.tools:
+            different = [self.told(prompt, row) for row, prompt in enumerate(different)]
+            self.messages = [prompt for prompt, count in zip(different, rows, strict=True) for _ in range(count)]
+        prompt_ids, images, _ = super()._tokenize_prompts(different)
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
-        ends = [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
+        most, longest = self.args.max_prompt_length, max(map(len, prompt_ids))
+        if self.tools and longest > most:
+            raise ValueError(f"a prompt with its tools has {longest} tokens: raise --max_prompt_length {most}")
+        ends = [ids[-most:] for ids in prompt_ids]
         return [ids for ids, count in zip(ends, rows, strict=True) for _ in range(count)], None, {}
 
     def _generate_single_turn(
@@ -113,6 +132,18 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     ) -> tuple[list[list[int]], None]:
         completions, self.record = self.rollout(prompt_ids)
         return completions, None
+
+    def _tool_call_loop(
+        self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
+    ) -> tuple:
+        made = [(one.sampled, one.said, one.ids) for one in self.episodes]
+        calls, failed = (sum(getattr(one, name) for one in self.episodes) for name in ("calls", "failed"))
+        sampled, said, ids = map(list, zip(*made, strict=True))
+        for one, environment in zip(self.episodes, self.environments or (), strict=False):
+            if one.hung:  # its method may still be at work
+                for pool in self._environment_pool.values():
+                    pool[:] = [other for other in pool if other is not environment]
+        return sampled, said, ids, None, calls, failed, [[] for _ in ids]
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
@@ -123,9 +154,9 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         started = time.perf_counter()
         self.rows = inputs
         batch = super()._generate_and_score_completions(inputs)
-        batch |= {**self.record, **self.row_rewards}
-        self.record, self.row_rewards = {}, {}
+        batch |= {**({} if self.episodes else self.record), **self.row_rewards}
         self.after_rollout(batch)
+        self.record, self.row_rewards, self.episodes = {}, {}, []
         if self.model.training:
             self.rollout_seconds.append(time.perf_counter() - started)
         return batch
@@ -177,6 +208,12 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         epoch, before = divmod(number, len(dataset) // (size // self.num_generations))
         order = islice(self.order_of(dataset, lambda: epoch), before * size, (before + 1) * size)
         return [dataset[index] for index in order]
+
+    def tools_of(self, row: int) -> dict[str, Callable[..., Any]]:
+        """The tools of a row of the current rollout, by name: those of the run, and the methods of its environment."""
+        if self.environment_factories is None:
+            return {tool.__name__: tool for tool in self.tools}
+        return {**self._sync_tool_dicts[row], **self._async_tool_dicts[row]}
 
     # --- TRL's private state ------------------------------------------------------------------------------------------
 
@@ -289,6 +326,25 @@ class EpochSampler(RepeatSampler):
 def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
     """The micro-batches of the rollout in use."""
     return trainer._buffered_inputs or []
+
+
+@contextlib.contextmanager
+def own_calls() -> Iterator[None]:
+    """Inside, TRL's constructor takes tools with any chat template: the formats of calls are `d1/tools/calls.py`'s."""
+    ours: dict[str, Callable[..., Any]] = {
+        "supports_tool_calling": lambda tokenizer: True,
+        "is_chat_template_prefix_preserving": lambda tokenizer: True,
+        "add_response_schema": lambda tokenizer: tokenizer,
+        "is_jmespath_available": lambda: True,
+    }
+    theirs = {name: getattr(trl_grpo, name) for name in ours if hasattr(trl_grpo, name)}
+    for name in theirs:
+        setattr(trl_grpo, name, ours[name])
+    try:
+        yield
+    finally:
+        for name, function in theirs.items():
+            setattr(trl_grpo, name, function)
 
 
 @contextlib.contextmanager

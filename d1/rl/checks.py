@@ -26,7 +26,7 @@ from d1.models.distribution import OWN
 from d1.models.kinds import block_size, check_room
 from d1.ranges import nearest
 from d1.rl.batch import SCORED
-from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, LossInputs, Objective, Penalty
+from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method
 from d1.runs.record import OnResume, whole
 from d1.sampling.settings import SamplingSettings
@@ -416,8 +416,47 @@ def about_replay(s: Settings) -> Iterator[str]:
         yield f"sampling_weight_cap: {s.estimator} scores in the sampler's states, so leave it out with edit_threshold"
 
 
+def about_turns(s: Settings) -> Iterator[str]:
+    """Episodes of several turns, where a row is a turn and a completion is several rows."""
+    if s.tools or (s.max_turns or 1) > 1:
+        yield from against_turns(s)
+
+
+def against_turns(s: Settings) -> Iterator[str]:
+    """What contradicts episodes of several turns."""
+    if s.max_turns == 1:
+        return
+    what, penalty = "with tools, each turn of an episode is a row", PENALTIES[s.kl]
+    used: list[tuple[str, bool, str]] = [
+        (f"the objective {s.objective}", OBJECTIVES[s.objective].per_row, "--objective"),
+        (f"the penalty {s.kl}", adds_kl(s) and penalty.per_row, "--kl"),
+    ]
+    for name, per_row, flag in used:
+        if per_row:
+            able = names(TABLES["OBJECTIVES" if flag == "--objective" else "PENALTIES"], lambda one: not one.per_row)
+            yield f"{what}, and {name} has a ratio or bound per row: use {flag} {able}"
+    if s.objective == "trl" and (s.loss_type in TRLS_PER_ROW or s.importance_sampling_level != "token"):
+        yield f"{what}, and {s.loss_type} or importance_sampling_level {s.importance_sampling_level} weighs whole rows"
+    if s.objective == "trl" and s.off_policy_mask_threshold is not None:
+        yield f"{what}, and off_policy_mask_threshold drops single rows: leave it out"
+    if SCORED[s.scored_tokens].after_the_end:
+        able = names(SCORED, lambda entry: not entry.after_the_end)
+        yield f"scored_tokens {s.scored_tokens} counts what follows a call, which is cut off: use {able}"
+    if s.state_reward:
+        yield "state_reward finishes single canvases, which are turns of an episode: set --state_reward 0"
+    if s.prompt_share < 1:
+        yield f"prompt_share {s.prompt_share:g} counts the steps of single canvases: set --prompt_share 1"
+    if s.rollout_staleness:
+        yield "rollout_staleness samples ahead of the trainer, which makes the calls: set it to 0"
+    if s.truncate_prompts:
+        yield "truncate_prompts would cut what a later turn needs: raise max_prompt_length"
+    if s.sampling_settings().edits is not None:
+        yield "edit_threshold: editing with tools is not supported: leave it out"
+
+
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
-    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_advantages, about_replay)
+    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_advantages, about_replay),
+    about_turns,
 ]
 
 
@@ -463,6 +502,7 @@ ON_RESUME = OnResume(
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
             *("objective", "kl", "advantage", "scale_rewards", "right_share", "prompt_share"),
+            *("tools", "max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"),
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
             *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
@@ -482,6 +522,7 @@ ON_RESUME = OnResume(
         *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
         *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
         *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*"),
+        *("tool_seconds", "log_tool_results"),
     ),
 )
 
@@ -536,6 +577,22 @@ def check_prompts(lengths: Sequence[int], args: Settings) -> int:
         )
     logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(lengths))
     return args.max_prompt_length
+
+
+def check_tools_of_trainer(args: Settings, tools: bool, rollout_func: bool, environments: Any) -> None:
+    """Raises ValueError if a trainer's tools or environments contradict its other arguments."""
+    if not tools:
+        if args.tools or (args.max_turns or 1) > 1:
+            raise ValueError(
+                "max_turns above 1 needs tools: --tools, or the trainer's tools=[...] or environment_factory"
+            )
+        return
+    for reason in against_turns(args):
+        raise ValueError(reason)
+    if rollout_func:
+        raise ValueError("rollout_func samples whole completions: with it, leave tools and environment_factory out")
+    if environments and args.log_tool_results:
+        raise ValueError("log_tool_results: an environment changes with each call, so its results cannot be replayed")
 
 
 def check_trainer(

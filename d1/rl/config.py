@@ -27,6 +27,9 @@ from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLE
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
+from d1.tools.calls import FORMATS
+from d1.tools.functions import TOOLS
+from d1.tools.turns import TurnSettings
 from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
@@ -143,6 +146,22 @@ class DiffuGRPOConfig(GRPOConfig):
     )
     rollout_staleness: Annotated[int, NATURAL] = setting(
         0, "Of rollout_mode server: sample with the weights of this many rollouts ago, while the trainer learns."
+    )
+
+    # Turns with tools
+    tools: list[str] | None = setting(None, f"Tools of the model: {', '.join(TOOLS)}, or .py files of functions.")
+    max_turns: OptionalCount = setting(None, "Canvases per episode; 2 with tools if unset.")
+    tool_format: str | None = setting(
+        None, f"How calls are written: {', '.join(FORMATS)}; by the chat template if unset."
+    )
+    calls_per_turn: Count = setting(1, "Calls per canvas, which is cut after the last of them.")
+    tool_seconds: Annotated[float, POSITIVE] = setting(10.0, "Seconds per call.")
+    result_length: Count = setting(256, "Tokens of a result that the model reads.")
+    max_turn_prompt: OptionalCount = setting(
+        None, "Longest prompt of a later turn, in tokens; unset: what the model's positions leave."
+    )
+    log_tool_results: bool = setting(
+        False, "Keep results in OUTPUT_DIR for a resumed run, which then makes no call again: for tools with chance."
     )
 
     # Estimator and objective
@@ -352,6 +371,10 @@ class DiffuGRPOConfig(GRPOConfig):
         """`Estimator.views_per_draw` with these settings."""
         return ESTIMATORS[self.estimator].views_per_draw(self.view_settings())
 
+    def turn_settings(self, config: Any) -> TurnSettings:
+        """The limits of an episode with tools, for a model of this config."""
+        return TurnSettings.of(self, int(self.max_completion_length or 0), config)
+
     def view_settings(self) -> ViewSettings:
         """The settings that estimators read."""
         sampling = self.sampling_settings()
@@ -461,4 +484,5 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
         "updates, forward": every * times,
         "updates, backward": every,
     }
-    return {what: count for what, count in counts.items() if count}
+    turns = (args.max_turns or 2) if args.tools else 1  # of a completion, at most
+    return {what: count * turns for what, count in counts.items() if count}

@@ -38,7 +38,7 @@ class LossInputs:
         mask: (rows, tokens), 1 for tokens that count in the loss: by default up to and including the first EOS.
         tokens: scored tokens per micro-batch, averaged over the whole rollout and all processes.
         views: views of this update that score something, averaged in the same way; None: those of this micro-batch.
-        active: rows whose advantage is not 0, averaged in the same way; None: those of this micro-batch.
+        active: completions whose advantage is not 0, averaged in the same way; None: the rows of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first
             step of its block.
@@ -47,6 +47,7 @@ class LossInputs:
             policy before this update; None unless `Objective.over_group`.
         sampling_weights: (rows, tokens), the weight of each token in the policy gradient (`truncated_weights`); None
             if `sampling_weight_cap` is None.
+        turns: rows per completion: the turns of an episode are rows, with empty ones for an episode with fewer turns.
     """
 
     view_logps: Tensor
@@ -63,6 +64,7 @@ class LossInputs:
     view_advantages: Tensor | None = None
     log_ratios: Tensor | None = None
     sampling_weights: Tensor | None = None
+    turns: int = 1
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.view_logps.shape:
@@ -100,7 +102,7 @@ class LossInputs:
 
     @property
     def active_rows(self) -> Tensor:
-        """Rows in the loss whose advantage is not 0, per micro-batch, averaged over the rollout."""
+        """Completions in the loss whose advantage is not 0, per micro-batch, averaged over the rollout."""
         active = self.advantages.ne(0) & self.mask.bool().any(-1)
         return active.sum().clamp(min=1) if self.active is None else self.active
 
@@ -135,11 +137,12 @@ def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     return (sums_RV / weights_RV.where(weights_RV != 0, 1.0)).sum() / inputs.scoring_views
 
 
-# Means of sums over tokens, (rows, views). `sum`, `active` and `views` are ours, the others TRL's.
+# Means of sums over tokens, (rows, views). `sum`, `active` and `views` are ours, the others TRL's. Those over rows are
+# means over completions: an episode's turns are added up.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
-    "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean(),
-    "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean(),
-    "dr_grpo": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() / settings.max_completion_length,
+    "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns,
+    "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean() * inputs.turns,
+    "dr_grpo": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns / settings.max_completion_length,
     "bnpo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.mask.sum().clamp(min=1),
     "dapo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.tokens,
     "active": lambda sums_RV, inputs, settings: sums_RV.sum() / (inputs.active_rows * settings.max_completion_length),
@@ -173,6 +176,7 @@ class Objective:
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
+        per_row: it has one ratio or one bound per row, which must be a whole completion: no turn of an episode.
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
         loss_types: the values of `loss_type` that it accepts.
@@ -188,6 +192,7 @@ class Objective:
     per_view: bool = False
     per_draw: bool = False
     by_view: bool = False
+    per_row: bool = False
     linear: bool = True
     reads_steps: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
@@ -219,13 +224,14 @@ class Penalty:
     Attributes:
         value: returns the penalty of one micro-batch, a scalar.
         to: whose log-probabilities it compares with the policy's. "reference" needs a reference model.
-        settings, by_view, reads_steps: as in `Objective`.
+        settings, by_view, per_row, reads_steps: as in `Objective`.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
     to: Literal["reference", "old"] = "reference"
     settings: tuple[str, ...] | None = None
     by_view: bool = False
+    per_row: bool = False
     reads_steps: bool = False
 
     def __call__(self, inputs: LossInputs, settings: Any) -> Tensor:
@@ -436,6 +442,8 @@ def stable_drl(inputs: LossInputs, settings: Any) -> Loss:
 
 
 CLIP, BOUND = ("epsilon", "epsilon_high", "delta"), ("eubo_beta", "eubo_share")
+# TRL's types whose mean is over rows, and those that weigh a whole row
+TRLS_OVER_ROWS, TRLS_PER_ROW = ("grpo", "dr_grpo", "sapo", "luspo"), ("luspo", "vespo")
 TRLS_MEANS, ROW_MEANS = ("grpo", "bnpo", "dr_grpo", "dapo"), ("sum", "grpo", "dr_grpo", "bnpo", "dapo", "active")
 OBJECTIVES: dict[str, Objective] = {
     "trl": Objective(
@@ -455,15 +463,27 @@ OBJECTIVES: dict[str, Objective] = {
         clipped_views, per_view=True, by_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap"), idle=CLIP
     ),
     "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=(*CLIP, "state_reward"), idle=CLIP),
-    "clipped_sequences": Objective(clipped_sequences, settings=CLIP[:2], idle=CLIP[:2]),
-    "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP, idle=CLIP),
-    "gdsd": Objective(gdsd, per_view=True, per_draw=True, settings=("epsilon",), idle=("epsilon",)),
+    "clipped_sequences": Objective(clipped_sequences, per_row=True, settings=CLIP[:2], idle=CLIP[:2]),
+    "bgpo": Objective(bgpo, per_view=True, per_draw=True, per_row=True, settings=CLIP, idle=CLIP),
+    "gdsd": Objective(gdsd, per_view=True, per_draw=True, per_row=True, settings=("epsilon",), idle=("epsilon",)),
     "rldf": Objective(rldf, reads_old=False, per_view=True, by_view=True, reads_steps=True, settings=()),
     "spg": Objective(
-        spg, reads_old=False, per_view=True, linear=False, loss_types=ROW_MEANS, settings=("loss_type", *BOUND)
+        spg,
+        reads_old=False,
+        per_view=True,
+        per_row=True,
+        linear=False,
+        loss_types=ROW_MEANS,
+        settings=("loss_type", *BOUND),
     ),
     "stable_drl": Objective(
-        stable_drl, over_group=True, per_view=True, linear=False, settings=(*BOUND, "ratio_cap"), idle=("ratio_cap",)
+        stable_drl,
+        over_group=True,
+        per_view=True,
+        per_row=True,
+        linear=False,
+        settings=(*BOUND, "ratio_cap"),
+        idle=("ratio_cap",),
     ),
 }
 
@@ -523,8 +543,8 @@ PENALTIES: dict[str, Penalty] = {
     "k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True),
     "k3_steps": Penalty(k3_steps, settings=(), by_view=True),
     "k3_likely": Penalty(k3_likely, settings=(), by_view=True, reads_steps=True),
-    "k2_sequence": Penalty(k2_sequence, settings=()),
-    "k2_draws": Penalty(k2_draws, settings=()),
+    "k2_sequence": Penalty(k2_sequence, settings=(), per_row=True),
+    "k2_draws": Penalty(k2_draws, settings=(), per_row=True),
 }
 
 

@@ -21,7 +21,14 @@ from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.kinds import native_config
 from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
 from d1.rl.batch import evaluating, record_and_costs
-from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts, find_method
+from d1.rl.checks import (
+    ON_RESUME,
+    check_config,
+    check_model_settings,
+    check_prompts,
+    check_tools_of_trainer,
+    find_method,
+)
 from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
@@ -31,6 +38,9 @@ from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage
 from d1.show.film import Film, judge_of, piece
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
+from d1.tools.calls import Functions
+from d1.tools.functions import load_tools
+from d1.tools.turns import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +78,12 @@ def prepare(
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
-    longest = max(longest_prompt(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
+    tools = load_tools(args.tools or ())
+    check_tools_of_trainer(args, bool(tools), rollout_func=False, environments=None)
+    toolbox = Toolbox(tokenizer, end_ids(tokenizer), args.turn_settings(config), args.tool_format)
+    functions = {tool.__name__: tool for tool in tools}
+    both = [rows for rows in (train_rows, eval_rows) if rows is not None]
+    longest = max(longest_prompt(rows, tokenizer, args, toolbox, functions) for rows in both)
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
@@ -88,6 +103,7 @@ def prepare(
             peft_config=adapter_config(model_args, model),
             task_name=args.dataset,
             callbacks=callbacks,
+            tools=tools,
         )
         if args.report:
             trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
@@ -118,9 +134,13 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     return with_shots(task, train, args.data_file, evaluation)
 
 
-def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
+def longest_prompt(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig, toolbox: Toolbox, functions: Functions
+) -> int:
     """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long."""
-    texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
+    told = [toolbox.told(prompt, functions) for prompt in rows["prompt"]]
+    options = args.chat_template_kwargs or {}
+    texts = [render_prompt(tokenizer, prompt, **options, **of_tools) for prompt, of_tools in told]
     return check_prompts([len(encode_prompt(tokenizer, text)) for text in texts], args)
 
 
@@ -201,6 +221,8 @@ class ShowProblems(TrainerCallback):
         trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
         trainer.evaluation_rollouts = 0
         prompts = trainer.encoded(list(self.rows["prompt"]))
+        if trainer.toolbox is not None:
+            return self.films_of_episodes(when, trainer.toolbox, prompts)
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only
@@ -210,5 +232,30 @@ class ShowProblems(TrainerCallback):
         for prompt, row, ids, *numbers in zip(prompts, self.rows, *columns, strict=True):
             film = Film(when, tokenizer.decode(prompt), "", [piece(tokenizer, token) for token in ids], *numbers)
             judge_of(self.task, row, tokenizer, end_ids(tokenizer))(film, ids)
+            films.append(film)
+        return films
+
+    def films_of_episodes(self, when: str, toolbox: Toolbox, prompts: list[list[int]]) -> list[Film]:
+        """One film per problem, of its turns one after the other: given text comes with the last pass before it."""
+        trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
+        with evaluating(trainer.model):
+            record: dict[str, Any] = {**trainer.play(toolbox, prompts)[0]}
+        episodes, trainer.episodes, trainer.compute = trainer.episodes, [], compute
+        columns = [record[name].unflatten(0, (-1, trainer.turns)).tolist() for name in SHOWN[1:]]
+        films = []
+        for row, (problem, episode) in enumerate(zip(self.rows, episodes, strict=True)):
+            film = Film(when, tokenizer.decode(prompts[row]), "", [], [], [], [])
+            for number, turn in enumerate(episode.turns):
+                passes, count = film.passes, len(turn.kept)
+                steps, logps, entropies = (of[row][number][:count] for of in columns)
+                following = episode.turns[number + 1].prompt_ids if number + 1 < len(episode.turns) else []
+                given = following[len(turn.prompt_ids) + count :]
+                film.tokens += [piece(tokenizer, token) for token in (*turn.kept, *given)]
+                film.steps += [step + passes if step >= 0 else step for step in steps]
+                film.steps += [film.passes - 1] * len(given)
+                film.logps += [*logps, *[0.0] * len(given)]
+                film.entropies += [*entropies, *[0.0] * len(given)]
+            text = episode.said[-1]["content"]
+            film.solved = next(iter(self.task.score(text, problem).values())) == 1
             films.append(film)
         return films

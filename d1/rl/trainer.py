@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,12 @@ from d1.rl.batch import (
     Batch,
     Everyone,
     RolloutRecord,
+    as_turns,
     completion_ids_of,
     count,
     draw_updates,
     evaluating,
+    joined_turns,
     keep_prompts,
     keep_share,
     largest_ratio,
@@ -58,8 +60,8 @@ from d1.rl.batch import (
     view_logps_as_sampled,
     views_of,
 )
-from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
-from d1.rl.checks import check_trainer
+from d1.rl.bridge import REWARD, CanvasGRPOTrainer, own_calls, reference_from, rollout_buffer
+from d1.rl.checks import check_tools_of_trainer, check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.engines import (
     STATES,
@@ -75,15 +77,18 @@ from d1.rl.engines import (
     states_of,
     unpadded,
 )
-from d1.rl.losses import OBJECTIVES, PENALTIES, sequence_log_ratios
+from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import guarded
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
 from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling.loop import Stops
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 from d1.scoring.views import hidden_states
 from d1.serve.client import Expected, Prompts
+from d1.tools.functions import check_tools
+from d1.tools.turns import ENDS, Episode, Results, Toolbox, ends_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +110,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         task_name: the task's name in the error message when a reward raises an error.
         rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/engines.py`).
 
-    The remaining arguments are TRL's. Tools and environments are refused.
+    The remaining arguments are TRL's. With `tools` or `environment_factory`, a completion is an episode of up to
+    `args.max_turns` turns, each sampled and scored on a canvas of its own (`d1/tools/turns.py`).
     """
 
     args: DiffuGRPOConfig
@@ -121,8 +127,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         rollout_func: UserRollout | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("tools") or kwargs.get("environment_factory"):
-            raise ValueError("tools and environment_factory: diffusion rollouts are sampled as one canvas")
+        with_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
+        check_tools_of_trainer(args, with_tools, rollout_func is not None, kwargs.get("environment_factory"))
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
@@ -131,7 +137,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if rollout_func is not None:
             check_rollout_func(args)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        with reference_from(model if args.needs_reference else None):
+        with reference_from(model if args.needs_reference else None), own_calls():
             super().__init__(
                 model=model,
                 reward_funcs=[guarded(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
@@ -155,6 +161,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.servers = PolicyServers(args, self.accelerator, self.mask_token_id)
             if args.rollout_staleness:
                 self.ahead = Ahead(self.servers, args.rollout_staleness, self.prompts_of)
+        self.turns = 1  # rows per completion
+        self.toolbox: Toolbox | None = None
+        if with_tools:
+            check_tools(self.tools)
+            limits = args.turn_settings(self.model.config)
+            self.turns = limits.max_turns
+            template = args.chat_template_kwargs
+            self.toolbox = Toolbox(self.text_tokenizer, self.eos_token_ids, limits, args.tool_format, template)
+        self.resumed, self.results_log = False, cast("Results | None", None)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
@@ -182,11 +197,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # If one optimizer step has several rollouts, each has its own streams.
         return seed, stream + micro_batch // self.micro_steps_per_rollout * len(STREAMS), step
 
-    def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
-        """One generator per row: a function of the rollout's key and of the row's number over all processes."""
+    def row_keys(self, purpose: str, rows: int, turns: int = 1) -> list[tuple[int, ...]]:
+        """The key of each turn of each row: that of the rollout, the row's number over all processes, and after the
+        first turn its number. It does not depend on the rows that are still at work."""
         key, first = self.key(purpose), self.first_row(rows)
+        return [(*key, first + row, *[turn] * bool(turn)) for row in range(rows) for turn in range(turns)]
+
+    def generators(self, purpose: str, rows: int, turns: int = 1) -> list[torch.Generator]:
+        """One generator per turn of each row, by `row_keys`."""
         device = "cpu" if purpose == "views" else self.accelerator.device
-        return [keyed_generator(*key, first + row, device=device) for row in range(rows)]
+        return [keyed_generator(*key, device=device) for key in self.row_keys(purpose, rows, turns)]
 
     def first_row(self, rows: int) -> int:
         """The number over all processes of this process's first row: TRL assigns rows in the order of the ranks."""
@@ -195,8 +215,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Sample -------------------------------------------------------------------------------------------------------
 
     def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], RolloutRecord]:
-        """Samples one canvas per prompt. Returns completions up to their first EOS, and the record of the canvases."""
+        """Samples one canvas per prompt. Returns completions up to their first EOS, and the record of the canvases;
+        with tools, see `play`."""
         started = time.perf_counter()
+        if self.toolbox is not None:
+            record, costs = self.play(self.toolbox, prompt_ids)
+            self.log_rollout(started, record, costs)
+            self.log_episodes(self.episodes)
+            return [episode.turns[0].kept for episode in self.episodes], record
         ids, mask = self.padded(prompt_ids)
         sampled = self.sample(ids, mask)
         record, costs = record_and_costs(sampled)
@@ -205,29 +231,113 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if isinstance(sampled, ServedRollout):
             batch = {"prompt_ids": ids, "prompt_mask": mask, **record}
             with together():
-                self.check_served(batch, sampled.sources)
+                self.check_served(batch, sampled.sources, self.row_keys("rollout", len(ids)))
         return completions, record
 
-    def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
-        """The rollout of prompts (rows, prompt), without gradients or dropout."""
+    def play(self, toolbox: Toolbox, prompt_ids: list[list[int]]) -> tuple[RolloutRecord, dict[str, float]]:
+        """Plays one episode per prompt (`self.episodes`). Returns the record of the canvases of all turns, with their
+        prompts: (episodes x turns, ...), as `as_turns` takes it; and what sampling took per episode, on average."""
+        count, turns = len(prompt_ids), self.turns
+        keys, first = self.row_keys("rollout", count, turns), self.first_row(count)
+        self.episodes = [
+            Episode(messages, ids, self.tools_of(row), first + row)
+            for row, (messages, ids) in enumerate(zip(self.messages, prompt_ids, strict=True))
+        ]
+        parts: list[tuple[list[int], Batch]] = []
+        costs: dict[str, float] = {}
+
+        def sample(rows: list[int], turn: int) -> list[list[int]]:
+            ids, mask = self.padded([self.episodes[row].next_ids for row in rows])
+            own = [keys[row * turns + turn] for row in rows]
+            sampled = self.sample(ids, mask, own, toolbox.stop_of(turn))
+            record, spent = record_and_costs(sampled)
+            for name, value in spent.items():  # per episode
+                costs[name] = costs.get(name, 0.0) + value * len(rows) / count
+            if isinstance(sampled, ServedRollout):
+                with together():
+                    self.check_served({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled.sources, own)
+            at_work = [index for index, row in enumerate(rows) if self.episodes[row].end is None]
+            parts.append(
+                ([rows[index] for index in at_work], {name: of[at_work] for name, of in cast("Batch", record).items()})
+            )
+            return record["canvas_ids"].tolist()  # this waits for the device
+
+        def anyone(own: bool) -> bool:
+            if self.accelerator.num_processes == 1:
+                return own
+            return bool(self.accelerator.gather(torch.tensor(own, device=self.accelerator.device)).any())
+
+        log, at = self.log_of_results(), self.key("rollout")
+        toolbox.play(self.episodes, sample, anyone=anyone, all_rows=self.samples_in_step, log=log, at=at)
+        record = joined_turns(parts, count, turns, self.eos_token_ids[0])
+        record |= self.prompts_of_turns(self.episodes)
+        return cast("RolloutRecord", record), costs
+
+    def prompts_of_turns(self, episodes: Sequence[Episode]) -> Batch:
+        """The prompts and completions of all turns, as TRL pads them; `maskable` and `turn`. An empty turn has the
+        first prompt, and no token that counts."""
+        rows = [one for episode in episodes for one in (*episode.turns, *[None] * (self.turns - len(episode.turns)))]
+        firsts = [episode.turns[0].prompt_ids for episode in episodes for _ in range(self.turns)]
+        ids, mask = self.padded(
+            [first if one is None else one.prompt_ids for one, first in zip(rows, firsts, strict=True)]
+        )
+        completions, counted = self.padded([[] if one is None else one.kept for one in rows], left=False)
+        positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - mask.sum(-1, keepdim=True))
+        lengths = torch.tensor([0 if one is None else len(first) for one, first in zip(rows, firsts, strict=True)])
+        maskable = mask.bool() & (positions < lengths.to(ids.device).unsqueeze(1))
+        turn = torch.arange(len(rows), device=ids.device) % self.turns
+        texts = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": completions, "completion_mask": counted}
+        return texts | {"maskable": maskable, "turn": turn}
+
+    def told(self, prompt: list, row: int) -> list:
+        assert self.toolbox is not None
+        return self.toolbox.told(prompt, self.tools_of(row))[0]
+
+    def log_of_results(self) -> Results | None:
+        """The results of tools, with `log_tool_results`, in training: one file per process."""
+        if not self.args.log_tool_results or self.mode == "eval":
+            return None
+        if self.results_log is None:
+            file = f"tool_results_rank{self.accelerator.process_index}.jsonl"
+            self.results_log = Results(Path(str(self.args.output_dir)) / file, known=self.resumed)
+        return self.results_log
+
+    def log_episodes(self, episodes: Sequence[Episode]) -> None:
+        """Logs turns per episode and the shares of the reasons why episodes ended, over all processes."""
+        counts = [len(episodes), sum(len(one.turns) for one in episodes), *ends_of(episodes).values()]
+        total, turns, *ends = (
+            self.accelerator.gather(torch.tensor(counts, device=self.accelerator.device).unsqueeze(0)).sum(0).tolist()
+        )
+        shares = {f"tools/end_{name}": count / total for name, count in zip(ENDS, ends, strict=True)}
+        for name, value in ({"tools/turns": turns / total} | shares).items():
+            self.log_metric(name, value)
+
+    def sample(
+        self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]] | None = None, stops: Stops | None = None
+    ) -> Rollout:
+        """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
+        generators; None: they are all rows of this process. `stops`: as in `d1.sampling.rollout`."""
         is_ahead = self.ahead is not None and self.mode == "train"
-        sampled = self.sample_ahead(ids, mask) if is_ahead else self.sample_now(ids, mask)
+        sampled = self.sample_ahead(ids, mask) if is_ahead else self.sample_now(ids, mask, keys, stops)
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
 
-    def sample_now(self, ids: Tensor, mask: Tensor) -> Rollout:
+    def sample_now(
+        self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]] | None = None, stops: Stops | None = None
+    ) -> Rollout:
         """`sample` with the policy's present weights, `rollout_batch_size` rows at a time."""
         if self.ahead is not None:
             self.ahead.finish()
-        # Before `evaluating` changes the mode, which both read.
-        key, generators = self.key("rollout"), self.generators("rollout", len(ids))
+        # Before `evaluating` changes the mode, which they read.
+        keys = self.row_keys("rollout", len(ids)) if keys is None else keys
         if self.servers is not None:
-            prompts = self.prompts(ids, mask, key, self.first_row(len(ids)))
+            prompts = self.prompts(ids, mask, keys)
             return self.servers.rollout(self.accelerator.unwrap_model(self.model), self.state.global_step, prompts)
+        generators = [keyed_generator(*key, device=self.accelerator.device) for key in keys]
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             size = self.args.rollout_batch_size or len(ids)
             parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-            options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None}
+            options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None, "stops": stops}
             rows = [(ids[part], mask[part], generators[part]) for part in parts]
             sampled = [rollout(model, of, real, self.sampling, generator=own, **options) for of, real, own in rows]
             return Rollout.joined(sampled)
@@ -237,9 +347,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The tokens that stop sampling; empty without the EOS stop."""
         return self.eos_token_ids if self.eos_stop else ()
 
-    def prompts(self, ids: Tensor, mask: Tensor, key: Sequence[int], first: int) -> Prompts:
-        """Rows for servers; `first` is the number of the first one over all processes."""
-        config, keys = self.model.config, [(*key, first + row) for row in range(len(ids))]
+    def prompts(self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]]) -> Prompts:
+        """Rows for servers, with the keys of their generators."""
+        config = self.model.config
         of_model = block_size(config) is not None, config.vocab_size, self.mask_token_id
         return Prompts(ids.cpu(), mask.cpu(), keys, self.sampling, self.ends, *of_model)
 
@@ -250,7 +360,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if ended and number > self.rollout_number:
             return None
         ids, mask = self.padded(self.encoded([row["prompt"] for row in self.rows_of(number)]))
-        return self.prompts(ids, mask, self.key("rollout", start), 0)
+        key = self.key("rollout", start)
+        return self.prompts(ids, mask, [(*key, row) for row in range(len(ids))])
 
     def sample_ahead(self, ids: Tensor, mask: Tensor) -> ServedRollout:
         """`sample` with older weights: the current rollout, which servers sampled during earlier updates."""
@@ -291,15 +402,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
             self.log_metric(name, value)
 
-    def check_served(self, batch: Batch, sources: Sequence[Source]) -> None:
+    def check_served(self, batch: Batch, sources: Sequence[Source], keys: Sequence[Sequence[int]]) -> None:
         """`check_scores` of a rollout; `sources` are the servers that sampled its rows."""
         dtypes = {source.dtype for source in sources}
         stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
         exact = self.accelerator.mixed_precision == "no" and (self.model.dtype, dtypes) == (torch.float32, {"float32"})
 
         def where(row: int) -> str:
-            number = self.first_row(len(sources)) + row
-            return f"{sources[row].url}, row {row} (id {'-'.join(map(str, (*self.key('rollout')[1:], number)))}): "
+            return f"{sources[row].url}, row {row} (id {'-'.join(map(str, keys[row][1:]))}): "
 
         self.check_scores(batch, range(len(sources)), where, exact, certain=not stale)
 
@@ -339,8 +449,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def after_rollout(self, batch: Batch) -> None:
         """Adds what belongs to the samples of a rollout: their views and the log-probs in these."""
-        everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["canvas_ids"])))
+        everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
+        if not self.episodes:
+            self.score_some(batch, everyone)
         self.change_advantages(batch, everyone)
+        if self.episodes:
+            batch |= as_turns(batch, {**self.record}, self.turns, everyone)
+            batch.pop("tool_mask", None)
+            everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
+            self.score_some(batch, everyone)
         self.draw_views(batch, everyone)
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, everyone)
@@ -348,10 +465,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.evaluation_rollouts += self.mode == "eval"
 
     def change_advantages(self, batch: Batch, everyone: Everyone) -> None:
-        """Sets which tokens and prompts count in the loss, and turns TRL's advantages into the method's."""
+        """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
         args = self.args
-        if args.scored_tokens != "ended":
-            score_more(batch, args.scored_tokens, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
         if args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, everyone))
         if args.prompt_share < 1 and self.mode == "train":
@@ -361,6 +476,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.log_metric("prompts_kept", kept)
         batch["advantages"] = reshaped(batch["advantages"], args.advantage, self.group, everyone)
 
+    def score_some(self, batch: Batch, everyone: Everyone) -> None:
+        """Sets which tokens count in the loss."""
+        if (name := self.args.scored_tokens) != "ended":
+            score_more(batch, name, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
+
     def draw_views(self, batch: Batch, everyone: Everyone) -> None:
         """Adds the views of every update, and how many of them score something."""
         rows = len(batch["canvas_ids"])
@@ -368,7 +488,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
         batch |= draw_updates(
             sampled_rows(batch, self.model.config, protected),
-            Randomness(self.generators("views", rows), keyed_generator(*self.key("views")), everyone.first, total),
+            Randomness(
+                self.generators("views", rows // self.turns, self.turns),
+                keyed_generator(*self.key("views")),
+                everyone.first,
+                total,
+            ),
             self.num_iterations,
             ESTIMATORS[self.args.estimator],
             self.args.view_settings(),
@@ -440,12 +565,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.turns)
         # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
             loss = self.trl_loss(inputs, scores.entropies, batch)
+            if args.loss_type in TRLS_OVER_ROWS:  # the mean is over completions
+                loss = loss * self.turns
         else:
             loss, metrics = objective(inputs, args)
             loss = loss / accumulated
@@ -566,6 +693,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for name, value in load_file(state_files(folder, rank)[0]).items():
             index, key = name.split(".", 1)
             batches[int(index)][key] = value.to(self.accelerator.device)
+        self.resumed = True
         self.set_loss_sums(counters["losses"])
         self.compute = counters["compute"]
         self.restore_trl(batches, counters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, compress
@@ -29,6 +29,7 @@ from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 logger = logging.getLogger(__name__)
+Stops = Callable[[Sequence[int]], bool]  # whether a completion that begins with these ids ends with them
 
 # --- The canvas, the progress of each row, and the EOS stop, which decides which rows leave ---------------------------
 
@@ -90,6 +91,7 @@ class Row:
     left: int = 0  # tokens that the next pass predicts: those that the block hides, or with editing all; 0: it is done
     hides: int = 0  # with editing, tokens that the block still hides
     post: int = 0  # with editing, passes since it hid none
+    stops: Stops | None = None  # another end of the completion than an EOS, for the EOS stop
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     ends: tuple[int, ...] = ()  # of the EOS stop
@@ -190,6 +192,10 @@ class Batch:
         positions = torch.arange(own.shape[1], device=own.device)
         hidden = positions >= filled
         ended = (torch.isin(own, end_ids) & ~hidden & (positions >= firsts)).any(1)
+        if any(self.rows[row].stops for row in between):
+            whole = zip(own.tolist(), (self.rows[row] for row in between), strict=True)
+            also = [bool(row.stops and row.stops(ids[row.offset : row.filled + row.size])) for ids, row in whole]
+            ended |= torch.tensor(also).to(ended.device, non_blocking=True)
         completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
         return sorted([*done, *compress(between, ended.tolist())])  # the block's one host sync
 
@@ -510,6 +516,7 @@ def rollout_steps(
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
+    stops: Stops | None = None,
     other_blocks: bool = False,
     recompute: bool = False,
     **fields: Any,
@@ -524,6 +531,7 @@ def rollout_steps(
         eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
             blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then need one
             generator per row, as with a parallel sampler.
+        stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
 
@@ -545,7 +553,7 @@ def rollout_steps(
     rows = []
     for number, after in enumerate(inside):
         schedule = settings.schedule(None if after is None else after % settings.block_length)
-        rows.append(Row(number, canvas.start, after or 0, schedule))
+        rows.append(Row(number, canvas.start, after or 0, schedule, stops=stops))
     batch = Batch.of(rows, canvas, generator)
     cache = cache_of(model.config, settings.cache, recompute)
 

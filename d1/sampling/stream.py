@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
-from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, blank_record, note, start_canvas
+from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, Stops, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 
-Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws
+# Ids without padding, the row's generator where sampling draws, and perhaps `stops` as in `rollout`
+Prompt = tuple[Sequence[int], Generator | None] | tuple[Sequence[int], Generator | None, Stops | None]
 Finished = tuple[list[int], Rollout]
 
 
@@ -41,7 +42,7 @@ def rollout_stream(
 
     Args:
         prompts: (ids, generator) each; the generator may be None if sampling draws nothing. For the least padding, sort
-            prompts by length, the longest first.
+            prompts by length, the longest first. An iterator that has ended may have more when a row has been yielded.
         eos_token_ids: the EOS stop, as in `rollout`.
 
     Yields:
@@ -59,7 +60,10 @@ def rollout_stream(
     ends = tuple(eos_token_ids or ())
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
-    asked = (Asked(number, ids, settings, generator, ends) for number, (ids, generator) in enumerate(prompts))
+    # `map` asks again after an iterator has ended once.
+    asked = map(
+        lambda prompt, number: Asked(number, prompt[0], settings, prompt[1], ends, *prompt[2:]), prompts, count()
+    )
 
     def sample_all() -> Iterator[Finished]:
         while True:
@@ -86,6 +90,7 @@ class Asked:
     settings: SamplingSettings
     generator: Generator | None = None  # None where nothing is drawn
     ends: tuple[int, ...] = ()  # of the EOS stop
+    stops: Stops | None = None
 
 
 class Stream:
@@ -168,7 +173,8 @@ class Stream:
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
             padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
-            row = Row(one.number, padded, len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
+            own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops}
+            row = Row(one.number, padded, len(one.ids), schedule, one.generator, **own)
             rows.append(row)
             self.padded |= len(one.ids) < padded
         # Completions end together on the right: the batch is as wide as its longest prompt and its longest completion.

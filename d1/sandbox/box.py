@@ -18,17 +18,18 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
 from d1.sandbox.inside import READY, pack
 
+T = TypeVar("T")
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
@@ -184,9 +185,14 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
     """The cases that a program passes. Raises SandboxError if no try started both sandboxes."""
+    return started(lambda: start_sides(python, program, tests, limits))
+
+
+def started(start: Callable[[], T]) -> T:
+    """What `start` returns; it is tried again while it raises OSError. Raises SandboxError if no try succeeded."""
     for pause in (*PAUSES, None):
         try:
-            return start_sides(python, program, tests, limits)
+            return start()
         except OSError as error:
             said = str(error)
         if any(words in said for words in LASTING):  # another try would say the same
@@ -206,13 +212,6 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
     """As `run_sides`, with one try. Raises OSError if a sandbox did not start."""
     with ExitStack() as processes, ExitStack() as ours:
 
-        def holding(data: bytes, until: ExitStack = ours) -> int:  # the descriptor of a file in memory
-            file = os.memfd_create("d1")
-            until.callback(os.close, file)
-            os.write(file, data)
-            os.lseek(file, 0, os.SEEK_SET)
-            return file
-
         def pipe() -> tuple[int, int]:  # its ends, to read and to write
             ends = os.pipe()
             for descriptor in ends:
@@ -220,7 +219,7 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
             return ends
 
         def start(more: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
-            rules = holding(refusals(os.uname().machine))
+            rules = holding(refusals(os.uname().machine), ours)
             words = [*command(python, limits, rules), *map(str, more)]
             # A session of its own is a group of processes to kill, and Ctrl-C does not reach it.
             options: Any = {"pass_fds": (*more, rules), "start_new_session": True, "bufsize": 0, "cwd": "/", **streams}
@@ -231,7 +230,7 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
         # The program's side reads calls and writes replies, and has no other pipe; only the tests' side gets the tests.
         errors = [holding(b"", processes) for _ in range(2)]  # bubblewrap writes a message in pieces: one file each
         calls, replies = pipe(), pipe()
-        orders = holding(pack({"program": program, **vars(tests)}, None).encode() + b"\n")
+        orders = holding(pack({"program": program, **vars(tests)}, None).encode() + b"\n", ours)
         start((), stdin=calls[0], stdout=replies[1], stderr=errors[1])
         judge = start((calls[1], replies[0]), stdin=orders, stdout=subprocess.PIPE, stderr=errors[0])
         ours.close()
@@ -247,6 +246,51 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
             end(judge)
             said, _ = judge.communicate()
     return frozenset(map(int, said.split()))
+
+
+def holding(data: bytes, until: ExitStack) -> int:
+    """The descriptor of a file in memory, which is closed with `until`."""
+    file = os.memfd_create("d1")
+    until.callback(os.close, file)
+    os.write(file, data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def output_of(program: str, most: int, limits: Limits = DEFAULT) -> str:
+    """What a program prints, at most `most` characters of it, and its error if it ends with one. A program that prints
+    more, or runs longer than it may, is ended. Raises SandboxError as `passed`."""
+    python = working_python()
+    return started(lambda: start_alone(python, program, most, limits))
+
+
+def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
+    """As `output_of`, with one try. Raises OSError if the sandbox did not start."""
+    with ExitStack() as ours:
+        rules, errors = holding(refusals(os.uname().machine), ours), holding(b"", ours)
+        orders = holding(pack(program, None).encode() + b"\n", ours)
+        options: Any = {"pass_fds": (rules,), "start_new_session": True, "bufsize": 0, "cwd": "/"}
+        words = [*command(python, limits, rules), "show"]
+        process = subprocess.Popen(words, stdin=orders, stdout=subprocess.PIPE, stderr=errors, **options)
+        ours.callback(end, process)
+        assert process.stdout is not None
+        pipe, said, until = process.stdout.fileno(), b"", time.monotonic() + START_SECONDS
+        running = False
+        while len(said) <= 4 * most:  # a character has at most four bytes
+            if not wait([pipe], max(0.0, until - time.monotonic())):
+                if running:
+                    return f"{said.decode(errors='replace')[:most]}\nTimeoutError: more than {limits.seconds:g} seconds"
+                raise OSError(f"no interpreter ran after {START_SECONDS:g} s")
+            part = os.read(pipe, 1 << 16)
+            if not part:
+                break
+            said += part
+            if not running and said.startswith(READY):
+                running, said, until = True, said[len(READY) :], time.monotonic() + seconds_now(limits)
+        if not running:
+            text = os.pread(errors, 1 << 16, 0).decode(errors="replace").strip()
+            raise OSError(text.splitlines()[-1] if text else "it ended without a message")
+        return said.decode(errors="replace")[:most].strip()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

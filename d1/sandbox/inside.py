@@ -1,4 +1,5 @@
-"""What runs within the two sandboxes of a judged program, as `python -c`: it imports the standard library alone.
+"""What runs within the two sandboxes of a judged program, or the one of a program alone, as `python -c`: it imports the
+standard library alone.
 
 The program's side holds the program and knows no test. It answers calls. The tests' side runs the tests and sends each
 call of the program's functions over a pipe. It reads plain values back, which it compares with its own, and writes the
@@ -152,6 +153,26 @@ def answer(limits: dict[str, Any]) -> None:
             reply("error", names, str(error)[:1000])
 
 
+# ---- a program alone
+
+
+def show(limits: dict[str, Any]) -> None:
+    """Runs a program, whose prints and last error go to standard output."""
+    orders, output = own_pipes()
+    limit(limits)
+    program = unpack(orders.readline().decode(), None)
+    output.write(READY)
+    output.flush()
+    os.dup2(output.fileno(), 1)
+    try:
+        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+    except SystemExit:
+        pass
+    except BaseException as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\n")
+    sys.stdout.flush()
+
+
 # ---- the tests' side
 
 
@@ -281,9 +302,14 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
 
 
 def main() -> NoReturn:
-    limits, pipes = unpack(sys.argv[1], None), [*map(int, sys.argv[2:])]
+    limits, more = unpack(sys.argv[1], None), sys.argv[2:]
     try:
-        examine(limits, *pipes) if pipes else answer(limits)
+        if more == ["show"]:
+            show(limits)
+        elif more:
+            examine(limits, *map(int, more))
+        else:
+            answer(limits)
     except BaseException:  # said by what was not written to the pipes
         os._exit(1)
     os._exit(0)

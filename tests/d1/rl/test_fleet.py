@@ -19,8 +19,10 @@ from d1.rl.engines import folder_with_room
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.serve import KEY
 from d1.serve.client import RolloutServer
+from d1.tools.calls import FORMATS
 from tests.d1.rl.fleet import LIMIT, Fleet, trainers
-from tests.tiny_grpo import assert_same, clockless, make_method
+from tests.d1.rl.tool_runs import make_turns
+from tests.tiny_grpo import assert_same, clockless, logged, make_method, weights
 
 pytestmark = pytest.mark.usefixtures("server_key")
 PARTS = {"rollout_batch_size": 2, "rollout_server_timeout": LIMIT}  # of four rows per process
@@ -86,6 +88,26 @@ def test_a_run_is_that_of_rollouts_in_the_trainer(fleet, tiny_model_dir, tiny_bl
     assert not [*folder.rglob("d1-weights*")]
     if blocks:
         urls.close()
+
+
+@pytest.mark.parametrize("estimator", ["one_step", "replay"])
+def test_a_turn_is_a_request_with_a_longer_prompt(fleet, tiny_model_dir, folder, tmp_path, estimator):
+    """Servers do not know of calls: what they sample after one is cut off, and changes no score."""
+    options = {"max_steps": 4, "max_turns": 3, "rollout_batch_size": 5, "estimator": estimator, "p_mask_prompt": 0.0}
+    options |= {"objective": "clipped_views", "beta": 0.0}
+    here = make_turns(tiny_model_dir, tmp_path, **options)
+    here.train()
+    there = make_turns(tiny_model_dir, folder / f"turns_{estimator}", **options, **fleet.flags)
+    there.train()
+    FORMATS.pop("test")
+    expected, found = weights(here.model), weights(there.model)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    names = ("loss", "reward", "tools/turns", "tools/call_frequency")
+    assert [[entry.get(name) for name in names] for entry in logged(here)] == [
+        [entry.get(name) for name in names] for entry in logged(there)
+    ]
+    assert logged(there)[0]["tools/turns"] > 1.2
+    assert logged(there)[0]["sampling/forward_passes"] > logged(here)[0]["sampling/forward_passes"]
 
 
 def test_a_server_falls_silent_dies_and_comes_back_with_the_weights(

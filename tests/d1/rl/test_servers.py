@@ -188,7 +188,7 @@ def test_rows_of_several_processes_share_requests_unless_they_are_to_be_equal_to
         asked = []
         for first, lengths in ((0, (3, 5, 4)), (3, (9,))):
             ids, mask = trainer.padded([[*range(10, 10 + length)] for length in lengths])
-            asked.append(trainer.prompts(ids, mask, (0, 1, 2), first))
+            asked.append(trainer.prompts(ids, mask, [(0, 1, 2, first + row) for row in range(len(ids))]))
         before = served.metric("d1_forward_passes_total")
         found = trainer.servers.sample(asked)
         assert served.metric("d1_forward_passes_total") - before == (8 if own_batch else 4)

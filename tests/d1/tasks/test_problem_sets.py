@@ -4,10 +4,15 @@ import csv
 import importlib.util
 import json
 from fractions import Fraction
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import pytest
+
+from d1.models.tokenizer import encode_prompt, end_ids, render_prompt, trained_ids
+from d1.tools.functions import calculator
+from d1.tools.turns import Episode, Toolbox, TurnSettings
+from pocket.tokenizer import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[3] / "dataset"
 SPLITS = ("train", "validation", "test")
@@ -43,10 +48,11 @@ def test_the_script_writes_the_same_bytes(tmp_path):
     made = sorted(tmp_path.iterdir())
     lines = (
         f"{name}_{split}.jsonl"
-        for name in ("countdown", "pocket_countdown", "arithmetic", "programs")
+        for name in ("countdown", "pocket_countdown", "arithmetic", "programs", "products")
         for split in SPLITS
     )
-    assert [path.name for path in made] == sorted([*(f"sudoku_{split}.csv" for split in SPLITS), *lines])
+    sudoku = (f"sudoku_{split}.csv" for split in SPLITS)
+    assert [path.name for path in made] == sorted([*sudoku, *lines, "products_sft.jsonl"])
     for path in made:
         assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path), "--seed", "1"]))
@@ -58,6 +64,8 @@ def key(name: str, row: dict[str, str]) -> object:
     if name == "arithmetic":  # the numbers of a problem
         lines = [line.split() for line in row["answer"].splitlines()[:3]]
         return lines[0][0], *sorted(line[2] for line in lines)
+    if name == "products":
+        return tuple(sorted(row["input"].split(" * ")))
     return row["Solution"] if name == "sudoku" else tuple(sorted(row["input"].split(",")))
 
 
@@ -67,6 +75,7 @@ def key(name: str, row: dict[str, str]) -> object:
         ("sudoku", [4000, 512, 512], [200, 44, 44]),  # all 288 grids
         ("countdown", [2000, 256, 256], [2000, 256, 256]),
         ("arithmetic", [4000, 512, 512], [4000, 512, 512]),
+        ("products", [4000, 512, 512], [4000, 512, 512]),
     ],
 )
 def test_splits_are_unique_and_disjoint(name, rows, keys):
@@ -150,3 +159,25 @@ def test_programs_are_all_functions_each_in_one_split():
         assert {row["input"] for row in rows} == {"abcde,edcba"}
         found += [row["program"] for row in rows]
     assert sorted(found) == [" + ".join(f"x[{index}]" for index in p) for p in product(range(5), repeat=5)]
+
+
+def test_products_are_right_and_their_conversations_are_ids_of_rollouts():
+    """What SFT learns from ends as an episode of these problems continues, token by token."""
+    for row in (row for split in SPLITS for row in read("products", split)):
+        a, b = map(int, row["input"].split(" * "))
+        assert a * b == int(row["output"])
+        assert all(100 <= factor <= 999 for factor in (a, b))
+    shown = [json.loads(line)["messages"] for line in (FOLDER / "products_sft.jsonl").read_text().splitlines()]
+    assert [len(messages) for messages in shown].count(4) == 250
+    tokenizer = build_tokenizer("products")
+    box = Toolbox(tokenizer, end_ids(tokenizer), TurnSettings())
+    functions = {"calculator": calculator}
+    for first, second in [pair for pair in pairwise(shown) if len(pair[1]) == 4][:20]:
+        prompt, _ = box.told(first[:1], functions)
+        start = encode_prompt(tokenizer, render_prompt(tokenizer, prompt))
+        turns = [trained_ids(messages, tokenizer, "answer") for messages in (first, second)]
+        written = [ids[begins:] for ids, begins in turns]
+        episode = Episode(prompt, start, functions)
+        box.play([episode], lambda rows, turn, written=written: [written[turn]])
+        assert [*start, *episode.ids] == turns[1][0]
+        assert [turn.prompt_ids for turn in episode.turns] == [ids[:begins] for ids, begins in turns]

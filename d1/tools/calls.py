@@ -1,0 +1,166 @@
+"""How a model writes a call of a tool and reads the result, one entry per format.
+
+A call is a text between two marks. Sampling stops after the closing mark, and the result comes in the user's next
+message. A new format is an entry of `FORMATS`. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+Functions = Mapping[str, Callable[..., Any]]
+Call = tuple[str, dict[str, Any]]  # the name of a function and its arguments
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """An entry of the table.
+
+    Attributes:
+        opens, closes: the marks of a call.
+        read: the call in the text between the marks; ValueError, with the text for the model, if there is none.
+        write: a call as the text between the marks.
+        result: what the user's message has for each result, with {result} in it.
+        known_by: a text that a chat template or a vocabulary of this format contains; "": any.
+    """
+
+    opens: str
+    closes: str
+    read: Callable[[str, Functions], Call]
+    write: Callable[[str, dict[str, Any], Functions], str]
+    result: str
+    known_by: str = ""
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """A whole call, whose group is the text between the marks."""
+        return re.compile(f"{re.escape(self.opens)}(.*?){re.escape(self.closes)}", re.DOTALL)
+
+    def written(self, name: str, arguments: dict[str, Any], functions: Functions) -> str:
+        """A call with its marks."""
+        return f"{self.opens}{self.write(name, arguments, functions)}{self.closes}"
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of a function and their types."""
+    hints = get_type_hints(function)
+    return {name: hints.get(name, str) for name in inspect.signature(function).parameters}
+
+
+def typed(text: str, kind: Any) -> Any:
+    """An argument that was written as text: a JSON value where the parameter is no text."""
+    if kind is str:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(f"{text!r:.80} is not a JSON value") from None
+
+
+def function_of(name: str, functions: Functions) -> Callable[..., Any]:
+    if name not in functions:
+        raise ValueError(f"there is no tool {name!r:.80}: use {', '.join(functions)}")
+    return functions[name]
+
+
+def read_json(text: str, functions: Functions) -> Call:
+    """{"name": ..., "arguments": {...}} (Qwen 2.5 and 3, SDAR)."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError('a call must be JSON: {"name": NAME, "arguments": {NAME: VALUE}}') from None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError('"name" must be a text and "arguments" an object')
+    function_of(name, functions)
+    return name, arguments
+
+
+def write_json(name: str, arguments: dict[str, Any], functions: Functions) -> str:
+    return f"\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n"
+
+
+XML_FUNCTION = re.compile(r"\s*<function=([^>\s]*)>(.*?)</function>\s*", re.DOTALL)
+XML_PARAMETER = re.compile(r"<parameter=([^>\s]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def read_xml(text: str, functions: Functions) -> Call:
+    """<function=NAME> <parameter=NAME> value </parameter> </function> (Nemotron, Qwen3-Coder)."""
+    found = XML_FUNCTION.fullmatch(text)
+    if not found:
+        raise ValueError("a call must be <function=NAME><parameter=NAME>VALUE</parameter></function>")
+    name, body = found.groups()
+    kinds = parameters(function_of(name, functions))
+    return name, {key: typed(value, kinds.get(key, str)) for key, value in XML_PARAMETER.findall(body)}
+
+
+def write_xml(name: str, arguments: dict[str, Any], functions: Functions) -> str:
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    lines = [f"<parameter={key}>\n{value}\n</parameter>" for key, value in values.items()]
+    return "\n".join(["", f"<function={name}>", *lines, "</function>", ""])
+
+
+def read_plain(text: str, functions: Functions) -> Call:
+    """NAME: ARGUMENT for a function of one parameter, else NAME: {"NAME": VALUE, ...}; without NAME if there is one
+    function."""
+    name, colon, rest = (part.strip() for part in text.partition(":"))
+    if not (colon and name in functions):
+        name, rest = (next(iter(functions)), text.strip()) if len(functions) == 1 else (name, rest)
+    kinds = parameters(function_of(name, functions))
+    if len(kinds) == 1:
+        (only, kind), *_ = kinds.items()
+        return name, {only: typed(rest, kind)}
+    arguments = typed(rest or "{}", dict)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{name} takes a JSON object with {', '.join(kinds)}")
+    return name, arguments
+
+
+def write_plain(name: str, arguments: dict[str, Any], functions: Functions) -> str:
+    values = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
+    rest = values[0] if len(parameters(functions[name])) == 1 else json.dumps(arguments)
+    return rest if len(functions) == 1 else f"{name}: {rest}"
+
+
+# The first entry that fits a tokenizer is its format.
+RESPONSE = "<tool_response>\n{result}\n</tool_response>"
+FORMATS: dict[str, CallFormat] = {
+    "xml": CallFormat("<tool_call>", "</tool_call>", read_xml, write_xml, RESPONSE, known_by="<function="),
+    "json": CallFormat("<tool_call>", "</tool_call>", read_json, write_json, RESPONSE, known_by="<tool_call>"),
+    "plain": CallFormat("<call>", "</call>", read_plain, write_plain, "<result>{result}</result>"),
+}
+
+
+def format_of(tokenizer: Any) -> str:
+    """The name of the format of a tokenizer, by its chat template and its vocabulary."""
+    template, vocabulary = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
+    return next(name for name, one in FORMATS.items() if one.known_by in template or one.known_by in vocabulary)
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """The first paragraph of a function's docstring, as one line."""
+    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+
+
+def instructions(functions: Functions, form: CallFormat) -> str:
+    """What tells a model about its tools where the chat template does not."""
+    lines = [f"- {name}({', '.join(parameters(one))}): {summary(one)}" for name, one in functions.items()]
+    name = next(iter(functions))
+    example = form.written(name, {key: "..." for key in parameters(functions[name])}, functions)
+    return "\n".join(
+        ["You can call these tools:", *lines, f"To call one, write {example} and stop. You then get its result."]
+    )
+
+
+def renders_tools(tokenizer: Any, messages: Sequence[Message], functions: Functions) -> bool:
+    """Whether the chat template tells the model about tools that it is given."""
+    text = tokenizer.apply_chat_template(list(messages), tools=[*functions.values()], tokenize=False)
+    return all(name in text for name in functions) and text != tokenizer.apply_chat_template(
+        list(messages), tokenize=False
+    )

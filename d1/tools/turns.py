@@ -1,0 +1,324 @@
+"""Episodes of several turns: a canvas, the calls in it, their results as given text, and the next canvas.
+
+A canvas is cut after its first EOS, or in all turns but the last after its last allowed call. The EOS that the cut
+removed, the results and the header of the next answer follow as given text. What was sampled after the cut is no part
+of the episode, so a canvas is never a prefix of the next prompt. Ids are joined, and never tokenised again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from d1.models.tokenizer import encode_prompt, first_end, render_prompt
+from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of
+from d1.sandbox import WORKERS
+from d1.tools.calls import FORMATS, Call, Functions, Message, format_of, instructions, renders_tools
+from d1.tools.functions import Outcome, call
+
+ENDS = ("no_call", "unclosed", "max_turns", "no_room")  # why an episode ended
+PLACE = "d1-answer"  # stands for the assistant's message while the template writes what follows it
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """The limits of an episode.
+
+    Attributes:
+        max_turns: canvases per episode.
+        calls_per_turn: calls in a canvas; it is cut after the last one.
+        tool_seconds: for one call.
+        result_length: tokens of a result; the rest is cut off.
+        max_turn_prompt: the longest prompt of a later turn, in tokens; None: any.
+    """
+
+    max_turns: Annotated[int, COUNT] = 2
+    calls_per_turn: Annotated[int, COUNT] = 1
+    tool_seconds: Annotated[float, POSITIVE] = 10.0
+    result_length: Annotated[int, COUNT] = 256
+    max_turn_prompt: Annotated[int | None, COUNT | None] = None
+
+    def __post_init__(self) -> None:
+        check_ranges(vars(self), ranges_of(TurnSettings))
+
+    @classmethod
+    def of(cls, source: Any, gen_length: int, config: Any) -> TurnSettings:
+        """The limits that `source` has as attributes; those that are None become 2 turns, and the room that canvases of
+        `gen_length` leave in a model of this config."""
+        values = {one.name: getattr(source, one.name) for one in fields(cls)}
+        positions = getattr(config, "max_position_embeddings", None)
+        if values["max_turn_prompt"] is None and positions is not None:
+            values["max_turn_prompt"] = max(positions - gen_length, 1)
+        return cls(**values | {"max_turns": values["max_turns"] or 2})
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: the ids before its canvas, and those of the canvas up to the cut."""
+
+    prompt_ids: list[int]
+    kept: list[int]
+
+
+@dataclass
+class Episode:
+    """A conversation that goes on until `end` says why it ended.
+
+    Attributes:
+        prompt: the messages before the first canvas.
+        next_ids: the prompt of the next canvas.
+        functions: the tools of this episode by name.
+        number: of its row, for the log of results.
+        said: the messages after the prompt, as TRL passes them to rewards; arguments of calls are JSON, as text.
+    """
+
+    prompt: Sequence[Message]
+    next_ids: list[int]
+    functions: Functions
+    number: int = 0
+    turns: list[Turn] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
+    calls: int = 0
+    failed: int = 0
+    hung: bool = False
+    end: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids after the first prompt."""
+        last = self.turns[-1]
+        return [*last.prompt_ids, *last.kept][len(self.turns[0].prompt_ids) :]
+
+    @property
+    def sampled(self) -> list[int]:
+        """1 for each of `ids` that the model wrote, 0 for given text."""
+        flags, start = [0] * len(self.ids), len(self.turns[0].prompt_ids)
+        for turn in self.turns:
+            at = len(turn.prompt_ids) - start
+            flags[at : at + len(turn.kept)] = [1] * len(turn.kept)
+        return flags
+
+
+class Results:
+    """A file with the results of calls, one JSON line per call, from which a resumed run takes them.
+
+    A line is read only if the same call is made at the same place of the same rollout."""
+
+    def __init__(self, path: Path, known: bool) -> None:
+        """`known`: keep what the file has; otherwise it begins anew."""
+        self.lines: dict[str, Any] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if known and path.is_file() else ""
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut off by a kill
+                entry = json.loads(line)
+                self.lines[json.dumps(entry["at"])] = entry
+        self.file = open(path, "a" if known else "w", encoding="utf-8")  # noqa: SIM115  (as long as the run)
+        self.file.write("" if text.endswith("\n") or not text else "\n")
+
+    def of(self, at: Sequence[int], asked: Call, make: Callable[[], Outcome]) -> Outcome:
+        """The logged outcome of a call, or that of `make`, which is then logged."""
+        key, call_of = json.dumps(list(at)), json.loads(json.dumps(asked, default=str))
+        entry = self.lines.get(key)
+        if entry is not None and entry.get("call") == call_of:
+            return Outcome(entry["text"], entry["failed"])
+        made = make()
+        line = {"at": list(at), "call": call_of, "text": made.text, "failed": made.failed}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        return made
+
+
+class Toolbox:
+    """Everything that the turns of a run share.
+
+    Args:
+        ends: ids of the tokens that end a completion.
+        form: the name of the format of calls; None: the one that fits the tokenizer.
+        options: what the chat template gets besides messages and tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        settings: TurnSettings,
+        form: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if form is not None and form not in FORMATS:
+            raise ValueError(f"--tool_format must be one of {', '.join(FORMATS)}, got {form!r}")
+        self.tokenizer, self.ends, self.settings, self.options = tokenizer, ends, settings, options or {}
+        self.form = FORMATS[form or format_of(tokenizer)]
+        self.pattern = self.form.pattern
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.rendered: dict[tuple[str, ...], bool] = {}  # names of tools -> whether the template tells about them
+        self.special = sorted({*special, *tokenizer.all_special_tokens}, key=len, reverse=True)
+
+    # --- Prompts ------------------------------------------------------------------------------------------------------
+
+    def told(self, prompt: Sequence[Message], functions: Functions) -> tuple[list[Message], dict[str, Any]]:
+        """A prompt that tells the model about its tools, and the options for the template that does it instead."""
+        messages = list(prompt)
+        if not functions:
+            return messages, {}
+        if (names := tuple(functions)) not in self.rendered:
+            self.rendered[names] = renders_tools(self.tokenizer, messages, functions)
+        if self.rendered[names]:
+            return messages, {"tools": [*functions.values()]}
+        first, *rest = messages
+        return [{**first, "content": f"{instructions(functions, self.form)}\n\n{first['content']}"}, *rest], {}
+
+    # --- The cut ------------------------------------------------------------------------------------------------------
+
+    def calls_in(self, ids: Sequence[int]) -> list[str]:
+        """The texts of the whole calls in a completion."""
+        return self.pattern.findall(self.tokenizer.decode(list(ids)))
+
+    def stops(self, ids: Sequence[int]) -> bool:
+        """Whether the completion that begins with these ids ends with them, before an EOS: they have all calls."""
+        return len(self.calls_in(ids)) >= self.settings.calls_per_turn
+
+    def cut(self, canvas_ids: Sequence[int], is_last: bool) -> int:
+        """The number of tokens of a canvas that count."""
+        before_end = first_end(canvas_ids, self.ends)
+        if is_last or not self.stops(canvas_ids[:before_end]):
+            return min(before_end + 1, len(canvas_ids))
+        low, high = 1, before_end  # the first tokens with all calls: bisection
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.stops(canvas_ids[:middle]) else (middle + 1, high)
+        return low
+
+    # --- Turns --------------------------------------------------------------------------------------------------------
+
+    def stop_of(self, turn: int) -> Callable[[Sequence[int]], bool] | None:
+        """`stops` for all turns but the last, where a call has no effect."""
+        return self.stops if turn + 1 < self.settings.max_turns else None
+
+    def take(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
+        """Adds a canvas to an episode; returns the texts of the calls that need results. Without any, it has ended."""
+        number = len(episode.turns)
+        is_last = number + 1 >= self.settings.max_turns
+        kept = list(canvas_ids[: self.cut(canvas_ids, is_last)])
+        episode.turns.append(Turn(episode.next_ids, kept))
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        episode.said.append({"role": "assistant", "content": text})
+        calls = self.calls_in(kept[: first_end(kept, self.ends)])[: self.settings.calls_per_turn]
+        if is_last or not calls:
+            opened = self.pattern.sub("", self.tokenizer.decode(kept)).count(self.form.opens)
+            episode.end = "max_turns" if calls else "unclosed" if opened else "no_call"
+            return []
+        return calls
+
+    def results(
+        self, episode: Episode, calls: Sequence[str], log: Results | None = None, at: Sequence[int] = ()
+    ) -> None:
+        """Makes the calls of an episode's last turn and gives it their results. `at` is the key of the rollout in the
+        log. Nothing that a tool does raises an error here."""
+        outcomes, messages, made = [], [], []
+        for number, text in enumerate(calls):
+            name, arguments = "unknown", dict[str, Any]()
+            try:
+                name, arguments = self.form.read(text, episode.functions)
+            except ValueError as error:
+                outcome = Outcome(f"error: {error}", failed=True)
+            else:
+                make = partial(call, episode.functions[name], arguments, self.settings.tool_seconds)
+                where = [*at, episode.number, len(episode.turns) - 1, number]
+                outcome = make() if log is None else log.of(where, (name, arguments), make)
+            outcomes.append(outcome)
+            # As text: TRL's tables of completions cannot hold arguments of different types.
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            made.append({"type": "function", "function": function})
+            messages.append({"role": "tool", "name": name, "content": outcome.text})
+        episode.calls += len(outcomes)
+        episode.failed += sum(outcome.failed for outcome in outcomes)
+        episode.hung |= any(outcome.hung for outcome in outcomes)
+        last = episode.turns[-1]
+        following = [*last.prompt_ids, *last.kept, *self.given(episode, [outcome.text for outcome in outcomes])]
+        if self.settings.max_turn_prompt is not None and len(following) > self.settings.max_turn_prompt:
+            episode.end = "no_room"
+            return
+        episode.next_ids = following
+        episode.said[-1]["tool_calls"] = made
+        episode.said += messages
+
+    def given(self, episode: Episode, results: Sequence[str]) -> list[int]:
+        """The ids between the last turn and the next canvas: the EOS if the cut removed it, results, header."""
+        content = "\n".join(self.form.result.format(result=self.readable(text)) for text in results)
+        messages = [{"role": "assistant", "content": PLACE}, {"role": "user", "content": content}]
+        rendered = render_prompt(self.tokenizer, [*episode.prompt, *messages], **self.options)
+        ids = encode_prompt(self.tokenizer, rendered.rpartition(PLACE)[2])
+        kept = episode.turns[-1].kept
+        if kept and kept[-1] in self.ends:
+            return ids[1:] if ids[:1] and ids[0] in self.ends else ids
+        return ids if ids[:1] and ids[0] in self.ends else [self.ends[0], *ids]
+
+    def readable(self, text: str) -> str:
+        """A result that cannot be mistaken for anything else: without special tokens and marks of calls, without
+        characters that have no token, and cut to the length allowed."""
+        for token in (*self.special, self.form.opens, self.form.closes):
+            text = text.replace(token, " ")
+        text = "".join(one for one in text if one.isprintable() or one in "\n\t")
+        most = self.settings.result_length
+        try:
+            ids = encode_prompt(self.tokenizer, text)
+        except ValueError:  # a vocabulary without unknown tokens
+            words = [word for word in text.split() if self.knows(word)]
+            text = " ".join(words)
+            ids = encode_prompt(self.tokenizer, text)
+        return text if len(ids) <= most else str(self.tokenizer.decode(ids[:most]))
+
+    def knows(self, word: str) -> bool:
+        try:
+            return bool(encode_prompt(self.tokenizer, word))
+        except ValueError:
+            return False
+
+    def play(
+        self,
+        episodes: Sequence[Episode],
+        sample: Callable[[list[int], int], Sequence[Sequence[int]]],
+        *,
+        anyone: Callable[[bool], bool] = bool,
+        all_rows: bool = False,
+        log: Results | None = None,
+        at: Sequence[int] = (),
+    ) -> None:
+        """Plays episodes to their ends.
+
+        Args:
+            sample: canvases (rows, canvas) for the episodes with these numbers, in this turn.
+            anyone: whether this is true in any process; processes then take part in the same number of turns. One
+                without rows of its own samples its first row again, and the result is dropped.
+            all_rows: sample all rows in every turn, for processes that must make the same forward passes.
+        """
+        for turn in range(self.settings.max_turns):
+            live = [row for row, episode in enumerate(episodes) if episode.end is None]
+            if not anyone(bool(live)):
+                return
+            rows = [*range(len(episodes))] if all_rows else live or [0]
+            canvases = dict(zip(rows, sample(rows, turn), strict=True))
+            asked = [(episodes[row], calls) for row in live if (calls := self.take(episodes[row], canvases[row]))]
+
+            def answer(pair: tuple[Episode, list[str]]) -> None:
+                self.results(*pair, log, at)
+
+            # A user's functions may share state, so they are called one after the other unless they say otherwise.
+            apart = all(getattr(one, "concurrent", False) for episode, _ in asked for one in episode.functions.values())
+            with ThreadPoolExecutor(WORKERS if apart else 1) as pool:
+                [*pool.map(answer, asked)]
+
+
+def ends_of(episodes: Iterable[Episode]) -> Mapping[str, int]:
+    """How many episodes ended for each reason."""
+    found = Counter(episode.end for episode in episodes)
+    return {name: found[name] for name in ENDS}

@@ -1,0 +1,76 @@
+"""The tables of README.md, from data/runs.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d1.show.tables import markdown_table
+from pocket.uncertainty import mean_of
+from studies.json_lines import read_lines
+from studies.reports import percent, points, scores
+from studies.tools.run import ARMS, BLOCKS, RUNS, SEEDS
+
+HEADER = [
+    "attention",
+    "arm",
+    "seeds",
+    "solved",
+    "tool minus this arm",
+    "calls per problem",
+    "solved with the calculator",
+]
+HEADER += ["processor s"]
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)  # of a run, for the calls over training
+OVER_TIME = ["attention", "arm", *(f"at {share:.0%}" for share in SHARES)]
+
+
+def row(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
+    """A row of the table: means over seeds. The difference is over the seeds that both arms have; the SFT model, which
+    has one seed, is compared with each."""
+    own, tool = (
+        [line for line in lines if (line["attention"], line["arm"]) == (attention, of)] for of in (arm, "tool")
+    )
+    seeds = {line["seed"] for line in tool} if arm == "sft" else {line["seed"] for line in (*own, *tool)}
+    paired = scores(line for line in tool if line["seed"] in seeds)
+    gain = (
+        points(mean_of(paired - scores(own))) if arm != "tool" and len(paired) and len(own) in (1, len(paired)) else ""
+    )
+    other = (
+        ""
+        if arm in ("sft", "tool")
+        else percent(mean_of(scores({**line, "right": line["right_with_tool"]} for line in own)))
+    )
+    calls, seconds = (np.mean([line[name] for line in own]) for name in ("calls", "seconds"))
+    return [attention, arm, str(len(own)), percent(mean_of(scores(own))), gain, f"{calls:.2f}", other, f"{seconds:.0f}"]
+
+
+def over_time(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
+    """Calls per episode in training: the smallest and the largest of the seeds."""
+    curves = [
+        line["curves"]["tools/call_frequency"] for line in lines if (line["attention"], line["arm"]) == (attention, arm)
+    ]
+    cells = []
+    for share in SHARES:
+        found = [curve[round(share * (len(curve) - 1))] for curve in curves]
+        cells.append(f"{min(found):.2f} to {max(found):.2f}")
+    return [attention, arm, *cells]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    there = {(line["attention"], line["arm"]) for line in lines}
+    pairs = [(attention, arm) for attention in BLOCKS for arm in ARMS if (attention, arm) in there]
+    planned = len(BLOCKS) * (1 + (len(ARMS) - 1) * len(SEEDS))
+    told = f"{len(lines)} of {planned} planned runs are done."
+    if not pairs:
+        return f"{told}\n"
+    trained = [pair for pair in pairs if pair[1] in ("random", "tool")]
+    both = [(HEADER, [row(*pair, lines) for pair in pairs]), (OVER_TIME, [over_time(*pair, lines) for pair in trained])]
+    return "\n".join([f"{told}\n", *(markdown_table(header, rows) for header, rows in both)])
+
+
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    return {Path(__file__).with_name("README.md"): table(read_lines(RUNS))}
