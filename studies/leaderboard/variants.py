@@ -107,4 +107,4 @@ def flags_of(name: str) -> list[str]:
 def changed_since() -> list[str]:
     """The entries of the board that `METHODS` no longer has, or has with other values."""
     current = {name: json.loads(json.dumps(method.values)) for name, method in METHODS.items()}
-    return [name for name, of in BOARD.items() if not of["values"].items() <= current.get(name, {}).items()]
+    return [name for name, of in BOARD.items() if of["values"] != current.get(name)]
