@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 WEIGHTS_FILE = "adapter_model.safetensors"
 JOINED = "query_key_value"  # LLaDA2's projection of queries, keys and values in one
+DRAFTS = ("linear_spec_lora",)  # adapters that come with Nemotron, for drafts that its causal mode would verify
 LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has no config.json
 
 
@@ -75,6 +76,9 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
     ValueError or FileNotFoundError if one is missing or does not name the model it was trained on."""
     check_there(path)
     adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
+    for folder in (*adapters, path):
+        if Path(folder).name in DRAFTS:
+            raise ValueError(f"{folder} is an adapter for speculative decoding, which only drafts: leave it out")
     for folder in adapters:
         check_there(folder)
         if find_adapter_config_file(folder) is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ from d1.models.kinds import attention_name, block_size, is_encoder, kind_of, win
 from d1.transformers_bridge import attention_kernel
 
 KERNELS = ("sdpa", "eager")  # kernels that take a mask over queries
+
+
+class Blocks(NamedTuple):
+    """Where the blocks of a batch's texts lie."""
+
+    size: int
+    origin: Tensor | int = 0  # (rows, 1), a position where a block begins; an int: the same in all rows
+
+    def of(self, position: Tensor) -> Tensor:
+        """The number of the block of each `position` (rows, tokens); below 0 before `origin`."""
+        return (position - self.origin) // self.size
 
 
 @dataclass(frozen=True)
@@ -38,32 +49,48 @@ class Attention:
     sees: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     fields: tuple[str, ...] = ()  # the fields of the config that `sees` reads; each must be a positive whole number
     caches: tuple[str, ...] | None = ()  # names of the approximate caches that are valid with it; None: all of them
+    # The clean text is read from left to right: the state of a token predicts the next one. Blocks begin at the end of
+    # the prompt and may have any length; the noised tokens of a block all see each other, whatever `sees` says.
+    causal_context: bool = False
 
-    def mask(self, config: Any, visible: Tensor, noised: int, queries: int) -> Tensor:
+    def mask(
+        self,
+        config: Any,
+        visible: Tensor,
+        noised: int,
+        queries: int,
+        blocks: Blocks | None = None,
+        opened: Tensor | None = None,
+    ) -> Tensor:
         """The mask over the last `queries` of the tokens `visible`, followed by copies of the last `noised` of them.
 
         Padding among the queries sees what a token at its position sees. A copy sees the copies of its own block and
         the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv 2503.09573, section 3.2).
+
+        Args:
+            blocks: None: the model's, counted from the start of each text.
+            opened: with a causal context, (rows, length) bool, the tokens of the block that is being filled: they see
+                what copies do, and have no clean tokens. There are then no copies.
         """
         real, position = (with_copies(values, noised) for values in (visible.bool(), count_positions(visible)))
         first, size = position.shape[1] - queries, block_size(config)
         own, other = position[:, first:, None], position[:, None]
         seen = real[:, None].expand(-1, queries, -1)
-        if self.sees is not None:
-            seen = seen & self.sees(config, own, other)
-        if size is not None:
-            # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
-            key = torch.arange(position.shape[1], device=visible.device)
-            copied = key >= visible.shape[1]
-            in_own = copied[first:, None] & (own // size == other // size)
-            seen = seen & torch.where(copied, in_own, ~in_own)
-            # If padding saw nothing, attention would divide by zero.
-            seen = seen | copied[first:, None] & (key[first:, None] == key)
-        return seen.unsqueeze(1)
+        clean = seen if self.sees is None else seen & self.sees(config, own, other)
+        if size is None:
+            return clean.unsqueeze(1)
+        # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
+        key = torch.arange(position.shape[1], device=visible.device)
+        copied = (key >= visible.shape[1]).unsqueeze(0) if opened is None else opened
+        block = (blocks or Blocks(size)).of(position) if opened is None else opened.long()
+        in_own = copied[:, first:, None] & (block[:, first:, None] == block[:, None])
+        seen = torch.where(copied[:, None], (seen if self.causal_context else clean) & in_own, clean & ~in_own)
+        # If padding saw nothing, attention would divide by zero.
+        return (seen | copied[:, first:, None] & (key[first:, None] == key)).unsqueeze(1)
 
-    def mask_for(self, body: PreTrainedModel, visible: Tensor, noised: int, queries: int) -> Tensor:
+    def mask_for(self, body: PreTrainedModel, visible: Tensor, noised: int, queries: int, **blocks: Any) -> Tensor:
         """The same mask in the form that the kernel of `body` takes."""
-        mask = self.mask(body.config, visible, noised, queries)
+        mask = self.mask(body.config, visible, noised, queries, **blocks)
         if attention_kernel(body.config) == "sdpa":
             return mask
         # Eager attention adds the mask to the scores.
@@ -75,9 +102,16 @@ def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
     return key // config.block_size <= query // config.block_size
 
 
+def not_later(config: Any, query: Tensor, key: Tensor) -> Tensor:
+    """A token sees itself and those before it."""
+    return key <= query
+
+
 ATTENTION: dict[str, Attention] = {
     "full": Attention(caches=None),
     "block-causal": Attention(within_blocks, fields=("block_size",)),
+    # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
+    "causal-context": Attention(not_later, fields=("block_size",), causal_context=True),
 }
 
 
@@ -90,6 +124,11 @@ def attention_of(config: Any) -> Attention:
             f"{', '.join(ATTENTION)}, and what you add to d1.models.attention.ATTENTION before you load the model"
         )
     return ATTENTION[name]
+
+
+def has_causal_context(config: Any) -> bool:
+    """Whether a model of this config reads clean text from left to right (`Attention.causal_context`)."""
+    return block_size(config) is not None and attention_of(config).causal_context
 
 
 def check_attention(config: Any, name: str) -> None:
@@ -181,8 +220,10 @@ def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[
     """Forward pre-hook of the body: adds position ids and, if attention is not full, the mask over queries.
 
     With `noised=n`, the last n tokens are noised copies of the n before them; the mask is that of the clean tokens.
+    `blocks` and `opened` are those of `Attention.mask`.
     """
     check_attention(body.config, type(body).__name__)
+    where = {name: kwargs.pop(name) for name in ("blocks", "opened") if name in kwargs}
     attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
     if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # a packed row, or a mask from the sampler
         return args, kwargs
@@ -194,7 +235,7 @@ def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[
         return args, kwargs
     before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, given)
     kwargs["token_before"] = before
-    kwargs["attention_mask"] = attention.mask_for(body, visible, noised, given.shape[1])
+    kwargs["attention_mask"] = attention.mask_for(body, visible, noised, given.shape[1], **where)
     return args, kwargs
 
 

@@ -68,11 +68,11 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)
     # The layer itself then runs on the chosen positions, and takes the keys of all from what it believes is a cache.
-    at = positions.unsqueeze(-1)
+    at, ids = positions.unsqueeze(-1), kwargs.get("position_ids")
     kwargs |= {
         CACHE: AllKeys(keys, values),
         "position_embeddings": (torch.take_along_dim(cos, at, 1), torch.take_along_dim(sin, at, 1)),
-        "position_ids": None,
+        "position_ids": None if ids is None else torch.take_along_dim(ids, positions, 1),
         "attention_mask": None if mask is None else torch.take_along_dim(mask, at.unsqueeze(1), 2),
     }
     if "texts" in kwargs:

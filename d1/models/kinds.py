@@ -24,6 +24,7 @@ from d1.models.formats.llada import (
     qwen3_moe_fields,
     split_projections,
 )
+from d1.models.formats.nemotron import FROM_NEMOTRON, ministral3_fields, nemotron_weights, without_window
 from d1.models.formats.released import ABOUT_FILES, as_released, one_by_one, same_names
 
 if TYPE_CHECKING:
@@ -105,10 +106,27 @@ KINDS: dict[str, Kind] = {
         code="inclusionAI/LLaDA2.0-mini",
         block_size=32,
     ),
+    "nemotron_labs_diffusion": Kind(
+        becomes="ministral3",
+        fields=ministral3_fields,
+        names=FROM_NEMOTRON,
+        apart=nemotron_weights,
+        release=as_released,
+        code="nvidia/Nemotron-Labs-Diffusion-3B",
+        attention="causal-context",
+        block_size=32,
+        mask_token_id=100,
+        tokenizer="PreTrainedTokenizerFast",
+    ),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma", "gemma2", "gemma3_text"), Kind()),
+    "ministral3": Kind(fields=without_window),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
     "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
+}
+
+REFUSED = {  # `model_type` -> why a model that looks like one of the table cannot be used
+    "nemotron_labs_diffusion_vlm": "it reads images: use a text model, such as nvidia/Nemotron-Labs-Diffusion-8B",
 }
 
 # The author's choices for one machine; `load_model` has an argument for them.
@@ -163,6 +181,8 @@ def experts(config: Any) -> int:
 
 def check_kind(model_type: str, name: str) -> None:
     """Raise ValueError for a kind without an entry; `name` is the model's name in the message."""
+    if model_type in REFUSED:
+        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in KINDS:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
 

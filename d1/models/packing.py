@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from d1.models.attention import (
+    Blocks,
     attention_of,
     before_in_two_streams,
     count_positions,
@@ -83,6 +84,7 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     config, device = body.config, given_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
     attention, counts = attention_of(config), [length + noised for length, noised in segments]
+    blocks = kwargs.pop("blocks", None) or [None] * len(counts)
     texts = [(torch.ones(1, length, dtype=torch.long, device=device), noised) for length, noised in segments]
     positions = [with_copies(count_positions(visible), noised) for visible, noised in texts]
     kwargs["position_ids"] = position_ids(config, torch.cat(positions, dim=1))
@@ -91,9 +93,9 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         before = [before_in_two_streams(*text, size) for text in texts]
         kwargs["token_before"] = torch.cat([start + own for start, own in zip(starts, before, strict=False)], dim=1)
     if takes_packed_rows(config):
-        pairs = zip(texts, counts, strict=True)
-        masks = [None if attention.sees is None else attention.mask_for(body, *text, count) for text, count in pairs]
-        kwargs["texts"] = Texts(counts, counts, masks)
+        made = zip(texts, counts, blocks, strict=True)
+        masks = [attention.mask_for(body, *text, count, blocks=own) for text, count, own in made if attention.sees]
+        kwargs["texts"] = Texts(counts, counts, masks or [None] * len(counts))
     else:
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
@@ -118,41 +120,70 @@ def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:
     return attend
 
 
-def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor | None) -> Tensor:
+def two_stream_states(
+    model: Any,
+    clean: Tensor,
+    noised: Tensor,
+    visible: Tensor | None,
+    *,
+    blocks: Blocks | None = None,
+    clean_at: Tensor | None = None,
+) -> Tensor:
     """States (rows, n, hidden) of each noised token, aligned to the token that each one scores.
 
     Args:
-        model: a prepared block-causal model.
+        model: a prepared model with blocks.
         clean: (rows, length) ids; `visible`, of this shape, is 0 at padding, or None if there is none.
         noised: (rows, n) ids of the last n tokens, some of them hidden. The states of a block that begins before these
             tokens are useless.
+        blocks: where blocks lie, if not where the model counts them: `Attention.causal_context` allows any.
+        clean_at: (rows, m) clean tokens whose states come first: (rows, m + n, hidden) are returned.
     """
     length, count = clean.shape[1], noised.shape[1]
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
-    return body_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, own, noised=count)
+    asked = own if clean_at is None else torch.cat([clean_at, own], dim=1)
+    where = {} if blocks is None else {"blocks": blocks}
+    return body_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, asked, noised=count, **where)
 
 
 def packed_two_stream_states(
-    model: Any, clean: Tensor, noised: Tensor, lengths: Sequence[int], hidden: Tensor
+    model: Any,
+    clean: Tensor,
+    noised: Tensor,
+    lengths: Sequence[int],
+    hidden: Tensor,
+    *,
+    blocks: Sequence[Blocks] | None = None,
+    clean_at: Tensor | None = None,
 ) -> Tensor:
     """`two_stream_states` of the hidden tokens of a packed row: (hidden tokens, hidden size), in the order of the row.
 
     Each text is followed by its noised copy, which begins with the first block that has hidden tokens.
 
     Args:
-        model: a prepared block-causal model that takes packed rows (`packing.py`).
+        model: a prepared model with blocks that takes packed rows (`packing.py`).
         clean, noised: (1, tokens) ids of texts with `lengths` tokens.
         hidden: (1, tokens) bool; if it is on the CPU, nothing waits for the device.
+        blocks: those of each text, as for `two_stream_states`.
+        clean_at: (1, tokens) bool, clean tokens whose states come before the others.
     """
-    size: int = model.config.block_size
-    ids, segments, asked = [], [], []
-    for text, copy, mask in zip(*(values[0].split(list(lengths)) for values in (clean, noised, hidden)), strict=True):
-        first = int(mask.int().argmax()) // size * size if mask.any() else len(text)
+    own = blocks or [Blocks(model.config.block_size)] * len(lengths)
+    asked_clean = torch.zeros_like(hidden) if clean_at is None else clean_at
+    ids, segments, asked, places = [], [], list[Tensor](), list[Tensor]()
+    of_texts = (values[0].split(list(lengths)) for values in (clean, noised, hidden, asked_clean))
+    for text, copy, mask, chosen, (size, origin) in zip(*of_texts, own, strict=True):
+        first = int(mask.int().argmax()) if mask.any() else len(text)
+        first -= min(first, (first - int(origin)) % size) if mask.any() else 0
         ids += [text, copy[first:]]
         asked += [torch.zeros_like(mask), mask[first:]]
+        places += [chosen, torch.zeros_like(mask[first:])]
         segments.append((len(text), len(text) - first))
-    at = torch.cat(asked).nonzero().T.to(clean.device, non_blocking=True)
-    return body_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments)[0]
+    # The layers take the tokens in the order of the row; `order` puts the clean ones first again.
+    at, order = torch.cat([torch.cat(of).nonzero().squeeze(1) for of in (places, asked)]).sort()
+    where = {} if blocks is None else {"blocks": blocks}
+    at = at.unsqueeze(0).to(clean.device, non_blocking=True)
+    states = body_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments, **where)[0]
+    return states if clean_at is None else states[order.argsort().to(clean.device, non_blocking=True)]
 
 
 for kernel_name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):

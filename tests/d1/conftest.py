@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {  # kind -> config fields beyond the common 
     "Fast_dLLM_Qwen": {},
     "lladamoe": {},
     "llada2_moe": {},
+    "nemotron_labs_diffusion": {},
     "llama": {},
     "qwen2": {},
     "qwen3": {},

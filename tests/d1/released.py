@@ -8,6 +8,7 @@ at a time, following the reports on LLaDA (arXiv 2502.09992, section 2 and appen
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,33 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> the fields of a publishe
         "block_size": 3,
         "mask_token_id": MASK,
     },
+    "nemotron_labs_diffusion": {
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "dlm_paradigm": "bidirectional",
+        "dlm_loss_weight": None,
+        "dp_varying_mask_ratio": False,
+        "attn_implementation": "sdpa",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,  # queries from position 16 on are scaled
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "block_size": 4,
+        "mask_token_id": MASK,
+    },
 }
 BLOCKS = ("sdar", "sdar_moe", "Fast_dLLM_Qwen", "llada2_moe")  # block-causal attention
+CAUSAL = "nemotron_labs_diffusion"  # clean text is read from left to right
 HEAD = 8
 # LLaDA's fields, modules and modules of a block -> those of the other formats
 LLADA_FIELDS = {"n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads"}
@@ -120,6 +146,7 @@ def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         gate, down = (size, width), (width, size)
         return {f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": gate, f"{name}.down_proj.weight": down}
 
+    nemotron = kind == "nemotron_labs_diffusion"
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         shapes |= {f"{layer}.input_layernorm.weight": (width,), f"{layer}.post_attention_layernorm.weight": (width,)}
@@ -133,7 +160,7 @@ def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}.self_attn.o_proj.weight"] = (width, heads)
             if kind == "Fast_dLLM_Qwen":
                 shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
-            else:
+            elif not nemotron:
                 shapes |= {f"{layer}.self_attn.{name}_norm.weight": (HEAD,) for name in "qk"}
         if "num_experts" not in config or i < config.get("first_k_dense_replace", 0):
             shapes |= mlp(f"{layer}.mlp", config["intermediate_size"])
@@ -145,7 +172,16 @@ def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if llada2:
             shapes[f"{layer}.mlp.gate.expert_bias"] = (config["num_experts"],)
             shapes |= mlp(f"{layer}.mlp.shared_experts", size * config["num_shared_experts"])
-    return shapes
+    return {of_nemotron(name) if nemotron else name: shape for name, shape in shapes.items()}
+
+
+def of_nemotron(name: str, back: bool = False) -> str:
+    """Nemotron-Labs-Diffusion's name for a Ministral3's weight, or `back`."""
+    for pair in (("model.", "encoder."), ("lm_head.", "diffusion_head.")):
+        old, new = reversed(pair) if back else pair
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    raise KeyError(name)
 
 
 def config_of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -195,12 +231,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: Tensor, theta: float, width: int) -> Tensor:
-    """Rotary positions t on (T, head): in the first `width`, pairs (j, j + width/2) turn by t theta^(-2j/width)."""
+def frequency(config: dict[str, Any], j: int, width: int) -> float:
+    """By how much pair j of `width` numbers turns per position: theta^(-2j/width) or, with YaRN (arXiv 2309.00071,
+    section 3.2), a mixture of this and of a `factor`-th of it."""
+    yarn = config.get("rope_parameters") or {}
+    theta = yarn.get("rope_theta") or config["rope_theta"]
+    plain = theta ** (-2 * j / width)
+    if not yarn:
+        return plain
+    turns = (
+        yarn["original_max_position_embeddings"] / (2 * math.pi * yarn[name]) for name in ("beta_fast", "beta_slow")
+    )
+    low, high = (width * math.log(turn) / (2 * math.log(theta)) for turn in turns)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
+    share = min(max((j - low) / (max(high, low + 0.001) - low), 0), 1)
+    return share * plain / yarn["factor"] + (1 - share) * plain
+
+
+def rotate(x: Tensor, config: dict[str, Any], width: int) -> Tensor:
+    """Rotary positions t on (T, head): in the first `width`, pairs (j, j + width/2) turn by t times their frequency."""
     turned = x.clone()
     for t in range(len(x)):
         for j in range(width // 2):
-            angle = torch.tensor(t * theta ** (-2 * j / width))
+            angle = torch.tensor(t * frequency(config, j, width))
             a, b = x[t, j], x[t, j + width // 2]
             turned[t, j] = a * angle.cos() - b * angle.sin()
             turned[t, j + width // 2] = b * angle.cos() + a * angle.sin()
@@ -210,6 +263,13 @@ def rotate(x: Tensor, theta: float, width: int) -> Tensor:
 def seen_in_blocks(length: int, size: int) -> Tensor:
     """(T, T) bool, queries x keys: who sees whom in a text of `length` tokens in blocks of `size`."""
     return torch.tensor([[j // size <= i // size for j in range(length)] for i in range(length)])
+
+
+def seen_by(kind: str, length: int, size: int | None) -> Tensor | None:
+    """The same for a model of this kind; None: everything."""
+    if kind == CAUSAL:
+        return torch.ones(length, length, dtype=torch.bool).tril()
+    return seen_in_blocks(length, size) if kind in BLOCKS and size else None
 
 
 def feed_forward(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
@@ -248,6 +308,8 @@ def twin_logits(folder: Path, ids: Tensor, visible: Tensor | None = None) -> Ten
         config = {LLADA_FIELDS.get(name, name): value for name, value in config.items()}
         weights = {of_llada(name): weight for name, weight in weights.items()}
     llada2, eps = config["model_type"] == "llada2_moe", config["rms_norm_eps"]
+    if config["model_type"] == CAUSAL:
+        weights = {of_nemotron(name, back=True): weight for name, weight in weights.items()}
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     hidden = torch.ones(len(ids), len(ids), dtype=torch.bool) if visible is None else visible
     x = weights["model.word_embeddings.weight" if llada2 else "model.embed_tokens.weight"][ids]
@@ -274,7 +336,11 @@ def twin_logits(folder: Path, ids: Tensor, visible: Tensor | None = None) -> Ten
             if norms[0] in weights:
                 query, key = rms_norm(query, weights[norms[0]], eps), rms_norm(key, weights[norms[1]], eps)
             width = HEAD // 2 if llada2 else HEAD
-            query, key = (rotate(states, config["rope_theta"], width) for states in (query, key))
+            query, key = (rotate(states, config, width) for states in (query, key))
+            if "rope_parameters" in config:  # Llama 4's scale of queries at far positions
+                period = config["rope_parameters"]["original_max_position_embeddings"]
+                far = torch.tensor([math.log(1 + t // period) for t in range(len(ids))])
+                query = query * (1 + config["rope_parameters"]["llama_4_scaling_beta"] * far).unsqueeze(1)
             scores = (query @ key.T / HEAD**0.5).masked_fill(~hidden, float("-inf"))
             mixed.append(scores.softmax(-1) @ value)
         out = "attention.dense" if llada2 else "self_attn.o_proj"

@@ -21,7 +21,7 @@ from d1.models.attention import (
 )
 from d1.models.head import body_and_head
 from d1.transformers_bridge import CACHE
-from tests.d1.released import BLOCKS, seen_in_blocks, write_released
+from tests.d1.released import BLOCKS, CAUSAL, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
 WINDOWED = ("gemma2", "gemma3_text")
@@ -38,7 +38,7 @@ def test_a_mask_over_queries_says_what_the_padding_mask_says(kind_dirs, kind):
     model = load_model(kind_dirs[kind], attn_implementation=None if kind == "gemma2" else "sdpa")
     assert not takes_masks_over_queries(load_model(kind_dirs[kind], attn_implementation="eager").config)
     takes = takes_masks_over_queries(model.config)
-    assert takes == (kind not in (*WINDOWED, *BLOCKS, "bert", "roberta", "modernbert"))
+    assert takes == (kind not in (*WINDOWED, *BLOCKS, CAUSAL, "bert", "roberta", "modernbert"))
     mask = over_queries(VISIBLE, 5)
     assert mask.dtype == torch.bool
     assert torch.equal(mask, torch.stack([row.bool().expand(1, 5, 5) for row in VISIBLE]))

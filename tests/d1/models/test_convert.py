@@ -30,13 +30,12 @@ from d1.models.adapters import save_learnt
 from d1.models.kinds import KINDS, kind_of
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from tests.d1.released import (
-    BLOCKS,
     CONFIGS,
     IDS,
     config_of,
     logits_of,
     read_files,
-    seen_in_blocks,
+    seen_by,
     twin_logits,
     write_files,
     write_released,
@@ -290,7 +289,7 @@ def test_logits_are_those_of_the_slow_twin(kind_dirs, attention, released):
     """Published logits of a model that predicts the next token are one position early."""
     model: Any = load_model(kind_dirs[released], attn_implementation=attention)
     assert isinstance(model, AutoModelForCausalLM.from_config(model.config).__class__)
-    seen = seen_in_blocks(11, model.config.block_size) if released in BLOCKS else None
+    seen = seen_by(released, 11, getattr(model.config, "block_size", None))
     logits, twin = logits_of(model), torch.stack([twin_logits(kind_dirs[released], row, seen) for row in IDS])
     if KINDS[released].shift:  # the published sampler uses the first token's own logits for it
         twin = torch.cat([twin[:, :1], twin[:, :-1]], dim=1)
@@ -308,7 +307,7 @@ def test_other_settings_equal_the_twin_too(tmp_path, released, fields):
     torch.manual_seed(3)
     folder = write_released(tmp_path / "a", released, **fields)
     model = load_model(folder)
-    seen = seen_in_blocks(11, 3) if released in BLOCKS else None
+    seen = seen_by(released, 11, 3)
     torch.testing.assert_close(logits_of(model, IDS[:1])[0], twin_logits(folder, IDS[0], seen), atol=1e-5, rtol=0)
     convert.export(str(folder), str(tmp_path / "b"), released)
     assert_same_files(folder, tmp_path / "b")

@@ -26,7 +26,7 @@ from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head
-from tests.d1.released import BLOCKS, logits_of
+from tests.d1.released import BLOCKS, CAUSAL, logits_of
 
 VOCAB = 64
 
@@ -59,8 +59,8 @@ def test_padding_other_rows_and_batch_size_are_invisible(kind_dirs, kind, attent
 
 def test_every_position_sees_every_other_in_both_directions(kind_dirs, kind, attention):
     """Texts longer than the windows of some kinds: their full layers must carry what the windows hide."""
-    if kind in BLOCKS:
-        pytest.skip("a token sees its own block and those before it")
+    if kind in (*BLOCKS, CAUSAL):
+        pytest.skip("a token sees its own block, if there are any noised ones, and those before it")
     model = load_model(kind_dirs[kind], attn_implementation=attention)
     text = rows(14)[0]
     changed = text.repeat(len(text), 1)
@@ -103,7 +103,7 @@ def test_saved_folder_loads_here_and_in_plain_transformers_bit_for_bit(kind_dirs
     ids = torch.stack(rows(8, 8))
     logits = logits_of(model, ids)
     assert torch.equal(logits_of(again, ids), logits)
-    if kind in BLOCKS:
+    if kind in (*BLOCKS, CAUSAL):
         return  # plain Transformers does not know what their tokens see
     auto = AutoModelForMaskedLM if kind in MASKED_LM else AutoModelForCausalLM
     plain = logits_of(auto.from_pretrained(tmp_path).eval(), ids)
@@ -211,7 +211,7 @@ def test_a_plain_model_is_refused_and_equals_load_models_once_prepared(kind_dirs
     plain, expected = build_plain(tmp_path, kind_dirs[kind], kind), padded_logits(load_model(kind_dirs[kind]))
     with pytest.raises(ValueError, match=r"was not prepared for masked diffusion.*d1\.models\.prepare\(model\)"):
         require_prepared(plain)
-    if kind != "modernbert":  # its rotary positions do not depend on where a text begins
+    if kind not in ("modernbert", CAUSAL):  # rotary positions do not depend on where a text begins
         assert (padded_logits(plain) - expected).abs().max() > 1e-3
     assert prepare(prepare(plain)) is plain  # two shifts would move Dream's logits by two positions
     require_prepared(plain)
