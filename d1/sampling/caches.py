@@ -35,10 +35,19 @@ CACHES: dict[str, Cache] = {
 }
 NO_CACHE = Cache(of("Passes"), together=False)
 FINISHED_BLOCKS = Cache(of("FinishedBlocks"))  # exact: block-causal models use it with every sampler
+# The same for models with a causal context, and what it is compared with.
+CAUSAL_CONTEXT = Cache(of("CausalContext"))
+RECOMPUTED_CONTEXT = Cache(of("RecomputedContext"))
 
 
 def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:
     """The entry for a model's config and the cache `name` of the settings; `recompute` turns the exact cache off."""
     if name is not None:
         return CACHES[name]
-    return FINISHED_BLOCKS if block_size(config) and not recompute else NO_CACHE
+    if not block_size(config):
+        return NO_CACHE
+    from d1.models.attention import has_causal_context
+
+    if has_causal_context(config):
+        return RECOMPUTED_CONTEXT if recompute else CAUSAL_CONTEXT
+    return NO_CACHE if recompute else FINISHED_BLOCKS

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.models.attention import count_positions, require_prepared
+from d1.models.attention import count_positions, has_causal_context, require_prepared
 from d1.models.kinds import block_size
 from d1.sampling.caches import NO_CACHE
 from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, check_generator, rollout_of
@@ -78,6 +78,11 @@ def fill_steps(
         raise ValueError("no position is hidden: there is nothing to fill")
     if (holes & (seen == 0)).any():
         raise ValueError("some hidden positions are padding: attention_mask must be 1 where a token is filled in")
+    if has_causal_context(model.config):
+        raise ValueError(
+            f"this {model.config.model_type} has a causal context: it reads text from left to right and cannot fill a "
+            "gap before text that is there. Sample a completion instead"
+        )
     size = block_size(model.config)
     block = count_positions(seen) // size if size else torch.zeros_like(seen)
     # Rows that hide equally many tokens of each block have the same settings; those that hide none take no part.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from d1.models.attention import require_prepared
+from d1.models.attention import has_causal_context, require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size
 from d1.sampling.caches import Cache, cache_of
@@ -95,6 +95,7 @@ class Row:
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     ends: tuple[int, ...] = ()  # of the EOS stop
+    first_token: str | None = None  # of the settings; not None: the model has a causal context
     offset: int = 0  # by how much the batch's longest completion is longer: this row's prompt ends that much later
 
     @property
@@ -174,8 +175,30 @@ class Batch:
         start, blocks = self.canvas.start, []
         for one in (self.rows[row] for row in live):
             first = start + one.filled
-            blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside))
+            causal = one.first_token == "causal"
+            blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside, causal))
         return blocks
+
+    def stop(self, live: list[int]) -> None:
+        """End the block of each row of `live` that has an EOS and, before it, nothing that is hidden: the rest of the
+        block is filled with the EOS. For models with a causal context."""
+        by_ends: dict[tuple[int, ...], list[int]] = {}
+        for index in live:
+            if self.rows[index].first_token is not None and self.rows[index].ends and self.rows[index].left:
+                by_ends.setdefault(self.rows[index].ends, []).append(index)
+        canvas, inside = self.canvas, torch.arange(self.hidden.shape[1], device=self.hidden.device)
+        for ends, some in by_ends.items():
+            rows, filled, sizes = self.upload([[i, self.rows[i].filled, self.rows[i].size] for i in some]).T.unsqueeze(
+                2
+            )
+            at = rows, canvas.to_fill[rows, (filled + inside) % canvas.to_fill.shape[1]]
+            ids, hidden = canvas.ids[at], self.hidden[rows.squeeze(1)]
+            is_end = torch.isin(ids, self.upload(ends)) & (hidden.cumsum(1) == 0) & (inside < sizes)
+            ended = is_end.any(1, keepdim=True)
+            canvas.ids[at] = torch.where(hidden & ended, ends[0], ids)
+            self.hidden[rows.squeeze(1)] = hidden & ~ended
+            for index in compress(some, ended.squeeze(1).tolist()):  # the step's host sync
+                self.rows[index].left = 0
 
     def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
         """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
@@ -223,8 +246,13 @@ class Step:
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
     """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model
-    and a block of `block_length` begin together; None for other models."""
+    and a block of `block_length` begin together; None for other models. With a causal context, blocks begin at the end
+    of the prompt, of which at least one token must be there."""
     size, lengths = block_size(config), attention_mask.long().sum(1)
+    if has_causal_context(config):
+        if not lengths.all():
+            raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
+        return [0] * len(lengths)
     return [None] * len(lengths) if size is None else (lengths % lcm(size, block_length)).tolist()
 
 
@@ -273,9 +301,16 @@ class Sampler:
         """Run one forward pass of the n rows `live`; each row reveals tokens of its block. Tensors are (n, k), with k
         the most positions that a row predicts."""
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
-        left, later = [row.left for row in progress], [row.later for row in progress]
+        # Rows that predict the first token of a block from the clean text predict nothing else in that pass.
+        opening = [row.first_token == "causal" and row.step == 0 for row in progress]
+        left = [1 if alone else row.left for row, alone in zip(progress, opening, strict=True)]
+        later = [row.later for row in progress]
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
+        if any(opening):
+            others = batch.upload(opening).bool().unsqueeze(1).expand_as(hidden).clone()
+            others[:, 0] = False
+            asked = hidden & ~others
         own_settings = [row.settings or self.settings for row in progress]
         # No probability is above 2: without a threshold, nothing is edited.
         above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
@@ -289,7 +324,7 @@ class Sampler:
         # Each row's positions in its block to predict, ascending; a row with fewer is padded with other, distinct ones.
         within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
         indices = (filled.unsqueeze(1) + within) % canvas.to_fill.shape[1]
-        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], hidden.gather(1, within)
+        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], (hidden & asked).gather(1, within)
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
@@ -301,7 +336,7 @@ class Sampler:
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         canvas.sums.index_add_(0, rows, torch.where(chosen, record_logps + entropies, 0.0).sum(1))
-        batch.hidden[rows] = hidden = hidden.scatter(1, within, still & ~chosen)
+        batch.hidden[rows] = hidden = hidden.scatter(1, within, hidden.gather(1, within) & ~chosen)
         if editing:  # the step's one host sync: which rows take another step
             made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
             later = [
@@ -312,6 +347,7 @@ class Sampler:
             later = hidden.sum(1).tolist()
         for row, count in zip(progress, later, strict=True):
             row.left, row.step = count, row.step + 1
+        batch.stop(live)
         predicted, so_far = (ids, record_logps, entropies), (canvas.passes, canvas.forward_tokens)
         return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, self.settings.most_writes)
 
@@ -529,8 +565,9 @@ def rollout_steps(
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         noise_dtype: data type of the Gumbel noise, float32 or float64.
         eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
-            blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then need one
-            generator per row, as with a parallel sampler.
+            blocks are filled with the first id. With a causal context, a row's block already ends once nothing before
+            its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
+            as with a parallel sampler.
         stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
@@ -544,6 +581,7 @@ def rollout_steps(
         settings = SamplingSettings(**fields)
     elif fields:
         raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
+    settings = settings.suited(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
     masked = not bool(attention_mask.all())
@@ -553,7 +591,8 @@ def rollout_steps(
     rows = []
     for number, after in enumerate(inside):
         schedule = settings.schedule(None if after is None else after % settings.block_length)
-        rows.append(Row(number, canvas.start, after or 0, schedule, stops=stops))
+        own: dict[str, Any] = {"stops": stops, "ends": tuple(eos_token_ids or ()), "first_token": settings.first_token}
+        rows.append(Row(number, canvas.start, after or 0, schedule, **own))
     batch = Batch.of(rows, canvas, generator)
     cache = cache_of(model.config, settings.cache, recompute)
 

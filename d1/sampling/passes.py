@@ -25,6 +25,7 @@ class Block(NamedTuple):
     end: int
     origin: int  # the first position that is processed; those before it are padding
     boundary: int  # a position where a block of a block-causal model begins
+    causal: bool = False  # with a causal context: the first pass predicts the first token from the text before it
 
 
 class Passes:
@@ -151,6 +152,7 @@ class Window:
     positions: Tensor  # (rows, n) of the text, consecutive; where `fed` is 0 they may lie outside it
     fed: Tensor  # (rows, n) 1 at the positions that are processed for the row
     position_ids: Tensor  # (rows, n)
+    starts: Tensor | None = None  # (rows, 1) with a causal context, the first position of the opened block
 
     @classmethod
     def of(cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int) -> Window:
@@ -161,8 +163,8 @@ class Window:
         return cls(past, stored, positions, fed, count_positions(visible).gather(1, inside))
 
     def of_rows(self, rows: Tensor) -> Window:
-        tensors = (self.stored, self.positions, self.fed, self.position_ids)
-        return Window(select_rows(self.past, rows), *(tensor[rows] for tensor in tensors))
+        tensors = (self.stored, self.positions, self.fed, self.position_ids, self.starts)
+        return Window(select_rows(self.past, rows), *(None if of is None else of[rows] for of in tensors))
 
 
 class WindowPasses(Passes):
@@ -191,13 +193,15 @@ class WindowPasses(Passes):
 
     def feed(self, window: Window, ids: Tensor, positions: Tensor) -> Tensor:
         """The states at `positions` from a pass over the window, whose keys and values go to its cache."""
-        inside, width = window.positions, window.positions.shape[1]
+        inside, width, options = window.positions, window.positions.shape[1], {CACHE: window.past}
+        if window.starts is not None:
+            options["opened"] = torch.cat([torch.zeros_like(window.stored), inside >= window.starts], dim=1).bool()
         return self.body(
             ids.gather(1, inside.clamp(0, ids.shape[1] - 1)),
             self.mask(torch.cat([window.stored, window.fed], dim=1), width),
             (positions - inside[:, :1]).clamp(0, width - 1),
             position_ids=window.position_ids,
-            **{CACHE: window.past},
+            **options,
         )
 
 
@@ -264,28 +268,43 @@ class FinishedBlocks(WindowPasses):
         return states, fed
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
-        count, old, size = len(self.blocks), len(self.kept), self.size
+        count, old = len(self.blocks), len(self.kept)
         origins = [block.origin for block in self.blocks]
-        firsts = [block.start - (block.start - block.boundary) % size for block in self.blocks]
-        ends = [min(block.end + (block.boundary - block.end) % size, ids.shape[1]) for block in self.blocks]
+        firsts, ends = map(list, zip(*(self.processed(block, ids.shape[1]) for block in self.blocks), strict=True))
+        # Blocks whose first token is predicted from the clean text take no part in this pass.
+        now = [first if block.causal else end for block, first, end in zip(self.blocks, firsts, ends, strict=True)]
         stored = [self.stored[row] for row in self.kept] + [0] * (count - old)
         known = [origin + tokens for origin, tokens in zip(origins, stored, strict=True)]
-        width, first, end = max(map(sub, ends, firsts)), self.of_rows(firsts), self.of_rows(ends)
-        fed_before = self.of_rows(known)
+        width, ahead = max(map(sub, ends, firsts)), max(map(sub, now, firsts))
+        first, end, fed_before, fed_end = map(self.of_rows, (firsts, ends, known, now))
+        asked = positions - (first == fed_end).long().unsqueeze(1)  # the token before the first one
 
         def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
             past, seen = self.kept_blocks() if group[0] < old else (DynamicCache(), visible[rows, :0])
             more = max(firsts[row] - known[row] for row in group)
             # One window for all rows of the group: it starts with the `more` positions that are not stored yet.
-            window = Window.of(past, seen, visible[rows], first[rows] - more, end[rows], more + width)
+            window = Window.of(past, seen, visible[rows], first[rows] - more, fed_end[rows], more + ahead)
             window.fed *= window.positions >= fed_before[rows].unsqueeze(1)
-            states = self.feed(window, ids[rows], positions[rows])
-            past.crop(-width)
+            window.starts = self.starts_of(first[rows])
+            states = self.feed(window, ids[rows], asked[rows])
+            if ahead:
+                past.crop(-ahead)
             return past, torch.cat([seen, window.fed[:, :more]], dim=1), states, window.fed.sum(-1)
 
         self.finished, self.seen, states, fed = self.feed_apart(old, count, feed)
         self.stored = [first - origin for first, origin in zip(firsts, origins, strict=True)]
-        return Window.of(self.finished, self.seen, visible, first, end, width), states, fed
+        window = Window.of(self.finished, self.seen, visible, first, end, width)
+        window.starts = self.starts_of(first)
+        return window, states, fed
+
+    def processed(self, block: Block, length: int) -> tuple[int, int]:
+        """The first position of the model's blocks that a block touches, and the position after them."""
+        first = block.start - (block.start - block.boundary) % self.size
+        return first, min(block.end + (block.boundary - block.end) % self.size, length)
+
+    def starts_of(self, first: Tensor) -> Tensor | None:
+        """`Window.starts` for the `first` positions (rows,) of blocks."""
+        return None
 
     def kept_blocks(self) -> tuple[DynamicCache, Tensor]:
         """The cache of the `kept` rows without padding, and (rows, keys) 1 at its tokens."""
@@ -304,6 +323,39 @@ class FinishedBlocks(WindowPasses):
         for layer in layers_of(past):
             layer.keys, layer.values = (of.take_along_dim(at, dim=2) for of in (layer.keys, layer.values))
         return past, seen.gather(1, order)
+
+
+class CausalContext(FinishedBlocks):
+    """The exact cache of a model with a causal context: of the prompt and the finished blocks, which see only what is
+    before them, so that blocks may have any length.
+
+    A block's first pass processes what is not stored yet. It predicts the block's first token from that text or, if
+    this token is masked, also processes the block (`Block.causal`).
+    """
+
+    def processed(self, block: Block, length: int) -> tuple[int, int]:
+        return block.start, min(block.end, length)
+
+    def starts_of(self, first: Tensor) -> Tensor | None:
+        return first.unsqueeze(1)
+
+
+class RecomputedContext(Passes):
+    """The same passes over the whole text: the clean text before each row's block, and the block."""
+
+    def enter(self, blocks: list[Block], kept: list[int]) -> None:
+        self.start, self.end = (self.of_rows([getattr(block, of) for block in blocks]) for of in ("start", "end"))
+        self.causal = self.of_rows([int(block.causal) for block in blocks])  # only in the first pass of the block
+
+    def keep(self, rows: Tensor) -> None:
+        self.start, self.end, self.causal = self.start[rows], self.end[rows], self.causal[rows]
+
+    def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        start, end, causal = (of.unsqueeze(1) for of in (self.start, self.end, self.causal))
+        everywhere = torch.arange(ids.shape[1], device=ids.device)
+        opened = (everywhere >= start) & (everywhere < end) & (causal == 0)
+        self.causal = torch.zeros_like(self.causal)
+        return self.body(ids, self.mask(visible, ids.shape[1]), positions - causal, opened=opened), visible.sum(-1)
 
 
 # --- Delayed: passes that process only the tokens that have changed ---------------------------------------------------

@@ -97,6 +97,8 @@ REMASKING: dict[str, Order] = {
     # The most likely predictions, or positions in random order (LLaDA, arXiv 2502.09992, section 2.4)
     "low_confidence": Order(lambda logps, entropies, uniform: logps, by_confidence=True),
     "random": Order(lambda logps, entropies, uniform: uniform(), draws=True),
+    # From left to right within a block (JustGRPO for blocks, NVIDIA-NeMo/RL research/just_grpo)
+    "leftmost": Order(lambda logps, entropies, uniform: -logps.new_ones(logps.shape).cumsum(-1)),
     # The predictions with the lowest entropy (Dream, DiffuCoder, arXiv 2506.20639)
     "entropy": Order(lambda logps, entropies, uniform: -entropies),
 }

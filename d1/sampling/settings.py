@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
+FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
 POST_STEPS_RANGE = Range(0, 256, integer=True)
 # LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
@@ -68,6 +69,12 @@ class SamplingSettings:
     )
     editing: str | None = setting(
         None, "LLaDA2.1's levels of reveal and edit_threshold (default: no editing)", choices=EDITING
+    )
+    first_token: str | None = setting(
+        None,
+        "with a causal context, how the first token of a block is predicted: from the clean text before the block, in "
+        "a pass of its own, or as the others (default: causal)",
+        choices=FIRST_TOKENS,
     )
     # Without flags; RL sets them. Draw from the `top_k` most likely tokens (0: from all), and from the most likely ones
     # whose probabilities sum to `top_p`.
@@ -121,7 +128,15 @@ class SamplingSettings:
         values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
-        return cls(**values)
+        settings = cls(**values)
+        return settings if model_config is None else settings.suited(model_config)
+
+    def suited(self, model_config: Any) -> SamplingSettings:
+        """These settings, with `first_token` if a model of this config has a causal context."""
+        from d1.models.attention import has_causal_context  # needs torch
+
+        causal = self.first_token is None and has_causal_context(model_config)
+        return replace(self, first_token=FIRST_TOKENS[0]) if causal else self
 
     def require_whole_blocks(self, length: str = "gen_length") -> None:
         """Refuse (ValueError) a block length that does not divide the completion, whose setting is called `length`."""
@@ -186,16 +201,28 @@ class SamplingSettings:
 
     def schedule(self, filled: int | None = None) -> list[list[int]]:
         """Tokens revealed in each step of each block, unless a rule reveals more: one list per block. In a block-causal
-        model, `filled` is the number of prompt tokens in the block in which the prompt ends."""
-        if filled is None:
+        model, `filled` is the number of prompt tokens in the block in which the prompt ends. With a `first_token`,
+        blocks begin after the prompt, and a causal one takes a step of its own."""
+        if filled is None and self.first_token is None:
             return reveal_schedule(self.gen_length, self.block_length, self.steps)
+        filled = 0 if filled is None or self.first_token is not None else filled
         ends = [0, *range(self.block_length - filled, self.gen_length, self.block_length), self.gen_length]
-        return schedule_of([end - start for start, end in pairwise(ends)], self.steps)
+        sizes = [end - start for start, end in pairwise(ends)]
+        if self.first_token != "causal":
+            return schedule_of(sizes, self.steps)
+        rest, steps = [size - 1 for size in sizes if size > 1], self.steps - len(sizes)
+        if steps < len(rest):
+            raise ValueError(
+                f"{self.gen_length} tokens in {len(sizes)} blocks, whose first tokens take a step each, need at least "
+                f"{len(sizes) + len(rest)} steps, got {self.steps}"
+            )
+        later = iter(schedule_of(rest, steps))
+        return [[1, *(next(later) if size > 1 else ())] for size in sizes]
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
     """Raise ValueError if the settings do not suit the kind of model."""
-    from d1.models.attention import attention_of  # needs torch
+    from d1.models.attention import attention_of, has_causal_context  # needs torch
 
     kind, size = config.model_type, block_size(config)
     if settings.cache is not None:
@@ -210,7 +237,19 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             raise ValueError(f"{what}: use the sampler exact or parallel")
-    if not other_blocks and size not in (None, settings.block_length):
+    causal_context = has_causal_context(config)
+    if causal_context:
+        wrong = {
+            "guidance (cfg_scale), because text before a prompt is never hidden from it": settings.cfg_scale > 0,
+            "editing, because no model with it learnt to correct its tokens": settings.edits is not None,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise ValueError(f"this {kind} has a causal context and cannot sample with {what}")
+    elif settings.first_token is not None:
+        raise ValueError(
+            f"first_token={settings.first_token!r} is for models with a causal context, not for this {kind}"
+        )
+    if not (other_blocks or causal_context) and size not in (None, settings.block_length):
         raise ValueError(
             f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
             f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"

@@ -54,6 +54,7 @@ def rollout_stream(
         NotFiniteError: as `rollout`, for a row that ended; its `number` is that of the prompt.
     """
     require_prepared(model)
+    settings = settings.suited(model.config)
     check_sampler(settings, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -167,13 +168,16 @@ class Stream:
         rows = [self.batch.rows[row] for row in self.kept]
         # New rows: their schedule, and where in a block of a block-causal model their prompt ends.
         for one in new:
-            settings = one.settings
+            settings = one.settings.suited(config)
             if settings.draws and one.generator is None:
                 raise ValueError(f"prompt {one.number} of the stream has no generator, but its settings draw numbers")
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
+            if settings.first_token is not None and not one.ids:
+                raise ValueError(f"prompt {one.number} of the stream is empty: a causal context needs a token")
             padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
             own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops}
+            own["first_token"] = settings.first_token
             row = Row(one.number, padded, len(one.ids), schedule, one.generator, **own)
             rows.append(row)
             self.padded |= len(one.ids) < padded

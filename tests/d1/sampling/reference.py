@@ -236,7 +236,7 @@ def sample(model, text, settings, generator, ends=None, holes=None):
                     scores[[k for k in range(VOCAB) if k not in left_over]] = -math.inf
                 token = int(scores.argmax())
                 logp, entropy = log_softmax[token].item(), -(log_softmax.exp() * log_softmax).sum().item()
-                rank = {"low_confidence": -logp, "entropy": entropy}.get(settings.remasking)
+                rank = {"low_confidence": -logp, "entropy": entropy, "leftmost": i}.get(settings.remasking)
                 guesses.append((-ranks[number] if ranks else rank, i, token, logp, entropy))
             other = [guess for guess in guesses if guess[1] not in masked]
             edits = [guess for guess in other if guess[2] != ids[guess[1]] and math.exp(guess[3]) > above]
