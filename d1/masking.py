@@ -58,6 +58,7 @@ def draw_noise(
     high: float = 1.0,
     mirror: bool = False,
     block_size: int | None = None,
+    origin: int = 0,
     level: Callable[[Tensor], Tensor] = noise_level,
 ) -> tuple[Tensor, BoolTensor]:
     """Time and mask of one training row: t ~ U(low, high), then each token is hidden with probability t' (LLaDA).
@@ -69,7 +70,8 @@ def draw_noise(
         mirror: the antithetic counterpart of the draw from an equal generator: t -> 1 - t and u -> 1 - u. The two masks
             together cover every token, and a token is in both with probability `NOISE_EPS`.
         block_size: tokens per block of a block-causal model, where each block has its own time (BD3-LM, arXiv
-            2503.09573, section 3.1); blocks are counted from the first token. None: one time for all tokens.
+            2503.09573, section 3.1). None: one time for all tokens.
+        origin: a token with which a block begins.
         level: the masking probability at times t.
 
     Returns:
@@ -78,9 +80,9 @@ def draw_noise(
     if block_size is None:
         drawn = torch.rand((), generator=generator)
     else:  # one per block with a token of `maskable`, so neither padding nor a longer prompt shifts the stream
-        block = torch.arange(len(maskable)) // block_size
+        block = (torch.arange(len(maskable)) + -origin % block_size) // block_size
         noised = block[maskable.cpu()].unique()
-        drawn = torch.zeros(len(maskable))
+        drawn = torch.zeros(len(maskable) + 1)
         drawn[noised] = torch.rand(len(noised), generator=generator)
         drawn = drawn[block]
     t = low + (high - low) * drawn

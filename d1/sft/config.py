@@ -12,6 +12,19 @@ EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
 EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 
 
+@dataclass(frozen=True)
+class CausalLoss:
+    """The loss of a model with a causal context: that of its masks, weighed, plus the next token's cross-entropy in the
+    clean stream, in the same pass. Blocks begin with the answer, as the samplers' do, and each has its own t.
+
+    With `row_noise` all is as in NVIDIA's Automodel (`HybridDiffusionLLMLoss`), where the weight is .3, too: one t per
+    row, blocks from the row's start, and masks divided by the hidden tokens of the optimizer step.
+    """
+
+    masked_weight: float = 0.3
+    row_noise: bool = False
+
+
 @dataclass
 class SFTConfig(TrainingSettings):
     """Arguments of `d1.sft.train.main`. Defaults are d1's (arXiv 2504.12216, appendix).
@@ -58,6 +71,16 @@ class SFTConfig(TrainingSettings):
     edit_weight: Annotated[float, POSITIVE] = setting(1.0, "weight of a replaced token in the loss")
     edit_keep_weight: Annotated[float, AMOUNT] = setting(1.0, "weight of a visible token that was not replaced")
     edit_turns: Annotated[int, COUNT] = setting(1, "forward passes per batch: each later one corrects the one before")
+
+    # Models with a causal context
+    masked_weight: Annotated[float, AMOUNT] = setting(
+        CausalLoss.masked_weight,
+        "weight of the masks' loss next to that of the clean text, which predicts the next token",
+    )
+    row_noise: bool = setting(
+        CausalLoss.row_noise,
+        "as Automodel: one t per row, blocks from the row's start, and the masks' loss divided by hidden tokens",
+    )
 
     # Model and precision
     lora_dropout: Annotated[float, BELOW_ONE] = setting(0.05)

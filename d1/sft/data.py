@@ -21,6 +21,7 @@ from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.data import load_rows as load_rows
+from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
 
@@ -239,7 +240,8 @@ class dLLMDataCollator(DefaultDataCollator):
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere),
     `attention_mask` (0 on padding) and `masked` (bool: hidden tokens, which are trained on), and `t` (rows,), which is
     (rows, length) with `block_size`. With `edits`, training rows also have `edited`, bool, and `draws`, fp32
-    (`d1/sft/editing.py`). If packed, the tensors per token are (1, all tokens), and `lengths` lists the rows' lengths.
+    (`d1/sft/editing.py`); with `causal`, `starts` lists a token per row with which a block begins. If packed, the
+    tensors per token are (1, all tokens), and `lengths` lists the rows' lengths.
 
     Args:
         mask_token_id: the tokenizer's if None.
@@ -250,6 +252,7 @@ class dLLMDataCollator(DefaultDataCollator):
             plain batch, so the loss over both stays unbiased.
         packed: concatenate the rows of the batch, without padding. Their noise stays the same.
         edits: replaces visible tokens of training rows; evaluation rows have only masks.
+        causal: the loss of a model with a causal context; None: of other models.
         max_length: not read; d1's scripts give it.
     """
 
@@ -262,9 +265,11 @@ class dLLMDataCollator(DefaultDataCollator):
         complementary: bool = False,
         packed: bool = False,
         edits: EditNoise | None = None,
+        causal: CausalLoss | None = None,
         max_length: int | None = None,
     ) -> None:
         super().__init__()
+        self.causal, self.per_row = causal, causal is not None and causal.row_noise
         self.edits, self.vocabulary = edits, 0 if edits is None else len(tokenizer)
         self.block_size, self.complementary, self.packed = block_size, complementary, packed
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
@@ -286,12 +291,15 @@ class dLLMDataCollator(DefaultDataCollator):
         clean, answer = pad_sequence(texts, True, self.pad_token_id), pad_sequence(answers, True, False)
         visible = pad_sequence([torch.ones_like(text) for text in texts], True)
         edits = self.edits if training else None
-        options: dict[str, Any] = {"block_size": self.block_size, "level": lambda t: self.schedule(t)[0]}
+        options: dict[str, Any] = {"block_size": None if self.per_row else self.block_size}
+        options["level"] = lambda t: self.schedule(t)[0]
+        from_answer = self.causal is not None and not self.per_row
+        starts = answer.int().argmax(1).tolist() if from_answer else [0] * len(features)
         draws, replaced = [], []
-        for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
+        for row, maskable, mirror, origin in zip(features, answer, mirrored, starts, strict=True):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
             generator = keyed_generator(*row["key"])
-            draws.append(draw_noise(maskable, generator, mirror=mirror, **options, **span))
+            draws.append(draw_noise(maskable, generator, mirror=mirror, origin=origin, **options, **span))
             if edits is not None:  # after the mask's draws, which stay the same
                 replaced.append(edits.draw(maskable, draws[-1][1], generator))
         times, hidden = map(torch.stack, zip(*draws, strict=True))
@@ -306,11 +314,17 @@ class dLLMDataCollator(DefaultDataCollator):
             edited, numbers = map(torch.stack, zip(*replaced, strict=True))
             ids = edits.replaced(batch["input_ids"], edited, numbers, self.vocabulary, self.mask_token_id)
             batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
+        own = {} if self.causal is None else {"starts": starts}
         if not self.packed:
-            return batch
+            return batch | own
         # (rows, length) -> (1, all visible tokens)
         by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
-        return batch | {name: values[visible.bool()][None] for name, values in by_token.items()} | {"lengths": lengths}
+        return (
+            batch
+            | {name: values[visible.bool()][None] for name, values in by_token.items()}
+            | {"lengths": lengths}
+            | own
+        )
 
 
 def row_numbers(batch: dict[str, Any]) -> Tensor:

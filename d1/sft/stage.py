@@ -10,20 +10,21 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from d1.models.attention import has_causal_context
 from d1.models.kinds import block_size, check_room
 from d1.runs.checkpoints import read_state
 from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, of_rows, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
-from d1.sft.config import EDIT_SETTINGS, SFTConfig
+from d1.sft.config import EDIT_SETTINGS, CausalLoss, SFTConfig
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
 from d1.sft.editing import EditNoise
-from d1.sft.trainer import dLLMTrainer
+from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
 
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 ON_RESUME = on_resume(
     *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
-    *("edit_noise", *EDIT_SETTINGS),
+    *("edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise"),
 )
 
 
@@ -48,6 +49,11 @@ def prepare(
     args: SFTConfig, training: TrainingArguments, tokenizer: Any, config: Any
 ) -> tuple[Mapping[str, Any], Callable[[Any], dLLMTrainer]]:
     """The fingerprint of the run's rows and how many are held out, and a function that makes the trainer of a model."""
+    causal = CausalLoss(args.masked_weight, args.row_noise)
+    if has_causal_context(config) and args.edit_noise is not None:
+        raise ValueError(EDITS_AND_CONTEXT)
+    if causal != CausalLoss() and not has_causal_context(config):
+        raise ValueError("--masked_weight and --row_noise would do nothing: this model has no causal context")
     with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
         data = load_rows(args.train_data)
         function = load_function(args.data_function) if args.data_function else None
@@ -66,6 +72,8 @@ def prepare(
 
     def make_trainer(model: Any) -> dLLMTrainer:
         how: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
+        if has_causal_context(model.config):
+            how["causal"] = causal
         if args.edit_noise is not None:
             model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
             how["edits"] = EditNoise(args.edit_noise, *(getattr(args, name) for name in EDIT_SETTINGS))

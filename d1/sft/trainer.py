@@ -2,12 +2,13 @@
 
 The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens. Both are
 computed over the whole optimizer step, so splitting it into micro-batches and processes changes neither the loss nor
-its gradient. In a block-causal model, each block has its own t', and the noised blocks follow the clean text (BD3-LM,
-arXiv 2503.09573).
+its gradient. In a model with blocks, each block has its own t', and the noised blocks follow the clean text (BD3-LM,
+arXiv 2503.09573). With a causal context, the clean text is trained, too (`CausalLoss`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer
 
-from d1.models.attention import require_prepared
+from d1.models.attention import Blocks, has_causal_context, require_prepared
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
@@ -30,6 +31,7 @@ from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
 from d1.sft.editing import GOLDEN, drawn_ids
 
 LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
+EDITS_AND_CONTEXT = "--edit_noise trains edits of visible tokens, which no sampler of a causal context makes"
 Positions = tuple[Tensor, Tensor]  # rows and positions, (n,) each, of n tokens of a batch
 
 
@@ -58,6 +60,14 @@ class dLLMTrainer(RunTrainer, Trainer):
                 f"the collator has noise for blocks of {noised} tokens, but this {model.config.model_type} has blocks "
                 f"of {size}: use dLLMDataCollator(tokenizer, block_size={size})"
             )
+        causal = getattr(self.data_collator, "causal", None)
+        if has_causal_context(model.config) != (causal is not None):
+            has, use = (
+                ("no", "leave out causal=") if causal else ("a", "use dLLMDataCollator(..., causal=CausalLoss())")
+            )
+            raise ValueError(f"this {model.config.model_type} has {has} causal context: {use}")
+        if causal and getattr(self.data_collator, "edits", None):
+            raise ValueError(EDITS_AND_CONTEXT)
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
         self.require_one_gpu()
@@ -67,14 +77,38 @@ class dLLMTrainer(RunTrainer, Trainer):
     def train_sampler(self, dataset: Any) -> Sampler:
         return self.global_batches(dataset.lengths, fill=dataset.eos_padding == "batch")
 
-    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones."""
+    def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
+        """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones.
+        With `CausalLoss`, they are weighed, also by `masked_scale`, and those of the clean text are added."""
         collator: Any = self.data_collator
         t = inputs["t"].double()
         weights = collator.schedule(t if t.dim() == 2 else t[row_numbers(inputs)])[1]  # t per token with blocks
         if "edited" in inputs:
             return self.edit_losses(model, inputs, weights)
-        return self.weighted_losses(model, inputs, inputs["masked"].cpu(), weights)  # the only wait for the device
+        masked = inputs["masked"].cpu()  # the only wait for the device
+        if collator.causal is not None:
+            return self.context_losses(model, inputs, masked, weights * collator.causal.masked_weight * masked_scale)
+        return self.weighted_losses(model, inputs, masked, weights)
+
+    def context_losses(self, model: Any, inputs: dict[str, Any], masked: Tensor, weights: Tensor) -> Tensor:
+        """Sum over each row's `masked` tokens of their weights x cross-entropy, and over its answer of that of the
+        clean text, where the state of a token predicts the next one: no state predicts the first token of a text."""
+        labels, predicts = inputs["labels"], torch.zeros_like(masked)
+        predicts[:, :-1] = (labels != IGNORED)[:, 1:].cpu()
+        for end in itertools.accumulate(inputs.get("lengths", ())):
+            predicts[0, end - 1] = False
+        if not (masked.any() or predicts.any()):  # as in `weighted_losses`
+            masked[0, 0], weights = True, torch.zeros_like(weights)
+        clean, at = positions_of(predicts, labels.device), positions_of(masked, labels.device)
+        targets = torch.cat([labels[clean[0], clean[1] + 1], labels[at]]).clamp(min=0)
+
+        def losses_of(inner: Any) -> Tensor:
+            return -target_logps(inner, context_states(inner, inputs, predicts, clean, masked, at), targets)[0]
+
+        losses = run_inside(model, losses_of)
+        each = torch.cat([torch.ones_like(clean[0], dtype=weights.dtype), weights[at]])
+        rows = torch.cat([row_numbers(inputs)[clean], row_numbers(inputs)[at]])
+        return losses.new_zeros(len(by_row(inputs, "labels"))).index_add(0, rows, losses * each.to(losses.dtype))
 
     def edit_losses(self, model: Any, inputs: dict[str, Any], weights: Tensor) -> Tensor:
         """`row_losses` of a batch with replaced tokens, the mean over turns."""
@@ -135,7 +169,8 @@ class dLLMTrainer(RunTrainer, Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
-        row_losses, answers = self.row_losses(model, inputs), inputs["labels"] != IGNORED
+        answers = inputs["labels"] != IGNORED
+        row_losses = self.row_losses(model, inputs, self.masked_scale(inputs, num_items_in_batch))
         if num_items_in_batch is None:  # a call outside of training: the mean of this process's batch
             loss = row_losses.sum() / answers.sum()
         else:
@@ -143,6 +178,22 @@ class dLLMTrainer(RunTrainer, Trainer):
         self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
         self.answers += answers.sum()
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Trainer's batches of an optimizer step and their number of labels; counts their hidden tokens, too."""
+        batches, labels = super().get_batch_samples(*args)
+        if getattr(self.data_collator, "per_row", False):
+            hidden = sum((batch["masked"].sum() for batch in batches), torch.zeros((), dtype=torch.long))
+            self.hidden_in_step = self.accelerator.reduce(hidden.to(self.args.device), "sum")
+        return batches, labels
+
+    def masked_scale(self, inputs: dict[str, Tensor], answers: Tensor | int | None) -> Tensor | float:
+        """What divides the loss of masks by the hidden tokens of the step, not by its `answers`, as `CausalLoss` with
+        `row_noise` does; None: those of this batch, in a call outside of training."""
+        if not getattr(self.data_collator, "per_row", False):
+            return 1.0
+        hidden = inputs["masked"].sum() if answers is None else self.hidden_in_step
+        return ((inputs["labels"] != IGNORED).sum() if answers is None else answers) / hidden.clamp(min=1)
 
     def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         """Text, time and loss of the rows whose loss is not finite."""
@@ -211,6 +262,26 @@ def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: Positions)
         return packed_two_stream_states(model, clean, noised, lengths, chosen)
     first = int(chosen.any(0).int().argmax()) // size * size
     return two_stream_states(model, clean, noised[:, first:], visible)[rows, positions - first]
+
+
+def context_states(
+    model: Any, inputs: dict[str, Any], predicts: Tensor, clean: Positions, masked: Tensor, at: Positions
+) -> Tensor:
+    """Last hidden states (n, hidden size) of the clean tokens that `predicts` chooses, and then of the `masked` ones,
+    row by row; `clean` and `at` are their `positions_of`. As in `states_of`, nothing waits for the device."""
+    noised, labels, size = inputs["input_ids"], inputs["labels"], block_size(model.config) or 1
+    text, lengths, starts = torch.where(labels == IGNORED, noised, labels), inputs.get("lengths"), inputs["starts"]
+    if lengths is not None:
+        blocks = [Blocks(size, start) for start in starts]
+        return packed_two_stream_states(model, text, noised, lengths, masked, blocks=blocks, clean_at=predicts)
+    origin = torch.tensor(starts).unsqueeze(1).to(text.device, non_blocking=True)
+    first = max(0, int(masked.any(0).int().argmax()) - size + 1)  # at or before the first block with a hidden token
+    most = int(predicts.sum(1).max())
+    chosen = predicts.logical_not().byte().argsort(dim=1, stable=True)[:, :most].to(text.device, non_blocking=True)
+    ranks = (predicts.cumsum(1) - 1)[predicts].to(text.device, non_blocking=True)
+    options: dict[str, Any] = {"blocks": Blocks(size, origin), "clean_at": chosen}
+    states = two_stream_states(model, text, noised[:, first:], inputs["attention_mask"], **options)
+    return torch.cat([states[clean[0], ranks], states[at[0], most + at[1] - first]])
 
 
 def mean_loss(prediction: EvalPrediction) -> dict[str, float]:

@@ -43,12 +43,11 @@ class Stock:
 
     def __init__(self, folder: Path, kernel: str | None = None) -> None:
         released = json.loads((folder / "config.json").read_text())
-        config = Ministral3Config(**{name: released[name] for name in SIZES})
+        config = Ministral3Config(**{name: released[name] for name in SIZES}, pad_token_id=None)
         self.model: Any = Ministral3ForCausalLM._from_config(config, attn_implementation=kernel).eval()
         weights = {of_nemotron(name, back=True): weight for name, weight in read_files(folder).items()}
         self.model.load_state_dict(weights)
 
-    @torch.no_grad()
     def logits(self, ids: Tensor, **kwargs: Any) -> Tensor:
         return self.model(input_ids=ids, **kwargs).logits
 
