@@ -179,6 +179,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     """The RL run that a file describes, on this many GPUs; passes and rollouts come from the plan of the run itself."""
     import torch
 
+    from d1.models.attention import has_causal_context
     from d1.models.kinds import block_size
     from d1.rl.config import plan
     from d1.rl.train import make_parser
@@ -190,8 +191,11 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
         if name in settings or name == "gradient_accumulation_steps":
             words += [f"--{name}", str(gpus * int(settings.get(name, 1)))]
     args, model = make_parser().parse_args_and_config(words)
-    size = block_size(config_of(args.model_path))
+    config = config_of(args.model_path)
+    size = block_size(config)
     args.block_length = args.block_length or size or 32
+    args.sampling_settings(config)  # which says how a block's first token is predicted
+    size = args.block_length if has_causal_context(config) else size
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
     length, targets = args.max_prompt_length + args.max_completion_length, model.lora_target_modules
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
@@ -267,6 +271,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.model_path is None or args.stage is None:
         raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     args = with_recipe(args)
+    from d1.models.attention import has_causal_context
     from d1.models.fit import FitSettings, fit_table
     from d1.models.kinds import block_size
 
@@ -277,7 +282,8 @@ def run(args: argparse.Namespace) -> None:
     if args.stage == "sft":
         fields |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
     elif args.stage in ("rl", "prefer"):
-        fields |= of_preference(args) if args.stage == "prefer" else of_method(args, block_size(config))
+        size = args.block_length if has_causal_context(config) else block_size(config)
+        fields |= of_preference(args) if args.stage == "prefer" else of_method(args, size)
     settings = FitSettings(**fields)
     shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})
     words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())

@@ -131,6 +131,15 @@ def has_causal_context(config: Any) -> bool:
     return block_size(config) is not None and attention_of(config).causal_context
 
 
+def refuse_causal_context(config: Any, what: str) -> None:
+    """Raise ValueError if `what` is asked of a model with a causal context, for which it is not there."""
+    if has_causal_context(config):
+        raise ValueError(
+            f"{what} is not there for models with a causal context, such as this {config.model_type}: SFT, RL, "
+            "evaluation and the server are"
+        )
+
+
 def check_attention(config: Any, name: str) -> None:
     """Raise ValueError if the model cannot attend as its config asks; `name` is the model's name in the message."""
     attention, label, kernel = attention_of(config), attention_name(config), attention_kernel(config)

@@ -9,7 +9,7 @@ the canvas, W writes. To TRL's keys are added
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
-- `scoring_views` R U and `active_rows` R: counts over the whole rollout, the same for each row.
+- `scoring_views` R U, `scored_pairs` R U and `active_rows` R: counts over the whole rollout, the same for each row.
 
 With tools, a completion is an episode, and R rows are turns: those of an episode follow each other, with empty ones up
 to the largest number of turns (`as_turns`). Then there are also `turn` R, and `maskable` R P: the tokens of the first
@@ -33,11 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.models.head import run_inside
-from d1.models.kinds import block_size
 from d1.rl.losses import ADVANTAGES, LossInputs, known
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
-from d1.scoring.rollouts import blocks_of, within_blocks
+from d1.scoring.rollouts import CanvasBlocks, blocks_of, within_blocks
 
 Batch = dict[str, Any]
 VIEWS = tuple(field.name for field in fields(Views))
@@ -284,9 +283,9 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
 
 
-def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
-    """A batch as estimators see it, sampled by a model of this config. The special tokens of `protect_specials_of`, a
-    tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
+def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | None = None) -> SampledRows:
+    """A batch as estimators see it, sampled by a model with these blocks. The special tokens of `protect_specials_of`,
+    a tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
     maskable = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
@@ -300,7 +299,7 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
         reveal_steps=batch["reveal_steps"],
         logps=batch.get("rollout_logps", unknown),
         entropies=batch.get("rollout_entropies", unknown),
-        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
     )
 
@@ -349,14 +348,20 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
 
 
 def count(batch: Batch, everyone: Everyone) -> Batch:
-    """`scoring_views` and `active_rows`, counted over the rows that are part of the loss."""
+    """`scoring_views`, `scored_pairs` and `active_rows`, counted over the rows that are part of the loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
     mask = fitted(batch["completion_mask"], width)[:, None, None]
-    views = (batch["view_weights"] * mask).ne(0).any(-1).sum((0, 2))  # (updates,)
+    scored = (batch["view_weights"] * mask).ne(0)
+    views, pairs = scored.any(-1).sum((0, 2)), scored.sum((0, 2, 3))  # (updates,)
     active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
     active = (active if "turn" not in batch else active & (batch["turn"] == 0)).sum()
-    *views, active = everyone.gather(torch.cat([views, active.unsqueeze(0)])).view(-1, len(views) + 1).sum(0)
-    return {"scoring_views": torch.stack(views).expand(rows, -1), "active_rows": active.expand(rows)}
+    counts = everyone.gather(torch.cat([views, pairs, active.unsqueeze(0)])).view(-1, 2 * len(views) + 1).sum(0)
+    views, pairs, active = counts.split([len(views), len(pairs), 1])
+    return {
+        "scoring_views": views.expand(rows, -1),
+        "scored_pairs": pairs.expand(rows, -1),
+        "active_rows": active.expand(rows),
+    }
 
 
 def views_of(batch: Batch, update: int) -> Views:
@@ -418,7 +423,7 @@ def loss_inputs(
     reads_old: bool = True,
     sampling_weight_cap: float | None = None,
     views_per_draw: int = 1,
-    block: int | None = None,
+    blocks: CanvasBlocks | None = None,
     turns: int = 1,
 ) -> LossInputs:
     """The inputs of an objective in update number `update`: tensors as wide as the completions of `batch`.
@@ -428,11 +433,12 @@ def loss_inputs(
         reads_old: the loss reads old log-probs; if none are stored, the policy is still the one that sampled.
         sampling_weight_cap: `cap` of `truncated_weights`; None: no weights.
         views_per_draw: `Estimator.views_per_draw`.
-        block: tokens per block of a block-causal model, where a view contains one step of every block.
+        blocks: those of a model with blocks, where a view contains one step of every block.
         turns: rows per completion.
     """
     width = batch["completion_mask"].shape[1]
-    steps = within_blocks(batch["reveal_steps"], blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], block))
+    of_canvas = blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], *(blocks or CanvasBlocks())[:2])
+    steps = within_blocks(batch["reveal_steps"], of_canvas)
 
     def stored(name: str) -> Tensor | None:
         return fitted(batch[name][:, update], width) if name in batch else None
@@ -450,6 +456,7 @@ def loss_inputs(
         # At least 1 in the whole rollout; the average per micro-batch may be below 1.
         tokens=batch["num_items_in_batch"].clamp(min=1) / parts,
         views=batch["scoring_views"][0, update].clamp(min=1) / parts,
+        pairs=batch["scored_pairs"][0, update].clamp(min=1) / parts,
         active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
         reveal_steps=fitted(steps, width),

@@ -22,6 +22,7 @@ from trl import GRPOConfig, ModelConfig
 
 from d1.lazy import module_in
 from d1.masking import keyed_generator
+from d1.models.attention import has_causal_context
 from d1.models.distribution import OWN
 from d1.models.kinds import block_size, check_room
 from d1.ranges import nearest
@@ -553,13 +554,19 @@ def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
 def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     """Refuses settings that contradict the model's config, for prompts of up to `prompt` tokens.
 
-    Returns the tokens per block of a block-causal model, which become `block_length` if it is not set."""
-    args.sampling_settings(config)
+    Returns the tokens per block of a model with blocks, which become `block_length` if it is not set."""
+    sampling = args.sampling_settings(config)
+    if sampling.first_token == "causal" and not ESTIMATORS[args.estimator].causal_first:
+        able = names(ESTIMATORS, lambda entry: entry.causal_first)
+        raise ValueError(
+            f"--estimator {args.estimator} hides the first token of a block, which this {config.model_type} takes from "
+            f"the clean text: use {able}, or --first_token masked"
+        )
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has {config.vocab_size} tokens, numbered from 0")
     by_default = f" (its default is {args.max_completion_length})" if args.canvas_is_unset else ""
     check_room(config, prompt, int(args.max_completion_length or 0), f": lower --max_completion_length{by_default}")
-    return block_size(config)
+    return sampling.block_length if has_causal_context(config) else block_size(config)
 
 
 def check_prompts(lengths: Sequence[int], args: Settings) -> int:

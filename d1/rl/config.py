@@ -23,7 +23,15 @@ from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings, check_sampler
+from d1.sampling.settings import (
+    BLOCK_LENGTH,
+    EDITING,
+    FIRST_TOKENS,
+    POST_STEPS_RANGE,
+    SAMPLERS,
+    SamplingSettings,
+    check_sampler,
+)
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
@@ -128,6 +136,10 @@ class DiffuGRPOConfig(GRPOConfig):
     )
     max_post_steps: Annotated[int | None, POST_STEPS_RANGE | None] = setting(
         None, "With editing, passes per block after its last mask, at most; 16 if unset."
+    )
+    first_token: str | None = setting(
+        None,
+        f"With a causal context, how a block's first token is predicted: {' (the default) or '.join(FIRST_TOKENS)}.",
     )
     editing: str | None = setting(None, f"Published levels of reveal and edit_threshold: {', '.join(EDITING)}.")
     eos_stop: bool | None = setting(
@@ -344,7 +356,7 @@ class DiffuGRPOConfig(GRPOConfig):
             settings.require_whole_blocks("max_completion_length")
         if model_config is not None:
             check_sampler(settings, model_config)
-            self.block_length = settings.block_length
+            self.block_length, self.first_token = settings.block_length, settings.first_token
         return settings
 
     def settle_canvas(self, model_config: Any) -> None:

@@ -38,6 +38,7 @@ from d1.runs.cli import from_all, from_rank_0
 from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
+from d1.scoring.rollouts import CanvasBlocks
 from d1.serve.client import (
     CONNECT,
     Expected,
@@ -506,11 +507,11 @@ def differences(one: Batch, scores: Scores, views: Views, exact: bool) -> str:
     return ""
 
 
-def states_of(one: Batch, config: Any, number: int) -> Views:
+def states_of(one: Batch, blocks: CanvasBlocks, number: int) -> Views:
     """Up to `STATES` views of one row, evenly spaced over its steps: the states in which it was sampled, and the tokens
     that were revealed there."""
     prompts, device = one["prompt_mask"], one["canvas_ids"].device
-    sampled = sampled_rows(one | {"completion_mask": one["reveal_steps"] >= 0}, config)
+    sampled = sampled_rows(one | {"completion_mask": one["reveal_steps"] >= 0}, blocks)
     written = Written.of(sampled)
     steps = int(written.steps.max()) + 1
     count = min(STATES, steps)

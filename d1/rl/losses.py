@@ -38,6 +38,8 @@ class LossInputs:
         mask: (rows, tokens), 1 for tokens that count in the loss: by default up to and including the first EOS.
         tokens: scored tokens per micro-batch, averaged over the whole rollout and all processes.
         views: views of this update that score something, averaged in the same way; None: those of this micro-batch.
+        pairs: tokens that views of this update score, each as often as it is scored, averaged in the same way; None:
+            those of this micro-batch.
         active: completions whose advantage is not 0, averaged in the same way; None: the rows of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first
@@ -58,6 +60,7 @@ class LossInputs:
     mask: Tensor
     tokens: Tensor
     views: Tensor | None = None
+    pairs: Tensor | None = None
     active: Tensor | None = None
     views_per_draw: int = 1
     reveal_steps: Tensor | None = None
@@ -101,6 +104,11 @@ class LossInputs:
         return self.scored.any(-1).sum().clamp(min=1) if self.views is None else self.views
 
     @property
+    def scored_pairs(self) -> Tensor:
+        """Tokens that views score, per micro-batch, averaged over the rollout."""
+        return self.scored.sum().clamp(min=1) if self.pairs is None else self.pairs
+
+    @property
     def active_rows(self) -> Tensor:
         """Completions in the loss whose advantage is not 0, per micro-batch, averaged over the rollout."""
         active = self.advantages.ne(0) & self.mask.bool().any(-1)
@@ -137,8 +145,8 @@ def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     return (sums_RV / weights_RV.where(weights_RV != 0, 1.0)).sum() / inputs.scoring_views
 
 
-# Means of sums over tokens, (rows, views). `sum`, `active` and `views` are ours, the others TRL's. Those over rows are
-# means over completions: an episode's turns are added up.
+# Means of sums over tokens, (rows, views). `sum`, `active`, `scored` and `views` are ours, the others TRL's. Those over
+# rows are means over completions: an episode's turns are added up.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns,
     "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean() * inputs.turns,
@@ -146,6 +154,7 @@ MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "bnpo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.mask.sum().clamp(min=1),
     "dapo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.tokens,
     "active": lambda sums_RV, inputs, settings: sums_RV.sum() / (inputs.active_rows * settings.max_completion_length),
+    "scored": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.scored_pairs,
     "views": mean_of_views,
 }
 

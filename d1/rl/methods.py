@@ -171,6 +171,32 @@ DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, **CONSTANT | dict(weig
 # ESPO and GDSD: recipes/run_gsm8k_llada.sh, scripts/train_gdsd.yaml
 ESPO_OPTIMIZER: dict[str, Any] = dict(weight_decay=0.01, warmup_steps=0.001)
 
+# JustGRPO for blocks, NVIDIA-NeMo/RL@749b0ed
+JUST_GRPO_BLOCKS: dict[str, Any] = dict(
+    estimator="left_to_right",  # view k hides the tokens from place k on in each block, and scores that at k
+    p_mask_prompt=0.0,
+    objective="clipped_views",
+    loss_type="scored",  # token_level_loss: the sum over selected tokens / their number
+    epsilon=0.2,  # ratio_clip_min and max
+    beta=0.01,  # reference_policy_kl_penalty, k3
+    advantage="leave_one_out",  # use_leave_one_out_baseline; normalize_rewards is off
+    num_iterations=1,
+    temperature=1.0,
+    remasking="leftmost",  # selection_policy
+    diffusion_steps=None,  # max_steps: one per token
+    first_token="masked",  # blocks begin fully masked
+    sampling_weight_cap=2.0,  # truncated_importance_sampling_ratio
+    max_grad_norm=1.0,
+)
+JUST_GRPO_BLOCKS_SCALE: dict[str, Any] = dict(
+    learning_rate=3e-07,
+    num_generations=8,
+    weight_decay=0.01,
+    lr_scheduler_type="constant_with_warmup",
+    warmup_steps=13,
+    **canvas(tokens=512, steps=512, block=16),
+)
+
 # --- The table --------------------------------------------------------------------------------------------------------
 #
 # Above an entry: its released code, and what differs from it on purpose. After a value: its source, or what it means;
@@ -311,6 +337,21 @@ METHODS: dict[str, Method] = {
         block_length=1,
         diffusion_steps=None,  # one per token
         scale=dict(learning_rate=5e-06, num_generations=16, **CONSTANT),  # 8 x repeat_times 2
+    ),
+    # NVIDIA-NeMo/RL@749b0ed research/just_grpo, for Nemotron-Labs-Diffusion-3B:
+    # just_grpo-sudoku6x6-4n8g-megatron-inference-long.yaml, grpo_math_1B.yaml. There, mask tokens before the prompt
+    # fill its last block, and are seen; here blocks begin at the prompt's end.
+    "just-grpo-blocks": method(
+        "JustGRPO for models with blocks, as in NeMo-RL",
+        **JUST_GRPO_BLOCKS,
+        scale=JUST_GRPO_BLOCKS_SCALE,
+    ),
+    # The same, inference-fast-long.yaml: training_token_fraction .25 of 16 tokens
+    "just-grpo-fast": method(
+        "JustGRPO for models with blocks, the least likely quarter of the tokens, as in NeMo-RL",
+        **JUST_GRPO_BLOCKS,
+        num_views=4,
+        scale=JUST_GRPO_BLOCKS_SCALE,
     ),
     # TraceRL's code with method random_masking, which MMaDA names as the implementation
     "unigrpo": method(

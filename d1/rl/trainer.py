@@ -85,6 +85,7 @@ from d1.sampling import Rollout, SamplingSettings, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
+from d1.scoring.rollouts import CanvasBlocks
 from d1.scoring.views import hidden_states
 from d1.serve.client import Expected, Prompts
 from d1.tools.functions import check_tools
@@ -343,6 +344,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return Rollout.joined(sampled)
 
     @property
+    def blocks(self) -> CanvasBlocks:
+        """Where the blocks of the model lie on a canvas, as this run samples."""
+        return CanvasBlocks.of(self.model.config, self.sampling.block_length, self.sampling.first_token)
+
+    @property
     def ends(self) -> Sequence[int]:
         """The tokens that stop sampling; empty without the EOS stop."""
         return self.eos_token_ids if self.eos_stop else ()
@@ -434,7 +440,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         number = self.rollout_number if self.mode == "train" else self.evaluation_rollouts
         row = rows[number % len(rows)]
         one = {name: batch[name][row : row + 1] for name in batch}
-        views, compute = states_of(one, self.model.config, number), self.compute
+        views, compute = states_of(one, self.blocks, number), self.compute
         with self.without_checkpointing(), evaluating(self.model):
             scores = self.scores(self.model, one, views, with_entropies=True, views_at_once=STATES)
         self.compute = compute
@@ -487,7 +493,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         total = self.accelerator.num_processes * rows
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
         batch |= draw_updates(
-            sampled_rows(batch, self.model.config, protected),
+            sampled_rows(batch, self.blocks, protected),
             Randomness(
                 self.generators("views", rows // self.turns, self.turns),
                 keyed_generator(*self.key("views")),
@@ -518,7 +524,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         rewards = []
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             for view in range(scoring.shape[1]):
-                ids, tokens = finished_in_one_pass(model, batch, view, self.mask_token_id)
+                ids, tokens = finished_in_one_pass(model, batch, view, self.mask_token_id, self.blocks)
                 self.compute = self.compute + tokens
                 rewards.append(self.rewards_of(completion_ids_of(ids, self.eos_token_ids)))
         at_states, reward = torch.stack(rewards, dim=1).to(scoring.device), batch[REWARD].unsqueeze(1)
@@ -549,7 +555,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
-        own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once} | options
+        own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once, "blocks": self.blocks}
+        own |= options
         with self.accelerator.autocast():
             scores = score_batch(model, batch, views, distribution=self.sampling.record_distribution, **own)
         self.compute = self.compute + scores.compute
@@ -564,7 +571,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
+        given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, self.blocks
         inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.turns)
         # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
@@ -709,7 +716,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
 
 @torch.no_grad()
-def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int) -> tuple[Tensor, Tensor]:
+def finished_in_one_pass(
+    model: Any, batch: Batch, view: int, mask_token_id: int, blocks: CanvasBlocks | None = None
+) -> tuple[Tensor, Tensor]:
     """The canvas (rows, canvas) with the most likely token wherever a view hides one, and the number of tokens
     processed."""
     canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
@@ -719,7 +728,7 @@ def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int
     if "view_shown" in batch:
         canvas = batch["view_shown"][:, 0, view]
     shown = torch.cat([batch["prompt_ids"], canvas], dim=1)
-    options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown}
+    options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown, "blocks": blocks}
     states = hidden_states(model, clean, hidden, visible, **options)
     greedy = SamplingSettings(gen_length=length, block_length=length, steps=length)
     random: Any = {"generator": None, "noise_dtype": torch.float32}

@@ -132,11 +132,13 @@ class SamplingSettings:
         return settings if model_config is None else settings.suited(model_config)
 
     def suited(self, model_config: Any) -> SamplingSettings:
-        """These settings, with `first_token` if a model of this config has a causal context."""
+        """These settings, with a `first_token` if and only if a model of this config has a causal context; for others,
+        "masked" says nothing."""
         from d1.models.attention import has_causal_context  # needs torch
 
-        causal = self.first_token is None and has_causal_context(model_config)
-        return replace(self, first_token=FIRST_TOKENS[0]) if causal else self
+        if has_causal_context(model_config):
+            return self if self.first_token else replace(self, first_token="causal")
+        return replace(self, first_token=None) if self.first_token == "masked" else self
 
     def require_whole_blocks(self, length: str = "gen_length") -> None:
         """Refuse (ValueError) a block length that does not divide the completion, whose setting is called `length`."""
@@ -245,10 +247,8 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             raise ValueError(f"this {kind} has a causal context and cannot sample with {what}")
-    elif settings.first_token is not None:
-        raise ValueError(
-            f"first_token={settings.first_token!r} is for models with a causal context, not for this {kind}"
-        )
+    elif settings.first_token == "causal":
+        raise ValueError(f"first_token='causal' is for models with a causal context, not for this {kind}")
     if not (other_blocks or causal_context) and size not in (None, settings.block_length):
         raise ValueError(
             f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "

@@ -53,6 +53,8 @@ class Estimator:
             lacks one of these is refused.
         as_sampled: whether each token is scored once, in the state in which it was revealed, so that the record of the
             rollout has its log-probability.
+        causal_first: whether the views suit a sampler that takes each block's first token from the clean text
+            (`first_token`), so that it is visible wherever others of its block are scored.
         views_per_draw: how many views, n apart if there are n draws, estimate the log-probability of the whole
             completion without the other views; 0: only all views together do.
         settings: which of `num_views`, `antithetic`, ... it reads; to set another one is an error. None: unknown.
@@ -68,6 +70,7 @@ class Estimator:
     partial: Asked = lambda settings: False
     reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
     as_sampled: Asked = lambda settings: False
+    causal_first: bool = False
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     settings: tuple[str, ...] | None = None
 
@@ -110,7 +113,9 @@ BOUND: dict[str, Any] = {
 }
 ESTIMATORS: dict[str, Estimator] = {
     # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
-    "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
+    "one_step": Estimator(
+        masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, causal_first=True, settings=()
+    ),
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
     "elbo": Estimator(elbo.draw, **BOUND),
     "espo": Estimator(elbo.draw_espo, **BOUND),
@@ -136,6 +141,7 @@ ESTIMATORS: dict[str, Estimator] = {
         partial=draws_some,
         reads=steps_and_entropies,
         as_sampled=lambda settings: settings.segment_steps in (None, 1),
+        causal_first=True,
         settings=("num_views", "segment_steps", "draw_steps", "mean_step"),
     ),
     "segments": Estimator(
@@ -158,10 +164,13 @@ ESTIMATORS: dict[str, Estimator] = {
     # With blocks of one token, the sampler also goes from left to right: its record has the log-probabilities.
     "left_to_right": Estimator(
         replay.draw_text,
-        lambda settings: settings.gen_length,
+        lambda settings: min(settings.num_views or settings.gen_length, settings.gen_length),
         draws=lambda settings: False,
         clean_prompt=True,
+        partial=draws_some,
+        reads=lambda settings: ("logps",) if draws_some(settings) else (),
         as_sampled=lambda settings: settings.block_length == 1,
-        settings=(),
+        causal_first=True,
+        settings=("num_views",),
     ),
 }

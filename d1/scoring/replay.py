@@ -219,9 +219,39 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
 
 def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """The chain rule: each token is scored given the prompt and the tokens before it, with all later tokens hidden
-    (JustGRPO, arXiv 2601.15165). One view per token; in a block-causal model, a view scores one token of every block.
-    Exact for a sampler with `block_length` 1."""
+    (JustGRPO, arXiv 2601.15165). One view per token; in a model with blocks, a view scores one token of every block.
+    Exact for a sampler with `block_length` 1, or one that reveals from left to right.
+
+    With `num_views` n, the n tokens of each block that were least likely in the rollout, with weight 1: biased by
+    design (the fast variant of NVIDIA-NeMo/RL, research/just_grpo)."""
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
-    steps, scored = within_blocks(order, sampled.blocks).unsqueeze(-1), sampled.scored.unsqueeze(-1)
-    return every_view(clean_prompt(sampled), Written(steps, scored, sampled.entropies.unsqueeze(-1)))
+    steps = within_blocks(order, sampled.blocks)
+    if settings.num_views:
+        return least_likely(sampled, steps, settings.num_views)
+    written = Written(steps.unsqueeze(-1), sampled.scored.unsqueeze(-1), sampled.entropies.unsqueeze(-1))
+    return every_view(clean_prompt(sampled), written)
+
+
+def least_likely(sampled: SampledRows, steps: Tensor, count: int) -> Views:
+    """`count` views. View v scores, in each block, the v-th from the left of its `count` least likely scored tokens (in
+    a tie, the first ones) and hides this token and all after it in the block; `steps` (rows, canvas) number its tokens.
+    """
+    scored = sampled.scored
+    blocks = torch.zeros_like(steps) if sampled.blocks is None else sampled.blocks - sampled.blocks[:, :1]
+    # Block after block, the least likely first; the places in this order, less those of earlier blocks, are ranks.
+    by_logp = sampled.logps.masked_fill(~scored, torch.inf).argsort(dim=1, stable=True)
+    order = by_logp.gather(1, blocks.gather(1, by_logp).argsort(dim=1, stable=True))
+    first_of_block = torch.arange(steps.shape[1], device=steps.device) - steps
+    chosen = scored & (order.argsort(1) - first_of_block < count)
+    before = chosen.cumsum(1) - chosen.long()
+    number = before - before.gather(1, first_of_block)  # among the block's chosen tokens, from the left
+    # (rows, views, canvas): whether a token is the one that a view scores in its block, and the place of this one.
+    asked = chosen.unsqueeze(1) & (number.unsqueeze(1) == torch.arange(count, device=steps.device)[:, None])
+    places = steps.new_full((len(steps), count, steps.shape[1]), steps.shape[1])
+    expanded = blocks.unsqueeze(1).expand_as(places)
+    places = places.scatter_reduce(2, expanded, torch.where(asked, steps.unsqueeze(1), places), "amin").gather(
+        2, expanded
+    )
+    prompt = clean_prompt(sampled).expand(-1, count, -1)
+    return Views(torch.cat([prompt, steps.unsqueeze(1) >= places], dim=-1), asked.float())

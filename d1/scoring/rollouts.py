@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from d1.masking import draw_masks
+from d1.models.attention import has_causal_context
+from d1.models.kinds import block_size
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,30 @@ class SampledRows:
         return SampledRows(**there)
 
 
-def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tensor | None:
-    """`SampledRows.blocks` for prompts (rows, prompt) and blocks of `size` tokens."""
+class CanvasBlocks(NamedTuple):
+    """Where the blocks of a model lie on a canvas."""
+
+    size: int | None = None  # tokens per block; None: there are no blocks
+    # With a causal context, the first block begins with the canvas; `causal_first`: the sampler took the first token of
+    # each block from the clean text before it, and so is it scored.
+    causal_context: bool = False
+    causal_first: bool = False
+
+    @classmethod
+    def of(cls, config: Any, block_length: int | None = None, first_token: str | None = None) -> CanvasBlocks:
+        """Those of a model with this config, as sampled with these settings; None: with the defaults."""
+        if not has_causal_context(config):
+            return cls(block_size(config))
+        return cls(block_length or block_size(config), True, first_token != "masked")
+
+
+def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None, after_prompt: bool = False) -> Tensor | None:
+    """`SampledRows.blocks` for prompts (rows, prompt) and blocks of `size` tokens, counted from the start of the text
+    or `after_prompt`."""
     if size is None:
         return None
     positions = torch.arange(gen_length, device=attention_mask.device)
-    return (attention_mask.long().sum(-1, keepdim=True) + positions) // size
+    return (attention_mask.long().sum(-1, keepdim=True) * (not after_prompt) + positions) // size
 
 
 def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:

@@ -15,6 +15,9 @@ With full attention, views cannot share the states of the prompt: every position
 A block-causal model scores each block given the finished blocks before it, as in sampling: a view hides tokens of the
 token's own block, and earlier blocks are clean. All blocks of a view share one forward pass over two streams, the clean
 text and the noised canvas (`d1/models/packing.py`).
+
+With a causal context, the clean text of this pass also scores the first token of every block, if the sampler took it
+from there: it is never hidden from the other tokens of its block.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import (
+    Blocks,
     count_positions,
+    has_causal_context,
     over_queries,
     padding_mask,
     require_prepared,
@@ -39,6 +44,7 @@ from d1.models.distribution import OWN, Distribution
 from d1.models.head import body_and_head, calls_in_step, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import two_stream_states
+from d1.scoring.rollouts import CanvasBlocks
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,7 @@ def score(
     with_entropies: bool = False,
     views_at_once: int = 1,
     distribution: Distribution = OWN,
+    blocks: CanvasBlocks | None = None,
 ) -> Scores:
     """Log-probabilities of completions: the weighted sum over views.
 
@@ -151,6 +158,7 @@ def score(
         gen_length: length of the canvas the completion was sampled on; a shorter one would reveal the completion's end.
         views_at_once: views of each row per forward pass, on average.
         distribution: the distribution, made from the model's logits, whose log-probabilities are returned.
+        blocks: with a causal context, those of the sampler; None: as it samples by default.
 
     Raises:
         ValueError: the model was not prepared, or shapes do not match.
@@ -188,7 +196,7 @@ def score(
 
         return placed(logps), None if entropies is None else placed(entropies)
 
-    run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
+    run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id, blocks=blocks)
     pairs = pairs_to_score(scored)
     passes = list(pairs.split(rows * views_at_once))
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
@@ -217,10 +225,10 @@ def score(
 
 
 def noised_tokens(model: Any, gen_length: int) -> int:
-    """For a block-causal model, how many of the last tokens of a text are processed again with noise: the canvas, and
-    prompt tokens that may share its first block; 0 for other models."""
+    """For a model with blocks, how many of the last tokens of a text are processed again with noise: the canvas and,
+    without a causal context, prompt tokens that may share its first block; 0 for other models."""
     size = block_size(model.config)
-    return 0 if size is None else gen_length + size - 1
+    return 0 if size is None else gen_length + (0 if has_causal_context(model.config) else size - 1)
 
 
 def hidden_states(
@@ -232,9 +240,10 @@ def hidden_states(
     gen_length: int,
     mask_token_id: int,
     shown: Tensor | None = None,
+    blocks: CanvasBlocks | None = None,
 ) -> Tensor:
     """States (rows, n, hidden) of texts whose `hidden` tokens are masked and whose other tokens are those of `shown`
-    (None: of `clean`); the last states are those of the canvas."""
+    (None: of `clean`); the last states are those of the canvas. `blocks` as for `score`."""
     noised = (clean if shown is None else shown).masked_fill(hidden, mask_token_id)
     again = noised_tokens(model, gen_length)
     if not again:
@@ -244,7 +253,20 @@ def hidden_states(
         return body_and_head(model)[0](noised, mask, position_ids=count_positions(visible))
     # Two streams: finished blocks with the prompt as the view shows it, and the canvas with what the view hides.
     finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
-    return two_stream_states(model, finished, noised[:, -again:], visible)
+    if not has_causal_context(model.config):
+        return two_stream_states(model, finished, noised[:, -again:], visible)
+    size, _, causal_first = blocks or CanvasBlocks.of(model.config)
+    assert size is not None
+    prompt = clean.shape[1] - gen_length
+    seen = torch.ones_like(clean) if visible is None else visible
+    own, canvas = Blocks(size, seen[:, :prompt].sum(1, keepdim=True)), noised[:, prompt:]
+    if not causal_first:
+        return two_stream_states(model, finished, canvas, visible, blocks=own)
+    firsts = torch.arange(0, gen_length, size, device=clean.device)
+    canvas = canvas.index_copy(1, firsts, (clean if shown is None else shown)[:, prompt + firsts])
+    before = (prompt - 1 + firsts).expand(len(clean), -1)
+    states = two_stream_states(model, finished, canvas, visible, blocks=own, clean_at=before)
+    return states[:, len(firsts) :].index_copy(1, firsts, states[:, : len(firsts)])
 
 
 def pairs_to_score(scored: Tensor) -> Tensor:

@@ -105,10 +105,16 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
             why = f"-1 and token {expected.ends[0]}: the EOS stop fills the blocks after the EOS"
             refuse(where, "steps", steps, inside & ((steps >= 0) | (canvas != expected.ends[0])), why)
         elif by_our_rules:
-            refuse(where, "steps", steps, inside & (steps < 0), "a step: the block of the first EOS is sampled whole")
+            left = inside & (steps < 0)
+            # With a causal context, a block ends once nothing before its EOS is hidden.
+            stops = (
+                left & after_eos & (canvas == expected.ends[0]) if settings.first_token is not None else left & False
+            )
+            refuse(where, "steps", steps, left & ~stops, "a step: the block of the first EOS is sampled whole")
             if settings.edits is None:
-                taken = torch.bincount(steps[inside].long() - before)
-                check_counts(f"{where}steps of block {number}", taken, torch.tensor(counts), settings.rule)
+                taken, due = torch.bincount(steps[revealed].long() - before), torch.tensor(counts)
+                due = due[: len(taken)] if stops.any() else due
+                check_counts(f"{where}steps of block {number}", taken, due, settings.rule)
         before = int(steps[revealed].max()) + 1 if revealed.any() else before
         ended |= bool(is_end[inside].any())
 

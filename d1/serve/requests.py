@@ -195,7 +195,7 @@ class Server:
         if "steps" not in given and values["block_length"] >= 1:
             blocks = -(-length // values["block_length"])
             values["steps"] = min(max(round(length * own.steps / own.gen_length), blocks), length)
-        settings = SamplingSettings(**values)
+        settings = SamplingSettings(**values).suited(self.engine.model.config)
         check_sampler(settings, self.engine.model.config)
         return settings
 
@@ -252,7 +252,8 @@ class Server:
             raise ValueError(f"{len(rows)} rows must share a batch of at most {most} (--batch_size): {advice}")
         own, size = uuid.uuid4().hex, block_size(self.engine.model.config)
         for row in rows:
-            row.own, row.prompt_width, row.after = own, prompt_width, len(row.ids) % size if size else 0
+            after = len(row.ids) % size if size and row.settings.first_token is None else 0
+            row.own, row.prompt_width, row.after = own, prompt_width, after
 
     def rows_of_openai(self, body: Completion | Chat) -> list[Row]:
         """The rows of a request in OpenAI's dialect: `n` per prompt. With a `seed` and no `rid`, equal requests draw

@@ -16,6 +16,7 @@ from d1.rl.methods import D1, METHODS
 from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator, Scores
 from d1.scoring.masks import draw_one_step as draw
+from d1.scoring.rollouts import CanvasBlocks
 from d1.scoring.spg import draw as draw_blocks
 from tests.losses import gradient, random_inputs, settings
 from tests.tiny_grpo import SETTINGS, logged, make_method, make_trainer, weights
@@ -393,11 +394,13 @@ def test_what_a_loss_counts_is_an_average_over_micro_batches_and_at_least_one_in
     for counted, expected in (((4, 3, 20), (4 / 6, 3 / 6, 20 / 6)), ((0, 0, 0), (1 / 6, 1 / 6, 1 / 6))):
         active, views, tokens = map(torch.tensor, counted)
         batch |= {"active_rows": active[None], "scoring_views": views[None, None], "num_items_in_batch": tokens}
+        batch["scored_pairs"] = 2 * tokens[None, None]
         inputs = loss_inputs(batch, scores, 0, parts=6)
+        assert inputs.scored_pairs.item() == pytest.approx(max(2 * tokens.item(), 1) / 6)
         found = [inputs.active_rows.item(), inputs.scoring_views.item(), inputs.tokens.item()]
         assert found == pytest.approx(expected, rel=1e-6)
     assert torch.equal(inputs.reveal_steps, batch["reveal_steps"])
-    in_blocks = loss_inputs(batch, scores, 0, block=4).reveal_steps  # two blocks of four tokens
+    in_blocks = loss_inputs(batch, scores, 0, blocks=CanvasBlocks(4)).reveal_steps  # two blocks of four tokens
     assert in_blocks.tolist() == [[1, 0, 2, 3, 1, 0, 3, 2]]
 
 

@@ -161,6 +161,7 @@ def test_the_causal_token_takes_a_step_of_its_own():
 
 def test_what_a_causal_context_cannot_do_is_refused(load):
     model, sdar = load(CAUSAL), load("sdar")
+    assert SamplingSettings(8, 4, 8, first_token="masked").suited(sdar.config) == SamplingSettings(8, 4, 8)
     ids = torch.tensor([[5, 6]])
     options: Settings = {"mask_token_id": MASK, "gen_length": 8, "block_length": 4, "steps": 8}
     for fields, message in (
@@ -175,6 +176,6 @@ def test_what_a_causal_context_cannot_do_is_refused(load):
     with pytest.raises(ValueError, match="causal context: it reads text from left to right and cannot fill a gap"):
         fill(model, ids, ids == 5, mask_token_id=MASK)
     with pytest.raises(
-        ValueError, match="first_token='masked' is for models with a causal context, not for this qwen3"
+        ValueError, match="first_token='causal' is for models with a causal context, not for this qwen3"
     ):
-        check_sampler(SamplingSettings(8, 4, 8, first_token="masked"), sdar.config)
+        check_sampler(SamplingSettings(8, 4, 8, first_token="causal"), sdar.config)
