@@ -345,6 +345,19 @@ def just_grpo(rows):
     return -gains / G / (sum(bool(row.A != 0) for row in rows) + 1e-5)
 
 
+def just_grpo_blocks(rows, least=None):
+    """Weights of at most 2 between the policies that sampled and that are trained; KL is not weighed by them."""
+    set_advantages(rows, "leave one out")
+    terms = []
+    for row in rows:
+        chosen = sorted(sorted(range(row.length), key=lambda k, row=row: (-row.surprisals[k].item(), k))[:least])
+        for view, k in enumerate(chosen):
+            new, old = row.l[view][k], row.old[view][k]
+            weight = torch.exp(old + row.surprisals[k]).clamp(max=2.0)
+            terms.append(0.01 * k3(new, row.ref[view][k]) - weight * ppo(torch.exp(new - old), row.A))
+    return mean(terms)
+
+
 def draws_of(row, values, weight, among=range(G)):
     """The bound of each draw alone."""
     positions = [scored_in(row, view, among) for view in row.used]
@@ -463,6 +476,8 @@ PUBLISHED = {
     "d2": d2,
     "tracerl": tracerl,
     "just-grpo": just_grpo,
+    "just-grpo-blocks": just_grpo_blocks,
+    "just-grpo-fast": lambda rows: just_grpo_blocks(rows, least=4),
     "unigrpo": unigrpo,
     "bgpo": bgpo,
     "stable-drl": stable_drl,
