@@ -14,6 +14,7 @@ stages on its first eight layers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -73,12 +74,26 @@ LLADA2 = {
     **{"rms_norm_eps": 1e-06, "rope_theta": 600000, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768},
     **{"tie_word_embeddings": False, "pad_token_id": 156892, "eos_token_id": 156892, "mask_token_id": None},
 }
+NEMOTRON = {
+    "model_type": "nemotron_labs_diffusion",
+    "architectures": ["NemotronLabsDiffusionModel"],
+    **{"hidden_size": 3072, "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"intermediate_size": 9216, "vocab_size": 131072, "head_dim": 128, "max_position_embeddings": 262144},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-05, "attention_bias": False, "mlp_bias": False, "sliding_window": None},
+    **{"tie_word_embeddings": False, "dlm_paradigm": "bidirectional", "block_size": 32, "mask_token_id": 100},
+    **{"bos_token_id": 1, "eos_token_id": 11},
+}
 # config.json; number of files; ids of the tokens for the end of a text, the mask and the end of a turn
 RELEASED: dict[str, tuple[dict[str, Any], int, dict[int, str]]] = {
     "llada-8b": (LLADA, 6, {126081: "<|endoftext|>", 126336: "<|mdm_mask|>", 126348: "<|eot_id|>"}),
     "dream-7b": (DREAM, 4, {151643: "<|endoftext|>", 151666: "<|mask|>", 151645: "<|im_end|>"}),
     "sdar-1.7b": (SDAR, 1, {151643: "<|endoftext|>", 151669: "<|MASK|>", 151645: "<|im_end|>"}),
     "llada2-mini": (LLADA2, 7, {156892: "<|endoftext|>", 156895: "<|mask|>", 156900: "<|role_end|>"}),
+    "nemotron-3b": (NEMOTRON, 2, {11: "<|im_end|>", 100: "<SPECIAL_100>", 12: "<SPECIAL_12>"}),
 }
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}END{% endfor %}"
@@ -127,7 +142,9 @@ def write_tokenizer(folder: Path, config: dict[str, Any], special: dict[int, str
     trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     backend.train([str(ROOT / "d1/tasks/sudoku.py")], trainer)
     known, size = backend.get_vocab(), max(max(special) + 1, config["vocab_size"] - 115)
-    spare = {f"unused {i}": i for i in range(len(known), size) if i not in special}
+    free = (i for i in itertools.count() if i not in special)  # Nemotron's special tokens come before all words
+    known = {token: next(free) for token in sorted(known, key=known.__getitem__)}
+    spare = {f"unused {i}": i for i in range(max(known.values()) + 1, size) if i not in special}
     merges = [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
     backend.model = models.BPE(known | spare | {token: i for i, token in special.items()}, merges)
     backend.add_special_tokens([AddedToken(token, special=True) for token in special.values()])

@@ -58,6 +58,7 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
         mask=mask,
         tokens=mask.sum(),
         views=scored.any(-1).sum(),
+        pairs=scored.sum(),
         active=torch.tensor(4),  # of five rows with an advantage, one takes no part
         reveal_steps=torch.rand(6, 5, generator=generator).argsort(-1),
     )
@@ -70,7 +71,7 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     of_rows = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask")
     names = (*of_rows, "reveal_steps", "view_advantages", "log_ratios")
     given = [name for name in names if getattr(inputs, name) is not None]
-    counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "active")}
+    counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "active")}
     return [
         replace(inputs, **counts, **{name: getattr(inputs, name)[some] for name in given}) for some in order.split(rows)
     ]
@@ -95,6 +96,7 @@ def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
         "bnpo": int(inputs.mask.sum()),
         "dapo": int(inputs.tokens),
         "active": 4 * settings.max_completion_length,
+        "scored": int((inputs.weights * inputs.mask.unsqueeze(1)).ne(0).sum()),
     }[settings.loss_type]
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, lora_targets
+from d1.models.attention import has_causal_context
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
 from d1.models.kinds import block_size, experts, native_config
 from d1.models.load import auto_class, named_dtype, prepare
@@ -160,7 +161,11 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
             if size and training:
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
-                states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
+                also = settings.stage == "sft" and has_causal_context(config)  # the clean text is trained, too
+                own = torch.arange(settings.length).expand(rows, -1) if also else None
+                states = two_stream_states(
+                    model, ids, noised, torch.ones_like(ids), clean_at=own
+                )  # makes its own masks
             else:
                 states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training:

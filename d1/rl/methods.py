@@ -194,7 +194,8 @@ JUST_GRPO_BLOCKS_SCALE: dict[str, Any] = dict(
     weight_decay=0.01,
     lr_scheduler_type="constant_with_warmup",
     warmup_steps=13,
-    **canvas(tokens=512, steps=512, block=16),
+    max_completion_length=512,
+    block_length=16,
 )
 
 # --- The table --------------------------------------------------------------------------------------------------------

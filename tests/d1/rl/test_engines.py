@@ -255,7 +255,7 @@ def test_every_state_of_a_row_has_its_turn(tiny_model_dir, tiny_block_dir, tmp_p
     for model in (tiny_model_dir, tiny_block_dir):
         trainer = make_method(model, tmp_path, "d1", eos_stop=False, **longer)
         one = {name: column[:1] for name, column in sampled(trainer).items()}
-        scored = [states_of(one, trainer.model.config, number).weights for number in range(24)]
+        scored = [states_of(one, trainer.blocks, number).weights for number in range(24)]
         assert all(weights.shape[1] <= STATES for weights in scored)
         assert all((weights.sum(1) <= 1).all() for weights in scored)
         assert torch.stack([weights.sum(1) for weights in scored]).amax(0).min() == 1

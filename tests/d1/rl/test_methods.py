@@ -223,7 +223,7 @@ def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
         streams = [keyed_generator(7, row) for row in range(8)][first : first + rows]
         random = Randomness(streams, keyed_generator(8), first, 8)
         estimator, settings = ESTIMATORS[trainer.args.estimator], trainer.args.view_settings()
-        return draw_updates(sampled_rows(batch, trainer.model.config), random, 2, estimator, settings)
+        return draw_updates(sampled_rows(batch, trainer.blocks), random, 2, estimator, settings)
 
     views, views_padded = drawn(batch, 0, 8), drawn(padded(batch), 0, 8)
     assert torch.equal(views["view_weights"], views_padded["view_weights"])

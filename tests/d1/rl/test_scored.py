@@ -90,6 +90,8 @@ def test_rows_that_are_out_of_the_loss_stay_out_when_the_canvas_is_scored(tiny_m
     for update in range(2):
         views = sum(any(view) for row in weights for view in row[update])
         assert batch["scoring_views"][:, update].tolist() == [views] * 12
+        pairs = sum(weight != 0 for row in weights for view in row[update] for weight in view)
+        assert batch["scored_pairs"][:, update].tolist() == [pairs] * 12
     active = sum(counts and advantage != 0 for counts, advantage in zip(taking_part, batch["advantages"], strict=True))
     assert batch["active_rows"].tolist() == [active] * 12
 
@@ -131,7 +133,7 @@ class Watched(DiffuGRPOTrainer):
         rows = len(batch["canvas_ids"])
         random = Randomness(self.generators("views", rows), keyed_generator(*self.key("views")), 0, rows)
         self.whole = ESTIMATORS[self.args.estimator](
-            sampled_rows(batch, self.model.config), random, self.args.view_settings()
+            sampled_rows(batch, self.blocks), random, self.args.view_settings()
         )
         batch["uid"] = torch.arange(rows)
         self.met = []

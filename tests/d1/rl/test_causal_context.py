@@ -1,0 +1,99 @@
+"""RL of a model with a causal context, in the trainer and on a server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d1.models import load_model, load_tokenizer
+from d1.rl.config import DiffuGRPOConfig
+from tests.d1.released import CAUSAL, write_released
+from tests.d1.serve.serving import serving
+from tests.tiny_grpo import logged, make_method
+
+RUN: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.01, "block_length": None}
+THRESHOLD: dict[str, Any] = {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.1}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "replay": ("cj-grpo", {}),
+    "replay, in blocks of 2": ("dipo", {"block_length": 2, "right_share": None}),
+    "replay by threshold": ("cj-grpo", THRESHOLD | {"scored_tokens": "ended"}),
+    "one step": ("d1", {"beta": 0.0, "p_mask_prompt": 0.0}),
+    "JustGRPO": ("just-grpo-blocks", {"sampling_weight_cap": None}),
+    "the least likely tokens": ("just-grpo-fast", {"num_views": 2}),
+    "autoregressive": ("just-grpo", {"block_length": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def own_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Nemotron-Labs-Diffusion with the tokenizer of the other tiny models."""
+    tokenizer, folder = load_tokenizer(str(tiny_model_dir)), tmp_path_factory.mktemp("causal") / "model"
+    torch.manual_seed(0)
+    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id")}
+    write_released(folder, CAUSAL, vocab_size=len(tokenizer), **ids)
+    for file in tiny_model_dir.glob("*token*"):
+        shutil.copy(file, folder)
+    for file in tiny_model_dir.glob("chat_template*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_and_the_first_ratio_is_one(own_dir, tmp_path, way):
+    method, changes = WAYS[way]
+    trainer = make_method(own_dir, tmp_path, method, **RUN | changes)
+    before = trainer.model.get_output_embeddings().weight.detach().clone()
+    trainer.train()
+    first = logged(trainer)[0]
+    if method != "d1":
+        assert first["ratio_max"] == pytest.approx(1, abs=1e-4)
+    if method in ("cj-grpo", "dipo"):
+        assert first["sampling/logp_difference_abs"] < 1e-4, "each token is scored where it was sampled"
+    assert (trainer.model.get_output_embeddings().weight - before).abs().max() > 1e-6
+    trainer.save_model()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["model_type"], saved["attention_pattern"]) == ("ministral3", "causal-context")
+    again: Any = load_model(tmp_path)
+    assert torch.equal(again.get_output_embeddings().weight, trainer.model.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("way", ["replay by threshold", "JustGRPO"])
+def test_a_server_samples_the_same_rollouts(own_dir, tmp_path, way):
+    """To the bit, EOS stop and early stop included; the trainer scores the server's rows again and finds its own."""
+    method, changes = WAYS[way]
+    options = RUN | changes | {"eos_stop": True, "scored_tokens": "ended"}
+    runs = []
+    with serving(own_dir, weights_dir=tmp_path / "weights") as served:
+        for name in ("trainer", "server"):
+            where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]} if name == "server" else {}
+            trainer = make_method(own_dir, tmp_path / "weights" / name, method, **options | where)
+            trainer.train()
+            runs.append((trainer.record, [weight.detach() for weight in trainer.model.parameters()]))
+    (alone, weights), (shared, others) = runs
+    assert (alone["reveal_steps"] < 0).any(), "no row ended early: the test shows little"
+    for name in alone:
+        assert torch.equal(alone[name], shared[name]), name
+    for one, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_what_does_not_suit_it_is_refused(own_dir, tmp_path):
+    for method, changes, message in (
+        (
+            "coupled-grpo",
+            {"top_p": 1.0},
+            r"--estimator coupled hides the first token.*: use one_step, replay, left_to_right",
+        ),
+        ("cj-grpo", {"cfg_scale": 1.0}, "cannot sample with guidance"),
+    ):
+        config = DiffuGRPOConfig(output_dir=str(tmp_path), method=method, use_cpu=True, bf16=False, **changes)
+        from d1.models.kinds import native_config
+        from d1.rl.checks import check_config
+
+        with pytest.raises(ValueError, match=message):
+            check_config(native_config(str(own_dir))[0], 8, config)
