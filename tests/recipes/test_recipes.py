@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from benchmarks.true_size import DREAM, LLADA, LLADA2, SDAR
+from benchmarks.true_size import DREAM, LLADA, LLADA2, NEMOTRON, SDAR
 from d1.__main__ import main, make_parser
 from d1.commands.fit import hours_of, with_config
 from d1.models.fit import CARDS, total_and_active
@@ -51,6 +51,7 @@ CONFIGS = {  # path of the model -> its config.json
     "JetLM/SDAR-1.7B-Chat": SDAR,
     "JetLM/SDAR-8B-Chat": SDAR | shape(36, 4096, 32, 8, 12288, 151936, tie_word_embeddings=False),
     "inclusionAI/LLaDA2.0-mini": LLADA2,
+    "nvidia/Nemotron-Labs-Diffusion-3B": NEMOTRON,
     "Efficient-Large-Model/Fast_dLLM_v2_7B": config_of(
         "Fast_dLLM_Qwen", **shape(28, 3584, 28, 4, 18944, 152064, bd_size=32)
     ),
@@ -64,6 +65,7 @@ DOCUMENTED = {  # row of docs/models.md -> path
     "Fast-dLLM v2 7B": "Efficient-Large-Model/Fast_dLLM_v2_7B",
     "LLaDA-MoE-7B-A1B": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     "LLaDA2 mini": "inclusionAI/LLaDA2.0-mini",
+    "Nemotron-Labs-Diffusion-3B": "nvidia/Nemotron-Labs-Diffusion-3B",
 }
 
 
@@ -256,7 +258,7 @@ def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() ->
     assert sorted(found) == sorted(hours)
     found = re.findall(r"^\| .* \| (\w+) \| .* \| \[(.+?)\]\(\2\) \| (.*) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert sorted(found) == sorted(models)
-    assert len(found) == 18
+    assert len(found) == 20
     names = [path.stem.rpartition("-") for path in RECIPES]
     assert {(name, stage) for name, _, stage in names} == {(name, s) for name, *_ in names for s in ("sft", "rl")}
     assert {expected_fit(Recipe(path))["model_path"] for path in RECIPES} == {*CONFIGS}
