@@ -176,6 +176,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     }
     if sampling.edits is not None:
         identity["editing"] = [sampling.edits, sampling.post_steps]
+    if sampling.first_token is not None:
+        identity["first_token"] = sampling.first_token
     if args.dataset not in TASKS:
         identity[CONTENTS + "dataset"] = of_file(args.dataset)
     if args.num_samples > 1:

@@ -106,7 +106,8 @@ def load_model(
 ) -> PreTrainedModel | PeftModel:
     """Load a model in eval mode: `model(input_ids, attention_mask).logits[b, i]` scores the token AT position i.
 
-    Every position sees all real positions, in a block-causal model those up to the end of its block. `attention_mask`
+    Every position sees all real positions, in a block-causal model those up to the end of its block; with a causal
+    context, a position sees those before it, and its logits predict the next token. `attention_mask`
     (rows, length) may hide padding on either side; the model counts position ids itself. `logits_to_keep`, a 1-D
     LongTensor of positions, restricts the logits to (rows, len, vocab).
 
