@@ -169,17 +169,17 @@ def packed_two_stream_states(
     """
     own = blocks or [Blocks(model.config.block_size)] * len(lengths)
     asked_clean = torch.zeros_like(hidden) if clean_at is None else clean_at
-    ids, segments, asked, places = [], [], list[Tensor](), list[Tensor]()
+    ids, segments, asked, of_clean = [], [], list[Tensor](), list[Tensor]()
     of_texts = (values[0].split(list(lengths)) for values in (clean, noised, hidden, asked_clean))
     for text, copy, mask, chosen, (size, origin) in zip(*of_texts, own, strict=True):
         first = int(mask.int().argmax()) if mask.any() else len(text)
         first -= min(first, (first - int(origin)) % size) if mask.any() else 0
         ids += [text, copy[first:]]
         asked += [torch.zeros_like(mask), mask[first:]]
-        places += [chosen, torch.zeros_like(mask[first:])]
+        of_clean += [chosen, torch.zeros_like(mask[first:])]
         segments.append((len(text), len(text) - first))
     # The layers take the tokens in the order of the row; `order` puts the clean ones first again.
-    at, order = torch.cat([torch.cat(of).nonzero().squeeze(1) for of in (places, asked)]).sort()
+    at, order = torch.cat([torch.cat(of).nonzero().squeeze(1) for of in (of_clean, asked)]).sort()
     where = {} if blocks is None else {"blocks": blocks}
     at = at.unsqueeze(0).to(clean.device, non_blocking=True)
     states = body_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments, **where)[0]

@@ -556,17 +556,22 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
 
     Returns the tokens per block of a model with blocks, which become `block_length` if it is not set."""
     sampling = args.sampling_settings(config)
-    if sampling.first_token == "causal" and not ESTIMATORS[args.estimator].causal_first:
-        able = names(ESTIMATORS, lambda entry: entry.causal_first)
-        raise ValueError(
-            f"--estimator {args.estimator} hides the first token of a block, which this {config.model_type} takes from "
-            f"the clean text: use {able}, or --first_token masked"
-        )
+    check_first_token(sampling, args)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has {config.vocab_size} tokens, numbered from 0")
     by_default = f" (its default is {args.max_completion_length})" if args.canvas_is_unset else ""
     check_room(config, prompt, int(args.max_completion_length or 0), f": lower --max_completion_length{by_default}")
     return sampling.block_length if has_causal_context(config) else block_size(config)
+
+
+def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
+    """Refuses estimators whose views hide the first token of a block, where samplers take it from the clean text."""
+    if sampling.first_token == "causal" and not ESTIMATORS[args.estimator].causal_first:
+        able = names(ESTIMATORS, lambda entry: entry.causal_first)
+        raise ValueError(
+            f"--estimator {args.estimator} hides the first token of a block, which this model takes from the clean "
+            f"text: use {able}, or --first_token masked"
+        )
 
 
 def check_prompts(lengths: Sequence[int], args: Settings) -> int:
@@ -617,6 +622,7 @@ def check_trainer(
         weights_are_split: each process holds a part of the weights (ZeRO-3, FSDP).
         samples_in_step: and all of them must make the same number of forward passes in sampling.
     """
+    check_first_token(sampling, args)
     means = [name for name, used in (("a cache", sampling.cache), ("guidance", sampling.cfg_scale)) if used]
     if means:
         logger.warning(

@@ -239,19 +239,19 @@ def least_likely(sampled: SampledRows, steps: Tensor, count: int) -> Views:
     """
     scored = sampled.scored
     blocks = torch.zeros_like(steps) if sampled.blocks is None else sampled.blocks - sampled.blocks[:, :1]
-    # Block after block, the least likely first; the places in this order, less those of earlier blocks, are ranks.
+    # Block after block, the least likely first; the index in this order, less the tokens of earlier blocks, is a rank.
     by_logp = sampled.logps.masked_fill(~scored, torch.inf).argsort(dim=1, stable=True)
     order = by_logp.gather(1, blocks.gather(1, by_logp).argsort(dim=1, stable=True))
     first_of_block = torch.arange(steps.shape[1], device=steps.device) - steps
     chosen = scored & (order.argsort(1) - first_of_block < count)
     before = chosen.cumsum(1) - chosen.long()
     number = before - before.gather(1, first_of_block)  # among the block's chosen tokens, from the left
-    # (rows, views, canvas): whether a token is the one that a view scores in its block, and the place of this one.
+    # (rows, views, canvas): whether a view scores a token, and the number in its block of the one that it scores there.
     asked = chosen.unsqueeze(1) & (number.unsqueeze(1) == torch.arange(count, device=steps.device)[:, None])
-    places = steps.new_full((len(steps), count, steps.shape[1]), steps.shape[1])
-    expanded = blocks.unsqueeze(1).expand_as(places)
-    places = places.scatter_reduce(2, expanded, torch.where(asked, steps.unsqueeze(1), places), "amin").gather(
+    firsts = steps.new_full((len(steps), count, steps.shape[1]), steps.shape[1])
+    expanded = blocks.unsqueeze(1).expand_as(firsts)
+    firsts = firsts.scatter_reduce(2, expanded, torch.where(asked, steps.unsqueeze(1), firsts), "amin").gather(
         2, expanded
     )
     prompt = clean_prompt(sampled).expand(-1, count, -1)
-    return Views(torch.cat([prompt, steps.unsqueeze(1) >= places], dim=-1), asked.float())
+    return Views(torch.cat([prompt, steps.unsqueeze(1) >= firsts], dim=-1), asked.float())

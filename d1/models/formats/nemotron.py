@@ -15,10 +15,23 @@ NAME = "Nemotron-Labs-Diffusion"
 NEMOTRON_KEYS = (("encoder", "model"), ("diffusion_head", "lm_head"))  # the released module -> Ministral3's
 FROM_NEMOTRON = key_mapping(NEMOTRON_KEYS)
 TO_NEMOTRON = key_mapping((new, old) for old, new in NEMOTRON_KEYS)
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES: tuple[str, ...] = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 SIZES += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
 # Fields that the class reads under the same name; the others are about NVIDIA's trainers.
-SAME = (*SIZES, "rope_parameters", "hidden_act", "attention_dropout", "initializer_range", "tie_word_embeddings")
+SAME: tuple[str, ...] = (
+    *SIZES,
+    "rope_parameters",
+    "hidden_act",
+    "attention_dropout",
+    "initializer_range",
+    "tie_word_embeddings",
+)
 SAME += ("mask_token_id", "bos_token_id", "eos_token_id", "block_size", "torch_dtype", "dtype")
 NEMOTRON_FIXED = {  # every released model; another value would need another class or another mask
     "dlm_paradigm": ("bidirectional", "block_diff"),  # how NVIDIA's code samples, or trains, the same model

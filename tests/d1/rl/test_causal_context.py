@@ -12,6 +12,7 @@ import torch
 
 from d1.models import load_model, load_tokenizer
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.trainer import DiffuGRPOTrainer
 from tests.d1.released import CAUSAL, write_released
 from tests.d1.serve.serving import serving
 from tests.tiny_grpo import logged, make_method
@@ -43,6 +44,17 @@ def own_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+class Watched(DiffuGRPOTrainer):
+    """Keeps the record of the first rollout."""
+
+    first: dict[str, Any] | None = None
+
+    def after_rollout(self, batch: Any) -> None:
+        super().after_rollout(batch)
+        names = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
+        self.first = self.first or {name: batch[name].clone() for name in names}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_and_the_first_ratio_is_one(own_dir, tmp_path, way):
     method, changes = WAYS[way]
@@ -71,9 +83,9 @@ def test_a_server_samples_the_same_rollouts(own_dir, tmp_path, way):
     with serving(own_dir, weights_dir=tmp_path / "weights") as served:
         for name in ("trainer", "server"):
             where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]} if name == "server" else {}
-            trainer = make_method(own_dir, tmp_path / "weights" / name, method, **options | where)
+            trainer = make_method(own_dir, tmp_path / "weights" / name, method, Watched, **options | where)
             trainer.train()
-            runs.append((trainer.record, [weight.detach() for weight in trainer.model.parameters()]))
+            runs.append((trainer.first, [weight.detach() for weight in trainer.model.parameters()]))
     (alone, weights), (shared, others) = runs
     assert (alone["reveal_steps"] < 0).any(), "no row ended early: the test shows little"
     for name in alone:
@@ -89,7 +101,7 @@ def test_what_does_not_suit_it_is_refused(own_dir, tmp_path):
             {"top_p": 1.0},
             r"--estimator coupled hides the first token.*: use one_step, replay, left_to_right",
         ),
-        ("cj-grpo", {"cfg_scale": 1.0}, "cannot sample with guidance"),
+        ("d1", {"cfg_scale": 1.0}, "cannot sample with guidance"),
     ):
         config = DiffuGRPOConfig(output_dir=str(tmp_path), method=method, use_cpu=True, bf16=False, **changes)
         from d1.models.kinds import native_config

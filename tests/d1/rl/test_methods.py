@@ -37,7 +37,7 @@ LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
 SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
 STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
-SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo")  # in all updates on a rollout
+SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast")  # in all updates on a rollout
 ALL_KEPT = {"right_share": None, "prompt_share": 1.0}  # no prompt is dropped from the loss
 
 ON_BLOCKS = [name for name in METHODS if not {"block_length", "kv_cache"} & METHODS[name].values.keys()]
@@ -365,7 +365,7 @@ def token_number(completion_ids, **columns):
 
 
 UNEVEN = {"max_completion_length": 12, "diffusion_steps": 9, "per_device_train_batch_size": 8, "max_steps": 1}
-UNMERGED = {"tracerl": {"segment_steps": 1}, "just-grpo": {"diffusion_steps": None}}
+UNMERGED = {"tracerl": {"segment_steps": 1}, **{name: {"diffusion_steps": None} for name in REPLAYS if "just" in name}}
 UNMERGED["quick-replay"] = {"segment_steps": 1, "num_views": None}
 
 
@@ -382,7 +382,7 @@ UNMERGED["quick-replay"] = {"segment_steps": 1, "num_views": None}
 def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
     """With 3 steps for each block of 4 tokens. A method may name its sampler; a random order has no parallel one."""
     values = METHODS[method].values
-    sampler = "exact" if values["remasking"] == "random" else values.get("sampler", sampler)
+    sampler = "exact" if values["remasking"] in ("random", "leftmost") else values.get("sampler", sampler)
     if SCORED[method] in ("steps", "canvas"):
         eos_stop = None
     options = UNEVEN | {"sampler": sampler, "eos_stop": eos_stop} | UNMERGED.get(method, {}) | ALL_KEPT
