@@ -21,7 +21,7 @@ RUN: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.01, "block_length": No
 THRESHOLD: dict[str, Any] = {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.1}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "replay": ("cj-grpo", {}),
-    "replay, in blocks of 2": ("dipo", {"block_length": 2, "right_share": None}),
+    "replay, in blocks of 2": ("dipo", {"block_length": 2, "diffusion_steps": 8, "right_share": None}),
     "replay by threshold": ("cj-grpo", THRESHOLD | {"scored_tokens": "ended"}),
     "one step": ("d1", {"beta": 0.0, "p_mask_prompt": 0.0}),
     "JustGRPO": ("just-grpo-blocks", {"sampling_weight_cap": None}),
