@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from d1.models import load_model, load_tokenizer
+from d1.models.kinds import native_config
+from d1.rl.checks import check_config
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
 from tests.d1.released import CAUSAL, write_released
@@ -78,7 +80,7 @@ def test_it_trains_and_the_first_ratio_is_one(own_dir, tmp_path, way):
 def test_a_server_samples_the_same_rollouts(own_dir, tmp_path, way):
     """To the bit, EOS stop and early stop included; the trainer scores the server's rows again and finds its own."""
     method, changes = WAYS[way]
-    options = RUN | changes | {"eos_stop": True, "scored_tokens": "ended"}
+    options = RUN | changes | {"eos_stop": True, "scored_tokens": "ended", "ends": range(8, 30)}
     runs = []
     with serving(own_dir, weights_dir=tmp_path / "weights") as served:
         for name in ("trainer", "server"):
@@ -104,8 +106,5 @@ def test_what_does_not_suit_it_is_refused(own_dir, tmp_path):
         ("d1", {"cfg_scale": 1.0}, "cannot sample with guidance"),
     ):
         config = DiffuGRPOConfig(output_dir=str(tmp_path), method=method, use_cpu=True, bf16=False, **changes)
-        from d1.models.kinds import native_config
-        from d1.rl.checks import check_config
-
         with pytest.raises(ValueError, match=message):
             check_config(native_config(str(own_dir))[0], 8, config)
