@@ -192,6 +192,7 @@ JUST_GRPO_BLOCKS_SCALE: dict[str, Any] = dict(
     learning_rate=3e-07,
     num_generations=8,
     weight_decay=0.01,
+    adam_beta2=0.999,
     lr_scheduler_type="constant_with_warmup",
     warmup_steps=13,
     max_completion_length=512,
