@@ -94,8 +94,10 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         kwargs["token_before"] = torch.cat([start + own for start, own in zip(starts, before, strict=False)], dim=1)
     if takes_packed_rows(config):
         made = zip(texts, counts, blocks, strict=True)
-        masks = [attention.mask_for(body, *text, count, blocks=own) for text, count, own in made if attention.sees]
-        kwargs["texts"] = Texts(counts, counts, masks or [None] * len(counts))
+        masks: list[Tensor | None] = [None] * len(counts)
+        if attention.sees is not None:
+            masks = [attention.mask_for(body, *text, count, blocks=own) for text, count, own in made]
+        kwargs["texts"] = Texts(counts, counts, masks)
     else:
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)

@@ -163,8 +163,9 @@ class Window:
         return cls(past, stored, positions, fed, count_positions(visible).gather(1, inside))
 
     def of_rows(self, rows: Tensor) -> Window:
-        tensors = (self.stored, self.positions, self.fed, self.position_ids, self.starts)
-        return Window(select_rows(self.past, rows), *(None if of is None else of[rows] for of in tensors))
+        tensors = (self.stored, self.positions, self.fed, self.position_ids)
+        starts = None if self.starts is None else self.starts[rows]
+        return Window(select_rows(self.past, rows), *(tensor[rows] for tensor in tensors), starts)
 
 
 class WindowPasses(Passes):
@@ -193,7 +194,8 @@ class WindowPasses(Passes):
 
     def feed(self, window: Window, ids: Tensor, positions: Tensor) -> Tensor:
         """The states at `positions` from a pass over the window, whose keys and values go to its cache."""
-        inside, width, options = window.positions, window.positions.shape[1], {CACHE: window.past}
+        inside, width = window.positions, window.positions.shape[1]
+        options: dict[str, Any] = {CACHE: window.past}
         if window.starts is not None:
             options["opened"] = torch.cat([torch.zeros_like(window.stored), inside >= window.starts], dim=1).bool()
         return self.body(
