@@ -165,7 +165,7 @@ class Window:
     def of_rows(self, rows: Tensor) -> Window:
         tensors = (self.stored, self.positions, self.fed, self.position_ids)
         starts = None if self.starts is None else self.starts[rows]
-        return Window(select_rows(self.past, rows), *(tensor[rows] for tensor in tensors), starts)
+        return Window(select_rows(self.past, rows), *(tensor[rows] for tensor in tensors), starts=starts)
 
 
 class WindowPasses(Passes):
