@@ -163,9 +163,9 @@ class Window:
         return cls(past, stored, positions, fed, count_positions(visible).gather(1, inside))
 
     def of_rows(self, rows: Tensor) -> Window:
-        tensors = (self.stored, self.positions, self.fed, self.position_ids)
-        starts = None if self.starts is None else self.starts[rows]
-        return Window(select_rows(self.past, rows), *(tensor[rows] for tensor in tensors), starts=starts)
+        past, starts = select_rows(self.past, rows), None if self.starts is None else self.starts[rows]
+        stored, positions = self.stored[rows], self.positions[rows]
+        return Window(past, stored, positions, self.fed[rows], self.position_ids[rows], starts)
 
 
 class WindowPasses(Passes):
