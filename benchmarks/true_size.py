@@ -200,7 +200,8 @@ def commands(checkpoint: Path, folder: Path, block: int, kind: str, in_4bit: boo
     }
     if not in_4bit:
         return stages
-    return {"sft": [*stages["sft"], "--load_in_4bit"], "rl": [*stages["rl"], "--load_in_4bit", "true"]}
+    rl = [str(checkpoint) if word == str(folder / "sft") else word for word in stages["rl"]]  # 4-bit takes no adapter
+    return {"sft": [*stages["sft"], "--load_in_4bit"], "rl": [*rl, "--load_in_4bit", "true"]}
 
 
 def peak_of(command: list[str], log: Path) -> tuple[float, float]:
