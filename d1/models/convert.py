@@ -244,13 +244,13 @@ def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         with saving(folder):
             save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
         part.clear()
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
-        places |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -93,8 +93,8 @@ def flags_of(name: str) -> list[str]:
     entry = entry_of(name)
     if further := METHODS[entry].values.keys() - BOARD[entry]["values"].keys():
         raise ValueError(
-            f"the board ran {entry} without {', '.join(sorted(further))}, which METHODS has now: repeat its runs with the "
-            "version of this repository that wrote their data"
+            f"the board ran {entry} without {', '.join(sorted(further))}, which METHODS has now: repeat its runs with "
+            "the version of this repository that wrote their data"
         )
     found = ["--method", entry]
     for setting, value in values_of(name).items():
