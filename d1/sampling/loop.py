@@ -364,7 +364,7 @@ class Sampler:
         drawn = settings.drawn(self.mask_token_id)
         tokens, places, _ = score_steps(self.model, states.flatten(0, 1)[at], steps, settings, drawn)
         logps = tokens.new_zeros(kept.numel()).index_put((at,), tokens).view_as(kept)
-        return logps + places.unsqueeze(1).where(kept & (kept.cumsum(1) == 1), 0.0)
+        return (logps + places.unsqueeze(1).where(kept & (kept.cumsum(1) == 1), 0.0)).float()
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.masking import draw_masks
+from d1.sampling.settings import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ViewSettings:
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
         segments, segment_steps, draw_steps, mean_step: see `replay.py`.
+        sampling: all settings of the sampler, which estimators of places read.
     """
 
     gen_length: int = 256
@@ -38,6 +40,7 @@ class ViewSettings:
     segment_steps: int | None = None
     draw_steps: str = "uniform"
     mean_step: bool = False
+    sampling: SamplingSettings | None = None
 
     @property
     def draws(self) -> int:
@@ -62,6 +65,7 @@ class SampledRows:
         reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 if none did.
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
+        ranks: (rows, gen_length), `Rollout.ranks` of an order with noise; None for other orders.
         write_ids, write_steps, write_entropies: (rows, gen_length, writes), of a sampler that edits all that it wrote
             (`d1.sampling.loop.Writes`), the last of which is in the tensors above; None for others.
     """
@@ -78,6 +82,7 @@ class SampledRows:
     write_ids: Tensor | None = None
     write_steps: Tensor | None = None
     write_entropies: Tensor | None = None
+    ranks: Tensor | None = None
 
     @property
     def gen_length(self) -> int:
