@@ -316,7 +316,10 @@ def about_estimator(s: Settings) -> Iterator[str]:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, views = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
-        able = names(OBJECTIVES, lambda entry: entry.linear and (entry.per_view or not entry.reads_old))
+        able = names(
+            OBJECTIVES,
+            lambda entry: entry.linear and entry.places == estimator.places and (entry.per_view or not entry.reads_old),
+        )
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
             f"{s.estimator} needs --objective {able}"
