@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m studies.collapse.run untrained    # gradients before training, per sampler and estimator
     OMP_NUM_THREADS=1 python -m studies.collapse.run logs         # `prefix` again, with the probability of its rollouts
-    OMP_NUM_THREADS=1 python -m studies.collapse.run test         # the registered test, at equal tokens
-    OMP_NUM_THREADS=1 python -m studies.collapse.run reference rates seconds    # after it: at equal processor seconds
+    OMP_NUM_THREADS=1 python -m studies.collapse.run test         # the registered test, at equal rollouts
+    OMP_NUM_THREADS=1 python -m studies.collapse.run reference tokens rates seconds    # at equal tokens, and seconds
     OMP_NUM_THREADS=1 python -m studies.collapse.run test --quick     # one short run of each arm, in another folder
 
 If a command is killed, run it again; several processes share the work of a stage.
@@ -70,9 +70,10 @@ class Stage(NamedTuple):
 FAST = tuple(ARMS)[1:]
 STAGES = {
     "logs": Stage("test", range(40, 60), ("C8",), steps=96, flags=("--log_places", "true")),
-    "test": Stage("test", range(80, 100), FAST),
+    "test": Stage("test", range(80, 100), FAST, steps=96),
     # Exact rollouts have their own budget, the 100 steps of studies/samplers: the reference of the goal.
     "reference": Stage("test", range(80, 100), ("exact",), steps=100),
+    "tokens": Stage("test", range(80, 100), FAST),
     "rates": Stage("validation", range(64, 66), FAST, RATES),
     "seconds": Stage("test", range(80, 100), FAST, equal="seconds"),
 }

@@ -251,3 +251,19 @@ def test_nothing_of_a_step_depends_on_the_others_of_its_chunk(monkeypatch):
         ]
         for whole, of in zip(together, map(torch.cat, zip(*apart, strict=True)), strict=True):
             assert torch.equal(whole, of)
+
+
+@pytest.mark.parametrize(
+    ("kept", "tokens", "expected"),
+    [
+        ([True, True, False], [0, 0], 0.95 * 0.92),
+        ([True, False, False], [0], 0.95 * 0.08),  # place 1 drew one of the tokens below the threshold
+        ([False, False, True], [0], 0.6 * 0.05 * 0.08),  # the fallback: the best of three below it
+    ],
+)
+def test_a_threshold_of_0_9_gives_the_products_that_can_be_read_off(kept, tokens, expected):
+    """The example of confidence_transition.py, sajadn/diffusion_RL@12ad9f6, at temperature 1 and one token per step."""
+    p = torch.tensor([[0.95, 0.03, 0.02], [0.92, 0.05, 0.03], [0.60, 0.30, 0.10]], dtype=torch.float64)
+    logits = torch.cat([p.log(), torch.full((3, 1), -math.inf, dtype=torch.float64)], dim=1)
+    settings = settings_of(sampler="parallel", reveal_level=0.9)
+    assert log_p(logits, settings, 1, [(kept, tokens)]).exp().item() == pytest.approx(expected, abs=1e-12)
