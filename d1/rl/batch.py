@@ -361,8 +361,8 @@ def score_updates(
 
     with evaluating(model):
         scored = [score_one(model, batch, views_of(batch, k)) for k in range(1 if only_first else updates)]
-    places = [scores.place_logps for scores in scored]
-    return of_all([scores.view_logps for scores in scored]), None if places[0] is None else of_all(places)
+    of_places = [scores.place_logps for scores in scored]
+    return of_all([scores.view_logps for scores in scored]), None if of_places[0] is None else of_all(of_places)
 
 
 def score_batch(
@@ -384,8 +384,8 @@ def score_batch(
             **options,
         )
         parts.append(run_inside(model, compute))
-    logps, view_logps, tokens, entropies, places = zip(*parts, strict=True)
-    others = (torch.cat(entropies) if with_entropies else None, None if places[0] is None else torch.cat(places))
+    logps, view_logps, tokens, entropies, of_places = zip(*parts, strict=True)
+    others = (torch.cat(entropies) if with_entropies else None, None if of_places[0] is None else torch.cat(of_places))
     return Scores(torch.cat(logps), torch.cat(view_logps), torch.stack(tokens).sum(), *others)
 
 
@@ -436,7 +436,7 @@ def loss_inputs(
         log_ratios=batch.get("log_ratios"),
     )
     if scores.place_logps is not None:
-        inputs = with_places(inputs, batch, scores.place_logps, update, trajectory_weight_cap)
+        inputs = with_choice(inputs, batch, scores.place_logps, update, trajectory_weight_cap)
     if sampling_weight_cap is None:
         return inputs
     old = inputs.logps.detach() if view_old is None else inputs.old
@@ -444,7 +444,7 @@ def loss_inputs(
     return replace(inputs, sampling_weights=weights)
 
 
-def with_places(
+def with_choice(
     inputs: LossInputs, batch: Batch, place_logps: Tensor, update: int, trajectory_weight_cap: float | None
 ) -> LossInputs:
     """The inputs with all that belongs to the choice of places in each view."""
@@ -476,7 +476,7 @@ def trajectory_weights(inputs: LossInputs, batch: Batch, update: int, cap: float
 
 
 def trajectory_metrics(
-    tokens: Tensor, places: Tensor, steps: Tensor, gaps: Tensor | None, gather: Callable[[Tensor], Tensor]
+    tokens: Tensor, of_places: Tensor, steps: Tensor, gaps: Tensor | None, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
     """Means per completion of the negative log-probabilities, in nats, of tokens and of the choice of places, and the
     share of steps that are impossible (P = 0: confidences crossed, or were rounded differently).
@@ -485,12 +485,12 @@ def trajectory_metrics(
     as a share of all trajectories, and the share of trajectories whose weight is 0.
 
     Args:
-        tokens, places: (rows, views) log-probabilities.
+        tokens, of_places: (rows, views) log-probabilities.
         steps: (rows, views) weight of each view's step.
         gaps: `trajectory_gaps`, if every step is scored.
     """
-    possible, rows = places.isfinite(), steps.ne(0).any(1)
-    sums = [-(tokens * steps).sum(), -(places.where(possible, 0.0) * steps).sum(), rows.sum()]
+    possible, rows = of_places.isfinite(), steps.ne(0).any(1)
+    sums = [-(tokens * steps).sum(), -(of_places.where(possible, 0.0) * steps).sum(), rows.sum()]
     sums += [(~possible & steps.ne(0)).sum(), steps.ne(0).sum()]
     found = gather(torch.stack([value.double() for value in sums])).view(-1, len(sums)).sum(0).tolist()
     count = max(found[2], 1)

@@ -318,7 +318,9 @@ def about_estimator(s: Settings) -> Iterator[str]:
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         able = names(
             OBJECTIVES,
-            lambda entry: entry.linear and entry.places == estimator.places and (entry.per_view or not entry.reads_old),
+            lambda entry: (
+                entry.linear and entry.reads_places == estimator.with_places and (entry.per_view or not entry.reads_old)
+            ),
         )
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
@@ -338,18 +340,18 @@ def about_estimator(s: Settings) -> Iterator[str]:
 def about_places(s: Settings) -> Iterator[str]:
     """An estimator of the choice of places, and what a sampler must tell of it."""
     estimator, objective, sampling = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.sampling_settings()
-    if estimator.places != objective.places:
-        pairs = ((ESTIMATORS, "estimator"), (OBJECTIVES, "objective"))
-        able = " ".join(f"--{what} {names(table, lambda entry: entry.places)}" for table, what in pairs)
+    if estimator.with_places != objective.reads_places:
+        able = f"--estimator {names(ESTIMATORS, lambda entry: entry.with_places)} "
+        able += f"--objective {names(OBJECTIVES, lambda entry: entry.reads_places)}"
         yield f"estimator {s.estimator} and objective {s.objective}: the choice of places is scored and read by {able}"
-    if not estimator.places and not s.log_places:
+    if not estimator.with_places and not s.log_places:
         return
     if sampling.unknown_places:
         yield f"the probability of places is not known: {sampling.unknown_places}"
-    if estimator.places and not SCORED[s.scored_tokens].whole_steps:
+    if estimator.with_places and not SCORED[s.scored_tokens].whole_steps:
         able = names(SCORED, lambda entry: entry.whole_steps)
         yield f"a step has a probability only with all of its tokens: set --scored_tokens {able}"
-    if s.num_views is not None and sampling.edits is not None and estimator.places:
+    if s.num_views is not None and sampling.edits is not None and estimator.with_places:
         yield "num_views: with edits, passes that write nothing count, too, and are not drawn: leave it out"
     if s.num_views is not None and s.trajectory_weight_cap is not None:
         yield "trajectory_weight_cap multiplies the weights of all steps so far: leave num_views out"
@@ -459,7 +461,7 @@ def unread(s: Settings) -> Iterator[tuple[str, str]]:
             yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
     elif s.draw_steps == "top":
         yield "mean_step", "the steps of highest entropy are not drawn, so there is no probability to divide by"
-    if ESTIMATORS[s.estimator].places:
+    if ESTIMATORS[s.estimator].with_places:
         yield "score_as_sampled", f"{s.estimator} always scores under the distribution that is sampled from"
     if s.sampling_settings().drawn_from == OWN:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"

@@ -308,7 +308,7 @@ class DiffuGRPOConfig(GRPOConfig):
     @property
     def record_exactly(self) -> bool:
         """`SamplingSettings.record_exactly`: an estimator of places scores the draws themselves."""
-        return ESTIMATORS[self.estimator].places
+        return ESTIMATORS[self.estimator].with_places
 
     @property
     def record_steps(self) -> bool:

@@ -184,7 +184,7 @@ class Objective:
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
-        places: it reads log-probabilities of places (`Estimator.places`).
+        reads_places: it reads log-probabilities of places (`Estimator.with_places`).
         loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
         settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
@@ -200,7 +200,7 @@ class Objective:
     by_view: bool = False
     linear: bool = True
     reads_steps: bool = False
-    places: bool = False
+    reads_places: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
@@ -333,7 +333,7 @@ def clipped_places(inputs: LossInputs, settings: Any) -> Loss:
     view's step is one step of every block."""
     places_RV, old_RV, steps_RV = inputs.place_logps, inputs.place_old, inputs.steps
     if places_RV is None or old_RV is None or steps_RV is None:
-        raise ValueError("places are not scored: this objective needs an Estimator with places=True")
+        raise ValueError("places are not scored: this objective needs an Estimator with with_places=True")
     taken_RV = steps_RV.ne(0) & inputs.mask.bool().any(-1, keepdim=True)
     possible_RV = places_RV.isfinite() & old_RV.isfinite()
     of_tokens_RV = ((inputs.view_logps - known(inputs.view_old)) * inputs.scored).sum(-1)
@@ -489,7 +489,7 @@ OBJECTIVES: dict[str, Objective] = {
     "clipped_places": Objective(
         clipped_places,
         per_view=True,
-        places=True,
+        reads_places=True,
         loss_types=ROW_MEANS,
         settings=("loss_type", *CLIP, "trajectory_weight_cap"),
         idle=CLIP,

@@ -423,8 +423,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
             elif args.needs_old_logps:
-                batch["old_view_logps"], places = score_updates(self.model, batch, score_one, only_first)
-                batch |= {} if places is None else {"old_place_logps": places}
+                batch["old_view_logps"], of_places = score_updates(self.model, batch, score_one, only_first)
+                batch |= {} if of_places is None else {"old_place_logps": of_places}
             if args.needs_reference:
                 with self.reference() as model:
                     batch["ref_view_logps"], _ = score_updates(model, batch, score_one, only_first)
@@ -433,7 +433,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
         own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
-        own |= {"distribution": self.sampling.recorded(self.mask_token_id), "sampling": self.sampling} | options
+        own |= {"distribution": self.sampling.record_under(self.mask_token_id), "sampling": self.sampling} | options
         with self.accelerator.autocast():
             scores = score_batch(model, batch, views, **own)
         self.compute = self.compute + scores.compute

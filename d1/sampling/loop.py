@@ -360,11 +360,12 @@ class Sampler:
         k = kept.shape[1]
         at = torch.cat([torch.arange(row * k, row * k + count) for row, count in enumerate(left)])
         at = at.to(kept.device, non_blocking=True)
-        steps = Steps(left, *(of.flatten()[at] for of in (still, kept, ids, ranks)), more=kept.sum(1) > due)
+        hidden, written, tokens, own_ranks = (of.flatten()[at] for of in (still, kept, ids, ranks))
+        steps = Steps(left, hidden, written, tokens, own_ranks, more=kept.sum(1) > due)
         drawn = settings.drawn(self.mask_token_id)
-        tokens, places, _ = score_steps(self.model, states.flatten(0, 1)[at], steps, settings, drawn)
+        tokens, log_f, _ = score_steps(self.model, states.flatten(0, 1)[at], steps, settings, drawn)
         logps = tokens.new_zeros(kept.numel()).index_put((at,), tokens).view_as(kept)
-        return (logps + places.unsqueeze(1).where(kept & (kept.cumsum(1) == 1), 0.0)).float()
+        return (logps + log_f.unsqueeze(1).where(kept & (kept.cumsum(1) == 1), 0.0)).float()
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""

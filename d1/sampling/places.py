@@ -57,8 +57,8 @@ class Steps(NamedTuple):
     def some(self, first: int, last: int) -> Steps:
         """The steps from number `first` on, before `last`."""
         start, end = sum(self.counts[:first]), sum(self.counts[:last])
-        places = (of[start:end] for of in self[1:5])
-        return Steps(self.counts[first:last], *places, self.more[first:last])
+        own = [of[start:end] for of in (self.hidden, self.written, self.ids, self.ranks)]
+        return Steps(self.counts[first:last], own[0], own[1], own[2], own[3], self.more[first:last])
 
 
 class Layout:
@@ -68,13 +68,13 @@ class Layout:
         self.shape = len(counts), max(counts, default=0)
         numbers = torch.tensor([*counts], dtype=torch.long)
         step = torch.arange(len(counts)).repeat_interleave(numbers)
-        slot = torch.arange(len(step)) - (numbers.cumsum(0) - numbers)[step]
-        self.step, self.slot = (of.to(device, non_blocking=True) for of in (step, slot))
+        column = torch.arange(len(step)) - (numbers.cumsum(0) - numbers)[step]
+        self.step, self.column = (of.to(device, non_blocking=True) for of in (step, column))
 
     def table(self, values: Tensor, empty: float) -> Tensor:
         """(steps, places, ...), with `empty` where a step has fewer places."""
         blank = values.new_full((*self.shape, *values.shape[1:]), empty)
-        return blank.index_put((self.step, self.slot), values)
+        return blank.index_put((self.step, self.column), values)
 
     def sum(self, values: Tensor) -> Tensor:
         """(steps,) sums."""
@@ -108,35 +108,36 @@ def step_logps(
     layout = Layout(steps.counts, logits.device)
     own = logits - logits.logsumexp(-1, keepdim=True)  # the sum and the difference of `predict_from`
     certain = own.detach()
+    assert distribution.excluded is not None
     mask_token = steps.ids.new_full((1,), distribution.excluded)
     best = certain.index_fill(-1, mask_token, -torch.inf).max(-1).indices  # never truncated
     logq = distribution.logits(logits, steps.ids.where(steps.written, best)).log_softmax(-1)
     tokens = logq.gather(-1, steps.ids.unsqueeze(-1)).squeeze(-1).where(steps.written, 0.0)
     best_logps = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     if order.noisy:
-        places = clocks(best_logps, logits, steps, layout, settings)
+        log_f = clocks(best_logps, logits, steps, layout, settings)
     elif order.law == "confidence":
-        places = by_confidence(logits, certain, logq, steps, layout, settings)
+        log_f = by_confidence(logits, certain, logq, steps, layout, settings)
     elif order.law == "state":
-        known = (layout.table(of, 0.0) for of in (best_logps.detach(), head.token_entropies(logits.detach())))
-        scores = order.scores(*known, no_draws)[layout.step, layout.slot]
+        entropies = layout.table(head.token_entropies(logits.detach()), 0.0)
+        scores = order.scores(layout.table(best_logps.detach(), 0.0), entropies, no_draws)[layout.step, layout.column]
         better = comes_before(scores.unsqueeze(-1), scores, steps, layout).squeeze(-1)
-        places = torch.zeros_like(scores).masked_fill(better & steps.hidden & ~steps.written, -torch.inf)
-        places = layout.least(places, 0.0)
+        log_f = torch.zeros_like(scores).masked_fill(better & steps.hidden & ~steps.written, -torch.inf)
+        log_f = layout.least(log_f, 0.0)
     else:
         n, k = (layout.sum(of.to(logits.dtype)) for of in (steps.hidden, steps.hidden & steps.written))
-        places = (k + 1).lgamma() + (n - k + 1).lgamma() - (n + 1).lgamma()  # 1 / (n choose k)
+        log_f = (k + 1).lgamma() + (n - k + 1).lgamma() - (n + 1).lgamma()  # 1 / (n choose k)
     if settings.rule is None:
-        places = places.where(~steps.more, -torch.inf)
+        log_f = log_f.where(~steps.more, -torch.inf)
     if settings.edits is None:
-        return tokens, places
+        return tokens, log_f
     # Of the visible places, each kept its token or drew another one that is probable enough.
     current = torch.arange(logits.shape[-1], device=logits.device) == steps.ids.unsqueeze(-1)
     above = certain.exp() > torch.tensor(settings.edits)
     stays = log_mass(logq, current | ~above)
     edited = torch.zeros_like(stays).masked_fill(~(current & above).any(-1), -torch.inf)
     visible = edited.where(steps.written, stays).where(~steps.hidden, 0.0)
-    return tokens, places + layout.sum(visible)
+    return tokens, log_f + layout.sum(visible)
 
 
 def no_draws() -> Tensor:
@@ -149,8 +150,8 @@ def comes_before(values: Tensor, scores: Tensor, steps: Steps, layout: Layout) -
     revealed = steps.hidden & steps.written
     least = layout.least(scores.where(revealed, torch.inf), torch.inf)[layout.step]
     last = revealed & (scores == least)
-    slot = -layout.least(torch.where(last, -layout.slot, 1), 1)[layout.step]
-    least, left = least.unsqueeze(-1), (layout.slot < slot).unsqueeze(-1)
+    column = -layout.least(torch.where(last, -layout.column, 1), 1)[layout.step]
+    least, left = least.unsqueeze(-1), (layout.column < column).unsqueeze(-1)
     return (values > least) | ((values == least) & left)
 
 
@@ -169,17 +170,17 @@ def by_confidence(
     entropies = head.token_entropies(logits.detach())
     total = layout.sum(entropies.where(revealed, 0.0))
     largest = -layout.least((-entropies).where(revealed, torch.inf), torch.inf)
-    of_next = number[layout.step] + 1, total[layout.step] + entropies - largest[layout.step].maximum(entropies)
-    accepted = rule.accepts(certain, *(of.unsqueeze(-1) for of in of_next), level)
+    bound = total[layout.step] + entropies - largest[layout.step].maximum(entropies)  # with one place more
+    accepted = rule.accepts(certain, (number[layout.step] + 1).unsqueeze(-1), bound.unsqueeze(-1), level)
     least = layout.least(scores.where(revealed, torch.inf), torch.inf)
     possible = ~steps.more | rule.accepts(least, number, total - largest, level)
     if rule.by_place:
         refused = allowed & ~accepted & rivals.unsqueeze(-1)
-        places = next_refused(certain, logq.exp(), refused, rivals, layout)
-        places = places.where(layout.sum(rivals.long()) > 0, 0.0)
+        log_f = next_refused(certain, logq.exp(), refused, rivals, layout)
+        log_f = log_f.where(layout.sum(rivals.long()) > 0, 0.0)
     else:  # refused the most confident one, and so all
-        places = layout.sum(log_mass(logq, allowed & ~accepted).where(rivals, 0.0))
-    return places.where(possible, -torch.inf)
+        log_f = layout.sum(log_mass(logq, allowed & ~accepted).where(rivals, 0.0))
+    return log_f.where(possible, -torch.inf)
 
 
 def next_refused(certain: Tensor, q: Tensor, refused: Tensor, rivals: Tensor, layout: Layout) -> Tensor:
@@ -187,16 +188,16 @@ def next_refused(certain: Tensor, q: Tensor, refused: Tensor, rivals: Tensor, la
     the sum, over these draws, of their probability times that of less confident draws at all other rivals."""
     confidence, q, refused = (layout.table(of, 0) for of in (certain, q, refused))
     rivals = layout.table(rivals, 0)
-    steps, places, vocab = confidence.shape
+    steps, log_f, vocab = confidence.shape
     ascending, order = confidence.sort(-1)
     below = torch.nn.functional.pad(q.gather(-1, order).cumsum(-1), (1, 0))  # of the n least confident tokens
     # (steps, places, places x vocab): at each place, how many tokens come after each draw, at each place.
-    draws = confidence.view(steps, 1, -1).expand(-1, places, -1).contiguous()
-    slots = torch.arange(places, device=q.device)
-    right = slots.unsqueeze(1) > slots.repeat_interleave(vocab)  # in a tie, the left one is chosen first
+    draws = confidence.view(steps, 1, -1).expand(-1, log_f, -1).contiguous()
+    columns = torch.arange(log_f, device=q.device)
+    right = columns.unsqueeze(1) > columns.repeat_interleave(vocab)  # in a tie, the left one is chosen first
     after = [torch.searchsorted(ascending, draws, right=also_equal) for also_equal in (False, True)]
     mass = below.gather(-1, torch.where(right, after[1], after[0]))
-    other = rivals.unsqueeze(-1) & (slots.unsqueeze(1) != slots.repeat_interleave(vocab))
+    other = rivals.unsqueeze(-1) & (columns.unsqueeze(1) != columns.repeat_interleave(vocab))
     total = (mass.where(other, 1.0).prod(1) * (q * refused).view(steps, -1)).sum(-1)
     return total.where(total > 0, 1.0).log().where(total > 0, -torch.inf)
 
@@ -235,9 +236,9 @@ def score_steps(
     def compute(states: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
         logits = run_head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        tokens, places = step_logps(logits, steps, settings, distribution)
+        tokens, log_f = step_logps(logits, steps, settings, distribution)
         with torch.no_grad():
-            return tokens, places, head.token_entropies(logits)
+            return tokens, log_f, head.token_entropies(logits)
 
     parts = list(chunks(steps, model.config.vocab_size, settings))
     # Under ZeRO-3, all processes call the head equally often.
@@ -246,8 +247,8 @@ def score_steps(
     run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
     given = [(states[ends[first] : ends[last]], steps.some(first, last)) for first, last in parts]
     done = [(run if torch.is_grad_enabled() else compute)(*of) for of in given[:-1]] + [compute(*given[-1])]
-    tokens, places, entropies = (torch.cat(of) for of in zip(*done, strict=True))
-    return tokens, places, entropies
+    tokens, log_f, entropies = (torch.cat(of) for of in zip(*done, strict=True))
+    return tokens, log_f, entropies
 
 
 def chunks(steps: Steps, vocab: int, settings: SamplingSettings) -> Iterator[tuple[int, int]]:

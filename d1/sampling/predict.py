@@ -78,7 +78,7 @@ def predict(
     noise_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """A token for each position, its log-probability, the entropy there, the log-probability to record, which is
-    that under `settings.recorded`, and the one to order by: (rows, n) each.
+    that under `settings.record_under`, and the one to order by: (rows, n) each.
 
     The head runs on a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
     numbers do not depend on its batch.
@@ -126,13 +126,13 @@ def predict_from(
     log_normaliser = logits.logsumexp(-1)
     entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
     # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
-    recorded = settings.recorded(mask_token_id)
-    whole = logits.clone() if recorded != OWN else logits
+    recorded_under = settings.record_under(mask_token_id)
+    whole = logits.clone() if recorded_under != OWN else logits
     logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
     left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
     ids = draw_ids(left, settings.temperature, generator, noise_dtype, counts)
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
     # An order with noise goes by the most likely token, any other one by the drawn token.
     order_logps = logits.amax(-1) - log_normaliser if settings.noise else logps
-    record_logps = logps if recorded == OWN else head.token_logps(recorded.logits(whole, ids), ids)
+    record_logps = logps if recorded_under == OWN else head.token_logps(recorded_under.logits(whole, ids), ids)
     return ids, logps, entropies, record_logps, order_logps

@@ -157,10 +157,10 @@ class SamplingSettings:
 
     @property
     def record_distribution(self) -> Distribution:
-        """The distribution whose log-probabilities a rollout records; `recorded` also says what it excludes."""
+        """The distribution whose log-probabilities a rollout records; `record_under` also says what it excludes."""
         return self.drawn_from if self.record_as_sampled or self.record_exactly else OWN
 
-    def recorded(self, mask_token_id: int) -> Distribution:
+    def record_under(self, mask_token_id: int) -> Distribution:
         """The distribution whose log-probabilities a rollout records."""
         return replace(self.record_distribution, excluded=mask_token_id if self.record_exactly else None)
 

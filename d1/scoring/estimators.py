@@ -46,7 +46,7 @@ class Estimator:
         replays: whether tokens are scored in the sampler's own states, which must then be exact.
         replays_writes: of a rollout with edits, it replays all that was written, not what was written last.
         clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
-        places: whether views have `rivals`: the choice of places is scored, too, under the distribution drawn from.
+        with_places: whether views have `rivals`: the choice of places is scored, too, under the distribution drawn from.
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
             exponents.
@@ -66,7 +66,7 @@ class Estimator:
     replays: bool = False
     replays_writes: bool = False
     clean_prompt: bool = False
-    places: bool = False
+    with_places: bool = False
     partial: Asked = lambda settings: False
     reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
     as_sampled: Asked = lambda settings: False
@@ -147,7 +147,7 @@ ESTIMATORS: dict[str, Estimator] = {
         replays=True,
         replays_writes=True,
         clean_prompt=True,
-        places=True,
+        with_places=True,
         partial=draws_some,
         reads=steps_and_entropies,
         settings=("num_views", "draw_steps", "mean_step"),

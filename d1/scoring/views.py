@@ -230,7 +230,7 @@ def score(
         shown = None if views.shown is None else torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
         states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
         states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
-        places = None
+        of_places = None
         options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
         targets = completion_ids[row] if views.targets is None else views.targets[row, view]
         if planned is None:
@@ -245,12 +245,12 @@ def score(
             steps = Steps(planned.counts, masked, written, ids, ranks, more)
             logps, of_steps, entropies = score_steps(model, states, steps, sampling, distribution)
             entropies = entropies.where(written, 0.0)
-            places = of_steps.new_zeros(len(row)).index_add(0, upload(planned.pair), of_steps)
+            of_places = of_steps.new_zeros(len(row)).index_add(0, upload(planned.pair), of_steps)
 
         def placed(values: Tensor) -> Tensor:
             return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
 
-        return placed(logps), None if entropies is None else placed(entropies), places
+        return placed(logps), None if entropies is None else placed(entropies), of_places
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
     pairs = pairs_to_score(scored if rivals is None else scored | rivals.ne(0))
@@ -268,7 +268,7 @@ def score(
             plan = Rivals.of(rivals[some.unbind(1)], own)
             at = plan.at
         computed.append(run(upload(some), upload(at), plan))
-    logps, entropies, places = zip(*computed, strict=True)
+    logps, entropies, of_places = zip(*computed, strict=True)
     pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
@@ -278,7 +278,7 @@ def score(
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
-    place_logps = None if rivals is None else by_view(places)
+    place_logps = None if rivals is None else by_view(of_places)
     # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
     # the loss a path to the weights costs nothing.
     each = 3 if torch.is_grad_enabled() else 1

@@ -393,9 +393,9 @@ class Engine:
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
             own = [of[-row.settings.gen_length :] for of in lists]
-            counts = passes, forward_tokens, self.version
             self.tokens += row.settings.gen_length
-            row.tell(Completed(*own[:4], blocks, *counts, *own[4 : 4 + row.settings.noting]))
+            ranks, logps = (own[4 + number] if row.settings.noting > number else None for number in range(2))
+            row.tell(Completed(*own[:4], blocks, passes, forward_tokens, self.version, ranks, logps))
 
     def advance(self, key: Lane, new: Sequence[Row]) -> None:
         """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block)."""

@@ -15,7 +15,7 @@ import argparse
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -33,13 +33,19 @@ DATA = Path(__file__).parent / "data"
 TOKENS = 2_150_000  # a third of what exact rollouts cost in studies/samplers
 SECONDS = 48.0  # processor seconds of training of a run of `prefix` there
 RATES = (1e-4, 2e-4, 4e-4)
-SERIES = ("rewards/accuracy/mean", "places/nll", "places/tokens_nll", "places/log_weight", "places/effective")
+SERIES: tuple[str, ...] = (
+    "rewards/accuracy/mean",
+    "places/nll",
+    "places/tokens_nll",
+    "places/log_weight",
+    "places/effective",
+)
 SERIES += ("places/no_support", "places/impossible", "places/dropped")
 
 THRESHOLD = ("--sampler", "parallel", "--reveal", "threshold", "--reveal_level", "0.95")
-PREFIX = ("--sampler", "cached+parallel", "--kv_cache", "prefix", *THRESHOLD[2:])
+PREFIX: tuple[str, ...] = ("--sampler", "cached+parallel", "--kv_cache", "prefix", *THRESHOLD[2:])
 STEPS = ("--segment_steps", "1", "--loss_type", "sum")
-PLACES = ("--estimator", "places", "--objective", "clipped_places", "--loss_type", "sum")
+PLACES: tuple[str, ...] = ("--estimator", "places", "--objective", "clipped_places", "--loss_type", "sum")
 PLACES += ("--scored_tokens", "completed")
 GUMBEL = ("--remasking", "gumbel", "--order_temperature", "0.05")
 ARMS: dict[str, tuple[str, ...]] = {
@@ -125,8 +131,8 @@ def trained(run: Run, stage: Stage, start: Path, folder: Path, quick: bool) -> d
     file = folder / "metrics.jsonl"
     logs = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     series = {name: [float(f"{log[name]:.4g}") for log in logs if name in log] for name in SERIES}
-    tokens = [log["sampling/forward_tokens"] for log in logs if "sampling/forward_tokens" in log]
-    found = {"settings": flags, "error": error, **logs_of(folder), "completion_tokens": round(fmean(tokens or [0]), 1)}
+    fed = [log["sampling/forward_tokens"] for log in logs if "sampling/forward_tokens" in log]
+    found = {"settings": flags, "error": error, **logs_of(folder), "completion_tokens": round(fmean(fed or [0]), 1)}
     return found | {"series": {name: values for name, values in series.items() if values}}
 
 
@@ -152,8 +158,8 @@ def runs(stage: str) -> list[Run]:
     return [dict(zip(names, (arm, seed, rate), strict=False)) for seed, arm, rate in each]
 
 
-def with_rate(run: Mapping[str, Any]) -> Run:
-    return {"rate": RATE, **run}
+def line_of_stage(stage: str, folder: Path, quick: bool, run: Run) -> dict[str, Any]:
+    return line(stage, {"rate": RATE, **run}, folder, quick)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -179,7 +185,7 @@ def main(args: argparse.Namespace) -> None:
         if args.quick:
             chosen = [run for run in chosen if run["seed"] == STAGES[stage].seeds[0]]
         file = folder / f"quick-{stage}.jsonl" if args.quick else DATA / f"{stage}.jsonl"
-        complete(file, chosen, folder, lambda run, stage=stage: line(stage, with_rate(run), folder, args.quick))
+        complete(file, chosen, folder, partial(line_of_stage, stage, folder, args.quick))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def line_of(run: Run, folder: Path) -> dict[str, Any]:
     longest = max(map(len, texts))
     ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
-    recorded = {"record_exactly": True, "record_steps": True}
+    recorded: dict[str, Any] = {"record_exactly": True, "record_steps": True}
     settings = SamplingSettings(length, 8, length // 2, temperature=0.8, **SAMPLERS[run["sampler"]], **recorded)
     own = [keyed_generator(seed, row) for row in range(len(rows))]
     options: dict[str, Any] = {"mask_token_id": tokenizer.mask_token_id, "eos_token_ids": [tokenizer.eos_token_id]}
@@ -94,7 +95,9 @@ class Case:
         self.model, self.sampled, self.settings, self.mask_token_id = model, sampled, settings, mask_token_id
         self.advantages, self.step_logps, self.ended = advantages, step_logps, ended
 
-    def scores(self, sampled: SampledRows, estimator: str, exactly: bool, **how: Any) -> Iterator[tuple[Any, ...]]:
+    def scores(
+        self, sampled: SampledRows, estimator: str, exactly: bool, **how: Any
+    ) -> Iterator[tuple[slice, Views, Scores]]:
         """The rows of each group with an advantage, their views and their scores."""
         view_settings = ViewSettings(sampled.gen_length, self.settings.most_passes(), 8, sampling=self.settings, **how)
         distribution = self.settings.drawn(self.mask_token_id) if exactly else OWN
@@ -103,9 +106,9 @@ class Case:
             some = slice(start, start + GROUP)
             if not self.advantages[some].any():
                 continue
-            own = views.each(lambda values, some=some: values[some])
+            own = views.each(itemgetter(some))
             given = sampled.prompt_ids[some], sampled.attention_mask[some], sampled.canvas_ids[some], own
-            sizes = {"gen_length": sampled.gen_length, "views_at_once": own.weights.shape[1]}
+            sizes: dict[str, Any] = {"gen_length": sampled.gen_length, "views_at_once": own.weights.shape[1]}
             sizes |= {"mask_token_id": self.mask_token_id, "distribution": distribution, "sampling": self.settings}
             yield some, own, score(self.model, *given, **sizes)
 
