@@ -46,7 +46,7 @@ class Estimator:
         replays: whether tokens are scored in the sampler's own states, which must then be exact.
         replays_writes: of a rollout with edits, it replays all that was written, not what was written last.
         clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
-        with_places: whether views have `rivals`: the choice of places is scored, too, under the distribution drawn from.
+        with_places: whether views have `rivals`: the choice of places is scored, too, and tokens as they are drawn.
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
             exponents.
