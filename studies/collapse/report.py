@@ -15,7 +15,7 @@ from studies.collapse.run import ARMS, DATA, STAGES, runs
 from studies.collapse.untrained import SAMPLERS, models
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
-from studies.reports import holm, percent, points, scores
+from studies.reports import holm, p_above, percent, points, scores
 from studies.samplers.rollouts_report import MARGIN, share
 
 LEAST = 0.806  # a run that solves less has collapsed: 8 points below exact rollouts in studies/samplers
@@ -114,9 +114,9 @@ def goal(lines: Lines, reference: Lines) -> str:
     """Which arms with at most one collapsed run are not worse than exact rollouts."""
     by = {arm: [line for line in lines if line["arm"] == arm] for arm in STAGES["tokens"].arms}
     able = [arm for arm, own in by.items() if sum(map(collapsed, own)) <= 1]
-    gaps = {arm: mean_of(scores(by[arm]) - scores(reference) + MARGIN) for arm in able}
-    single = [gap.p / 2 if gap.value > 0 else 1 - gap.p / 2 for gap in gaps.values()]
-    goals = [f"`{arm}`: p {p:.2g}" for arm, p in zip(gaps, holm(single), strict=True)]
+    p_values = [p_above(scores(by[arm]) - scores(reference), -MARGIN) for arm in able]
+    each = zip(able, holm([1.0 if p is None else p for p in p_values]), strict=True)
+    goals = [f"`{arm}`: p {p:.2g}" for arm, p in each]
     said = ", ".join(goals) or "none"
     return f"Not worse than exact by 2 points, of the arms with at most one collapsed run: {said}.\n"
 

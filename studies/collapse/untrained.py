@@ -139,36 +139,41 @@ class Case:
 
     def measured(self) -> dict[str, Any]:
         """Cosines and relative norms of gradients, and what the weights of trajectories are."""
-        text = replace(self.sampled, scored=self.ended)
-        exact = [*self.scores(self.sampled, "places", True)]
-        log_weights = torch.cat([self.log_weights(*one).sum(1) for one in exact])
-        finite = log_weights[log_weights.isfinite()].double()
+        log_weights, places, tokens, views = [], 0.0, 0.0, 0
+        with torch.no_grad():
+            for some, own, scores in self.scores(self.sampled, "places", True):
+                assert scores.place_logps is not None
+                log_weights.append(self.log_weights(some, own, scores).sum(1).double())
+                places -= scores.place_logps[scores.place_logps.isfinite()].sum().item()
+                tokens -= scores.view_logps.sum().item()
+                views = max(views, own.weights.shape[1])
+        rows = sum(map(len, log_weights))
+        weights_of = torch.cat(log_weights)
+        finite = weights_of[weights_of.isfinite()]
         weights = (finite - finite.max()).exp()
-        nll = torch.cat([-one.place_logps.detach() for _, _, one in exact])
-        found: dict[str, Any] = {
-            "rows": len(log_weights),
-            "views": max(views.weights.shape[1] for _, views, _ in exact),
-            "places_nll": nll[nll.isfinite()].sum().item() / len(log_weights),
-            "tokens_nll": -sum(one.view_logps.sum().item() for _, _, one in exact) / len(log_weights),
-            "log_weight": finite.mean().item(),
-            "effective": (weights.sum() ** 2 / weights.square().sum() / len(log_weights)).item(),
-            "no_support": 1 - len(finite) / len(log_weights),
-        }
-        reference = self.gradient(self.weighted(*one, weigh=False) for one in exact)
+        found: dict[str, Any] = {"rows": rows, "views": views, "places_nll": places / rows, "tokens_nll": tokens / rows}
+        found["log_weight"] = finite.mean().item()
+        found["effective"] = (weights.sum() ** 2 / weights.square().sum() / rows).item()
+        found["no_support"] = 1 - len(finite) / rows
+        text = replace(self.sampled, scored=self.ended)
+        reference = self.gradient(self.whole(weigh=False))
         others = {
-            "weighted": (self.weighted(*one, weigh=True) for one in self.scores(self.sampled, "places", True)),
-            "tokens as drawn": (
-                self.weighted(*one, weigh=False, places=False) for one in self.scores(self.sampled, "places", True)
-            ),
+            "weighted": self.whole(weigh=True),
+            "tokens as drawn": self.whole(weigh=False, places=False),
             "tokens (P, C)": self.plain(text, segment_steps=1),
             "two steps per view": self.plain(text, segment_steps=2),
             "eight steps per view (P8, C8)": self.plain(text, segment_steps=8),
         }
         for name, values in others.items():
-            own = self.gradient(values)
-            cosine = torch.nn.functional.cosine_similarity(own, reference, dim=0)
-            found[name] = {"cosine": cosine.item(), "norm": (own.norm() / reference.norm()).item()}
+            own_gradient = self.gradient(values)
+            cosine = torch.nn.functional.cosine_similarity(own_gradient, reference, dim=0)
+            found[name] = {"cosine": cosine.item(), "norm": (own_gradient.norm() / reference.norm()).item()}
         return found
+
+    def whole(self, weigh: bool, places: bool = True) -> Iterator[Tensor]:
+        """`weighted` of each group, one at a time, so that one group's states are in memory."""
+        for some, views, scores in self.scores(self.sampled, "places", True):
+            yield self.weighted(some, views, scores, weigh, places)
 
     def plain(self, sampled: SampledRows, **how: Any) -> Iterator[Tensor]:
         """Today's replay: tokens up to the EOS, under the model's own distribution."""
