@@ -392,10 +392,11 @@ class Engine:
                 continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
-            own = [of[-row.settings.gen_length :] for of in lists]
+            ids, logps, entropies, steps, *own = (of[-row.settings.gen_length :] for of in lists)
             self.tokens += row.settings.gen_length
-            ranks, logps = (own[4 + number] if row.settings.noting > number else None for number in range(2))
-            row.tell(Completed(*own[:4], blocks, passes, forward_tokens, self.version, ranks, logps))
+            ranks, step_logps = (own[number] if row.settings.noting > number else None for number in range(2))
+            counts = passes, forward_tokens, self.version
+            row.tell(Completed(ids, logps, entropies, steps, blocks, *counts, ranks, step_logps))
 
     def advance(self, key: Lane, new: Sequence[Row]) -> None:
         """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block)."""
