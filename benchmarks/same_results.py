@@ -67,7 +67,6 @@ DISTILL = (
     f"-m d1 distill {TRAINING} --train_data sudoku --num_prompts 64 --max_prompt_length 18 --diffusion_steps 16 "
     "--block_length 8 --sampling_batch_size 32"
 )
-DISTILL_OWN = {"d-opsd": "--num_iterations 2 --views_at_once 2"}
 EVAL = "-m d1 eval --model_path pocket/base --dataset sudoku --gen_length 32 --limit 24 --batch_size 8"
 BLOCKS = EVAL.replace("pocket/base", "pocket/block_base")
 SAMPLERS = {
@@ -116,8 +115,7 @@ for each in METHODS:
 for each in PREFERENCES:
     JOBS |= in_every_setting(f"prefer_{each}", ".", f"{PREFER} --method {each}", SFT_WEIGHTS)
 for each in DISTILLATIONS:
-    command = f"{DISTILL} --method {each} {DISTILL_OWN.get(each, '')}"
-    JOBS |= in_every_setting(f"distill_{each}", ".", command, SFT_WEIGHTS)
+    JOBS |= in_every_setting(f"distill_{each}", ".", f"{DISTILL} --method {each}", SFT_WEIGHTS)
 JOBS |= {
     "sft_accumulated": Job("SFT", f"{SFT} {FULL} --grad_accum_steps 2"),
     "rl_no_kl": Job("diffu-grpo", rl("d1", "--beta 0")),

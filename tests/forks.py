@@ -45,7 +45,13 @@ def fsdp2() -> dict[str, str]:
 
 
 def sharded(path: str, *words: str) -> None:
-    """`script` with FSDP2 over gloo, which Accelerate offers GPUs only: on CPUs it silently takes DDP. The processes
+    """`script`, or `module`, with FSDP2 over gloo."""
+    use_fsdp2()
+    (script if path.endswith(".py") else module)(path, *words)
+
+
+def use_fsdp2() -> None:
+    """Makes Accelerate take FSDP2 over gloo, which it offers GPUs only: on CPUs it silently takes DDP. The processes
     are called GPUs while it decides. Each step of an optimizer checks that every weight it trains is sharded."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from torch.distributed.tensor import DTensor
@@ -65,7 +71,6 @@ def sharded(path: str, *words: str) -> None:
 
     AcceleratorState.__init__ = as_gpus  # type: ignore[method-assign]
     register_optimizer_step_post_hook(check)
-    script(path, *words)
 
 
 def script(path: str, *words: str) -> None:
@@ -136,7 +141,8 @@ def job(
     words = [*flags, "--output_dir", str(output_dir), "--job_name", "job"]
     where: dict[str, Any] = {"log": output_dir / "log", "processes": processes, **environment}
     if isinstance(program, str):
-        return start(module, program, *words, folder=Path(__file__).parents[1], **where)
+        work = sharded if "ACCELERATE_USE_FSDP" in environment else module
+        return start(work, program, *words, folder=Path(__file__).parents[1], **where)
     return start(script, program.name, *words, folder=program.parent, **where)
 
 

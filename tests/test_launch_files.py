@@ -63,12 +63,6 @@ def test_scripts_written_for_d1s_repository_work(folder, says, tiny_model_dir, t
     assert says in forks.finish(started, tmp_path / "log")
 
 
-@pytest.mark.parametrize("words", ["d1 sft", "d1 rl", "d1 eval", "d1 parse", "d1.sft.train"])
-def test_stages_are_commands_and_modules(words, tmp_path):
-    started = forks.start(forks.module, *words.split(), "--help", log=tmp_path / "log", folder=ROOT)
-    assert forks.finish(started, tmp_path / "log").startswith(f"usage: {words} ")
-
-
 def test_accelerate_launches_a_stage():
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "d1.rl.train", "--help"]
     said = subprocess.check_output(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=120)

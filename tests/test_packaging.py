@@ -200,20 +200,3 @@ def test_launch_lines_in_headers_and_docstrings_work():
             seen += 1
             check_script(command[1], folder_of(path.relative_to(ROOT).parts[0]))
     assert seen > 10
-
-
-@pytest.mark.parametrize(
-    ("command", "complaint"),
-    [
-        ("python eval.py --model_path m \\\n  --dataset sudoku # fine\npython eval.py --batch 4 | tee log", "required"),
-        ("cd ../diffu-grpo; CUDA_VISIBLE_DEVICES=0,1 bash run.sh --no_such_field 1", "no_such_field"),
-        ("cd ../diffu-grpo && NO_SUCH_SETTING=1 bash run.sh", "does not read"),
-        ("accelerate launch --config_file gone.yaml eval.py", "gone.yaml"),
-        ("python eval.py --model_path ../pocket/gone --dataset sudoku", "no ../pocket/gone"),
-        ("make no_such_target", "No rule"),
-    ],
-)
-def test_the_checker_finds_rotten_commands(command, complaint, capfd):
-    with pytest.raises((AssertionError, SystemExit, ValueError, subprocess.CalledProcessError)) as error:
-        check_script(command, ROOT / "eval")
-    assert complaint in f"{error.value} {capfd.readouterr().err}"

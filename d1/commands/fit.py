@@ -113,8 +113,8 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
     # that divide the views among them store all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
-    # With edits, replay also keeps ids of 8 bytes: what each view shows and what it scores.
-    ids = 16 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
+    # With edits, replay also keeps what each view shows and scores, ids of 8 bytes, and the sampler's log-prob of it.
+    ids = 20 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
     views = config.num_iterations * drawn_views(config, block_size) * args.steps_per_generation
     stored = views * (args.length + (4 * numbers + ids) * canvas)
     beta = config.beta if config.needs_reference else 0.0

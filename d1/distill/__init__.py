@@ -1,4 +1,4 @@
-"""Distillation for fewer sampling steps: dParallel, T3D and d-OPSD."""
+"""Distillation for fewer sampling steps: dParallel and T3D."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from d1.distill.methods import METHODS
-from d1.ranges import COUNT, NATURAL, POSITIVE, SHARE
+from d1.ranges import COUNT, NATURAL, POSITIVE
 from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount, setting
 
 READ_BY_SOME = {name for method in METHODS.values() for name in method.values}
@@ -33,15 +33,13 @@ class DistillConfig(MethodSettings):
     block_length: OptionalCount = setting(None, "of the sampler (default: the model's own, else 32)")
     temperature: OptionalAmount = setting(None, "of the sampler; 0 is greedy")
     keep: str | None = setting(None, "traces to train on; right needs a task", choices=("right", "all"))
-    tries: OptionalCount = setting(None, "completions of a prompt, at most, until one is right")
-    sampling_batch_size: Annotated[int, COUNT] = setting(64, "prompts sampled at once; of d-opsd: the micro-batch")
+    sampling_batch_size: Annotated[int, COUNT] = setting(64, "prompts sampled at once")
 
     # The states
     tail: Annotated[int | None, NATURAL | -1 | None] = setting(
-        None, "dparallel, t3d: tokens after the first EOS that are trained to be EOS; -1: all of the canvas"
+        None, "tokens after the first EOS that are trained to be EOS; -1: all of the canvas"
     )
     share_power: OptionalAmount = setting(None, "t3d: a share r of each block is hidden with probability ~ r^power")
-    hints: Annotated[float | None, SHARE | None] = setting(None, "d-opsd: share of later blocks shown to the teacher")
 
     # The loss
     entropy_weight: OptionalAmount = setting(None, "dparallel")
@@ -51,11 +49,8 @@ class DistillConfig(MethodSettings):
     path_weight: OptionalAmount = setting(None, "t3d: of the cross-entropy by trace level")
     path_tokens: OptionalCount = setting(None, "t3d: tokens of a block per trace level")
     reference_steps: Annotated[int | None, NATURAL | None] = setting(
-        None, "t3d, d-opsd: steps after which the reference becomes the current model; 0: never"
+        None, "t3d: steps after which the reference becomes the current model; 0: never"
     )
-    teacher_top_k: OptionalCount = setting(None, "d-opsd: the teacher's most likely tokens that are compared")
-    clip: Annotated[float | None, POSITIVE | None] = setting(None, "d-opsd: upper bound of each token's term of the KL")
-    num_iterations: OptionalCount = setting(None, "d-opsd: optimizer steps per rollout, each on its part of the states")
     views_at_once: Annotated[int, COUNT] = setting(1, "states of a row per forward pass; more take more memory")
 
     def __post_init__(self) -> None:
@@ -67,11 +62,3 @@ class DistillConfig(MethodSettings):
         self.take(values)
         if not self.train_data:
             raise ValueError("--train_data is missing: a task, or a file with a column prompt")
-        if self.tries != 1 and not (self.temperature and self.keep == "right"):
-            raise ValueError(f"--tries {self.tries} needs --keep right and a --temperature above 0")
-        for name in ("save_steps", "max_steps"):
-            value, cycle = getattr(self, name), self.num_iterations or 1
-            if value > 0 and value % cycle:
-                raise ValueError(
-                    f"--{name} {value} must be a multiple of --num_iterations {cycle}: a checkpoint holds no rollout"
-                )

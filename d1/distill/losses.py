@@ -101,13 +101,12 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
 
 @dataclass(frozen=True)
 class Compared:
-    """The positions of a micro-batch; `weights` and `picks` (those of a position's state) as in `States`."""
+    """The positions of a micro-batch; `weights` as in `States`."""
 
     row: Tensor  # (n,) the number of each position's row
     state: Tensor  # (n,) and of its state
     ids: Tensor  # (n,) own tokens
     weights: Tensor  # (n,)
-    picks: Tensor  # (n,)
     rows: int  # number of rows of the micro-batch
     target: tuple[Tensor, ...] = ()  # what the target read, (n, ...) each
 
@@ -123,14 +122,8 @@ def rival(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return token_logps(logits, ids), best, token_logps(logits, best)
 
 
-def best(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """The largest logit; the most likely tokens (n, k) and their log-probabilities among themselves."""
-    top, tokens = logits.topk(min(settings.teacher_top_k, logits.shape[-1]), dim=-1)
-    return top[:, 0], tokens, top.log_softmax(-1)
-
-
 Target = Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
-TARGETS: dict[str, Target] = {"own": own, "rival": rival, "best": best}
+TARGETS: dict[str, Target] = {"own": own, "rival": rival}
 
 
 # --- Divergences ------------------------------------------------------------------------------------------------------
@@ -183,33 +176,6 @@ def discriminator(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows
     return loss, {"logps/own": logps, "logps/rival": of_rivals, "ratios/own": ratio, "ratios/rival": other}
 
 
-def read_reverse_kl(
-    settings: Any, logits: Tensor, ids: Tensor, largest: Tensor, tokens: Tensor, teacher: Tensor
-) -> tuple[Tensor, ...]:
-    """Terms (n, k) of the divergence of the student from the teacher, both among the teacher's tokens."""
-    student = logits.gather(-1, tokens).log_softmax(-1)
-    return (student.exp() * (student - teacher),)
-
-
-def reverse_kl(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
-    """d-OPSD: KL(student | teacher) among the teacher's most likely tokens, each term clipped from above.
-
-    In each state count the positions with the teacher's highest largest logits, in the number that the sampler revealed
-    there. The loss is the mean over a row's states, and over all rows of the step, also those that are not trained on.
-    """
-    (terms,), (largest, _, _) = read, seen.target
-    order = largest.argsort(descending=True, stable=True)
-    group = seen.row * (int(seen.state.max()) + 1 if len(seen.state) else 1) + seen.state
-    order = order[group[order].argsort(stable=True)]  # state after state, in each the highest first
-    numbers, sorted_groups = torch.arange(len(order), device=order.device), group[order].contiguous()
-    firsts = torch.searchsorted(sorted_groups, sorted_groups)
-    # The rank of each position in its state, by the teacher's largest logit.
-    ranks = torch.empty_like(numbers).scatter(0, order, numbers - firsts)
-    counts = seen.weights * (ranks < seen.picks)
-    found = terms.clamp(max=settings.clip).sum(-1)
-    return (counts * found).sum() / rows, {"kl": terms.sum(-1)[counts > 0], "clipped": (terms > settings.clip).float()}
-
-
 @dataclass(frozen=True)
 class Divergence:
     """An entry of `DIVERGENCES`."""
@@ -225,5 +191,4 @@ class Divergence:
 DIVERGENCES = {
     "certainty": Divergence(read_certainty, certainty, count_certainty),
     "discriminator": Divergence(read_discriminator, discriminator),
-    "reverse_kl": Divergence(read_reverse_kl, reverse_kl),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import check_room
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Settings of the traces; with those of the model, its dtype and the data they name the traces' folder.
 SAMPLING = (
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
-    *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
+    *("diffusion_steps", "block_length", "temperature", "keep"),
 )
 ALSO = (
     *("model_name", "dtype", "load_in_4bit", "full_finetuning"),
@@ -45,10 +46,6 @@ def prepare(
 ) -> tuple[Mapping[str, Any], Callable[[Any], DistillTrainer]]:
     """The method's paper and the fingerprint of the prompts, and a function that samples the traces of a model and
     makes its trainer."""
-    method = METHODS[args.method]
-    if method.looks_ahead and block_size(config) is not None:
-        problem = "shows the teacher tokens of later blocks, which a block-causal model cannot see"
-        raise ValueError(f"--method {args.method} {problem}: use another method")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
     prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:
@@ -56,19 +53,17 @@ def prepare(
     longest = max(map(len, prompts.ids))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
     judge = prompts.judge if args.keep == "right" else None
-    sampler = TraceSampler(prompts, settings, tokenizer, int(args.tries or 1), judge)
+    sampler = TraceSampler(prompts, settings, tokenizer, judge)
     if training.should_save:
         logger.info("%d prompts, of at most %d tokens", len(prompts.ids), longest)
 
     def make_trainer(model: Any) -> DistillTrainer:
-        rows, traces, compute = list(range(len(prompts.ids))), None, 0
-        if not method.on_policy:
-            rows, traces, compute = sampled_before(args, training, sampler, model)
+        rows, traces, compute = sampled_before(args, training, sampler, model)
         cap_batch(training, len(rows))
         trainers: dict[str, Any] = {"model": model, "args": training, "processing_class": tokenizer}
         return DistillTrainer(args, sampler, rows, traces, compute=compute, **trainers)
 
-    return {"paper": method.paper, ROWS + "train_data": prompts.rows}, make_trainer
+    return {"paper": METHODS[args.method].paper, ROWS + "train_data": prompts.rows}, make_trainer
 
 
 def sampled_before(
@@ -81,7 +76,8 @@ def sampled_before(
     folder = Path(str(training.output_dir)) / "traces" / name
     model.to(training.device)
     shared = args.sampling_batch_size, training.process_index, training.world_size
-    sample_once(sampler, model, folder, args.seed, *shared)
+    with whole_weights(model):
+        sample_once(sampler, model, folder, args.seed, *shared)
     if training.distributed_state is not None:
         training.distributed_state.wait_for_everyone()
     traces, compute = read_traces(folder, sampler.tokenizer.eos_token_id)
@@ -92,3 +88,13 @@ def sampled_before(
     if not len(rows):
         raise ValueError(f"nothing to train on: no completion of {len(traces.right)} prompts is right (--keep all)")
     return rows.tolist(), traces.at(rows), compute
+
+
+def whole_weights(model: Any) -> AbstractContextManager[Any]:
+    """Every weight whole while the model samples: under ZeRO-3 the processes hold shares, and no engine yet gathers."""
+    shares = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
+    if not shares:
+        return nullcontext()
+    import deepspeed  # not installed where nothing is sharded by it
+
+    return deepspeed.zero.GatheredParameters(shares)

@@ -51,14 +51,12 @@ class Traces:
 
 @dataclass(frozen=True)
 class States:
-    """The states in which a batch is compared, and the positions; on the host."""
+    """The states in which a batch is compared, and the positions; on the host. The teacher sees the same states."""
 
     ids: Tensor  # (rows, canvas) the tokens of the text, which are the own tokens to compare with
     noise: Tensor  # (rows, states, canvas) bool, what each state hides
     positions: Tensor  # (rows, states, canvas) bool, hidden positions where student and target are compared
     weights: Tensor  # (rows, states, canvas) of a position, where the divergence reads weights
-    picks: Tensor  # (rows, states) how many of a state's positions count, where the divergence chooses among them
-    teacher_noise: Tensor | None = None  # what the teacher's states hide; None: the same
 
 
 def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:
@@ -71,7 +69,7 @@ def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], 
     return torch.stack([row(None if size is None else length % size) for length in prompt_lengths])
 
 
-def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
+def halves(traces: Traces, generators: Sequence[Generator], settings: Any) -> States:
     """dParallel: a block is drawn uniformly; earlier blocks are shown and later ones hidden. In this block the first
     state hides each token with probability 1/2, and the second state hides the others."""
     scored, found = traces.up_to(settings.tail), []
@@ -85,10 +83,10 @@ def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part:
     chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
     positions = inside & scored.unsqueeze(1)
     noise = inside | ((traces.blocks > chosen) | ~scored).unsqueeze(1)
-    return States(traces.filled, noise, positions, positions.float(), positions.sum(-1))
+    return States(traces.filled, noise, positions, positions.float())
 
 
-def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
+def trace(traces: Traces, generators: Sequence[Generator], settings: Any) -> States:
     """T3D: the share r of each block that the sampler revealed first is hidden, r in `SHARES` with probability
     proportional to r^power. The weights are those of the cross-entropy by trace level: level s holds the first
     (s + 1) x `path_tokens` tokens of each block, and the loss is the mean over the levels of the means over tokens."""
@@ -106,7 +104,7 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
         weights += within / within.sum(-1, keepdim=True).clamp(min=1)
     weights = weights / (last + 1).clamp(min=1)
     positions = hidden.unsqueeze(1)
-    return States(traces.filled, positions | ~scored.unsqueeze(1), positions, weights.unsqueeze(1), positions.sum(-1))
+    return States(traces.filled, positions | ~scored.unsqueeze(1), positions, weights.unsqueeze(1))
 
 
 def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
@@ -122,32 +120,5 @@ def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
     return before.sum(-1)
 
 
-def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
-    """d-OPSD: the sampler's own states, divided evenly among the `num_iterations` parts of a trace. `positions`
-    are all hidden ones of the current block, `picks` the number that the sampler revealed next. The teacher also sees a
-    share of the later blocks."""
-    taken = traces.steps.amax(-1) + 1
-    # This part's steps of each row: from `first` to before `end`.
-    first, end = taken * part // settings.num_iterations, taken * (part + 1) // settings.num_iterations
-    # (rows, states), then (rows, states, canvas); rows with fewer steps get states without positions.
-    number = first.unsqueeze(1) + torch.arange(max(1, int((end - first).max())))
-    real = (number < end.unsqueeze(1)).unsqueeze(-1)
-    shown, at = traces.steps.unsqueeze(1), number.unsqueeze(-1)
-    noise, now = (shown >= at) | (shown < 0), (shown == at) & real
-    blocks = traces.blocks.unsqueeze(1)
-    current = torch.where(now, blocks, -1).amax(-1, keepdim=True)
-    positions = noise & (blocks == current) & real
-    hints = torch.zeros_like(noise)
-    contents = traces.lengths.squeeze(1) - (traces.ids == traces.eos_token_id).any(-1).long()  # without the EOS
-    for row, generator in enumerate(generators):
-        for state in range(noise.shape[1]):
-            later = (traces.blocks[row] > current[row, state]).nonzero().squeeze(1)
-            if real[row, state] and len(later) and later[0] < contents[row]:
-                some = torch.randperm(len(later), generator=generator)[: int(len(later) * settings.hints)]
-                hints[row, state, later[some]] = True
-    weights = positions.float() / (end - first).clamp(min=1).view(-1, 1, 1)
-    return States(traces.ids, noise, positions, weights, now.sum(-1), noise & ~hints)
-
-
 Draw = Callable[..., States]
-STATES: dict[str, Draw] = {"halves": halves, "trace": trace, "steps": steps}
+STATES: dict[str, Draw] = {"halves": halves, "trace": trace}

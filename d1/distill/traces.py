@@ -79,47 +79,36 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
 
 @dataclass(frozen=True)
 class TraceSampler:
-    """Samples traces with the library's exact sampler: at most `tries` completions of a prompt, until `judge` calls one
-    right; without a judge, the first is kept."""
+    """Samples traces with the library's exact sampler. Without a `judge`, all are trained on."""
 
     prompts: Prompts
     settings: SamplingSettings
     tokenizer: Any
-    tries: int
     judge: Judge | None
 
     @torch.no_grad()
-    def sample(self, model: Any, numbers: Sequence[int], keys: Sequence[tuple[int, ...]]) -> tuple[Traces, Tensor, int]:
-        """Traces of these prompts, on the host; (rows,) tries of each row; and the tokens processed, as
-        `Rollout.forward_tokens`. `keys` are those of each row's random numbers, which depend on nothing else."""
+    def sample(self, model: Any, numbers: Sequence[int], seed: int) -> tuple[Traces, int]:
+        """Traces of these prompts, on the host, and the tokens processed, as `Rollout.forward_tokens`. A trace depends
+        on its prompt, its number and the seed alone."""
         training = model.training
         model.eval()
-        end, prompts, compute = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers], 0
-        # (2, rows, canvas): the ids, and the step that revealed each.
-        canvas = torch.zeros(2, len(numbers), self.settings.gen_length, dtype=torch.long)
-        right, tries = torch.zeros(len(numbers)).bool(), torch.zeros(len(numbers), dtype=torch.long)
-        for attempt in range(self.tries):
-            left = (~right).nonzero().squeeze(1)
-            if not len(left):
-                break
-            ids, mask = left_padded([prompts[row] for row in left], self.tokenizer.pad_token_id)
-            options = {"mask_token_id": self.tokenizer.mask_token_id, "eos_token_ids": [end]}
-            options["generator"] = [keyed_generator(*keys[row], attempt, device=model.device) for row in left]
-            sampled = rollout(model, ids.to(model.device), mask.to(model.device), self.settings, **options)
-            compute += int(sampled.forward_tokens.sum())
-            canvas[:, left] = torch.stack([sampled.ids[:, ids.shape[1] :], sampled.reveal_steps]).cpu()
-            right[left], tries[left] = self.are_right(canvas[0, left], [numbers[row] for row in left]), attempt + 1
+        end, prompts = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers]
+        ids, mask = left_padded(prompts, self.tokenizer.pad_token_id)
+        options: dict[str, Any] = {"mask_token_id": self.tokenizer.mask_token_id, "eos_token_ids": [end]}
+        options["generator"] = [keyed_generator(seed, TRACES, number, 0, device=model.device) for number in numbers]
+        sampled = rollout(model, ids.to(model.device), mask.to(model.device), self.settings, **options)
         model.train(training)
-        lengths = [len(prompt) for prompt in prompts]
-        blocks = blocks_of_canvas(self.settings, lengths, block_size(model.config))
-        return Traces(canvas[0], canvas[1], blocks, right, end), tries, compute
+        canvas_ids = sampled.ids[:, ids.shape[1] :].cpu().contiguous()
+        blocks = blocks_of_canvas(self.settings, [*map(len, prompts)], block_size(model.config))
+        traces = Traces(canvas_ids, sampled.reveal_steps.cpu(), blocks, self.are_right(canvas_ids, numbers), end)
+        return traces, int(sampled.forward_tokens.sum())
 
-    def are_right(self, completions: Tensor, numbers: Sequence[int]) -> Tensor:
+    def are_right(self, canvas_ids: Tensor, numbers: Sequence[int]) -> Tensor:
         """(rows,) bool: whether the judge calls each completion right; True without a judge."""
         if self.judge is None:
-            return torch.ones(len(completions)).bool()
-        kept = eos_cut(completions, [self.tokenizer.eos_token_id], including=False)
-        texts = self.tokenizer.batch_decode([row[own] for row, own in zip(completions, kept, strict=True)], True)
+            return torch.ones(len(canvas_ids)).bool()
+        kept = eos_cut(canvas_ids, [self.tokenizer.eos_token_id], including=False)
+        texts = self.tokenizer.batch_decode([row[own] for row, own in zip(canvas_ids, kept, strict=True)], True)
         return torch.tensor([self.judge(text, number) for text, number in zip(texts, numbers, strict=True)])
 
 
@@ -135,11 +124,11 @@ def sample_once(
         if path.exists():
             continue
         numbers = range(len(sampler.prompts.ids))[first : first + batch]
-        traces, tries, compute = sampler.sample(model, numbers, [(seed, TRACES, number) for number in numbers])
+        traces, compute = sampler.sample(model, numbers, seed)
         columns = {name: getattr(traces, name) for name in COLUMNS}
         staging = path.with_suffix(".part")
         with writing(folder, "the traces", "make room and start the same command again: it keeps the traces there"):
-            save_file(columns | {"tries": tries, "compute": torch.tensor(compute)}, staging)
+            save_file(columns | {"compute": torch.tensor(compute)}, staging)
         staging.replace(path)
     give_usual_mode(folder.glob("*.safetensors"))
 

@@ -1,16 +1,15 @@
 """Distillation from traces, on Transformers' Trainer.
 
-Before an optimizer step, all of its micro-batches are prepared without gradients: the traces (sampled now, if the
-method is on-policy), their states, and the teacher's target there. The counts that the loss divides by are summed over
-all micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number
-of processes changes a step.
+Before an optimizer step, all of its micro-batches are prepared without gradients: the states of their traces, and the
+teacher's target there. The counts that the loss divides by are summed over all micro-batches and processes. Then each
+micro-batch adds its part of the loss. So neither accumulation nor the number of processes changes a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer
-from trl.models.utils import unwrap_model_for_generation
 
 from d1.distill.config import DistillConfig
 from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positions
 from d1.distill.methods import METHODS
 from d1.distill.states import STATES, States, Traces
-from d1.distill.traces import TRACES, TraceSampler
+from d1.distill.traces import TraceSampler
 from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.head import run_inside
 from d1.runs.checkpoints import reading_checkpoint
-from d1.runs.data import IGNORED, BatchRow, GlobalBatchSampler
+from d1.runs.data import IGNORED, BatchRow
 from d1.runs.trainer import SummingTrainer, own_part
 
 STATE_DRAWS = 7  # the second part of the key of the states' random numbers
@@ -90,21 +88,6 @@ class Reference:
                 part.copy_(found[name])
 
 
-@dataclass(eq=False)
-class RepeatedBatches(GlobalBatchSampler):
-    """Each global batch several times: all optimizer steps of a rollout. Empty rows fill the last batch."""
-
-    times: int = 1
-
-    def __len__(self) -> int:
-        return super().__len__() * self.times
-
-    def __iter__(self) -> Iterator[BatchRow]:
-        rows = list(super().__iter__())
-        for first in range(0, len(rows), self.batch_size):
-            yield from rows[first : first + self.batch_size] * self.times
-
-
 class TraceDataset(torch.utils.data.Dataset):
     """A row is its `BatchRow`: the trainer looks up its prompt and trace."""
 
@@ -129,73 +112,46 @@ class DistillTrainer(SummingTrainer, Trainer):
     Args:
         sampler: of traces, and the prompts.
         rows: the numbers of the prompts that are trained on.
-        traces: of these rows; None for an on-policy method.
+        traces: of these rows.
         **kwargs: `compute`, tokens that sampling these traces processed; and Trainer's.
     """
 
     sums_file = "distill_sums.json"
 
     def __init__(
-        self, settings: DistillConfig, sampler: TraceSampler, rows: list[int], traces: Traces | None, **kwargs: Any
+        self, settings: DistillConfig, sampler: TraceSampler, rows: list[int], traces: Traces, **kwargs: Any
     ) -> None:
         super().__init__(data_collator=collate, train_dataset=TraceDataset(len(rows)), **kwargs)
         self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
-        self.method, self.cycle = METHODS[settings.method], settings.num_iterations or 1  # optimizer steps per rollout
+        self.method = METHODS[settings.method]
         self.divergence = DIVERGENCES[self.method.divergence]
         self.reference: Reference | None = None
-        self.rollouts: list[Traces] = []  # of the micro-batches of this cycle of `num_iterations` steps
         self.totals: Tensor = torch.zeros(())
-
-    def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
-        own = super().train_sampler(dataset)
-        whole = vars(own) | {"multiple": own.batch_size}
-        return own if self.cycle == 1 else RepeatedBatches(**whole, times=self.cycle)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
         batches, count = super().get_batch_samples(*args, **kwargs)
-        step = self.state.global_step
-        if self.method.on_policy and step % self.cycle == 0:
-            self.rollouts = []
         if self.method.teacher == "reference":
-            every = self.settings.reference_steps
+            every, step = self.settings.reference_steps, self.state.global_step
             if self.reference is None or (every and step % every == 0):
                 self.reference = Reference(self.model)
-        found = [self.prepared(batch, number) for number, batch in enumerate(batches)]
+        found = [self.prepared(batch) for batch in batches]
         if found:
             self.totals = self.accelerator.reduce(sum(self.divergence.totals(one["compared"]) for one in found), "sum")
         return found, count
 
-    def prepared(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
+    def prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A micro-batch with its states and the teacher's target."""
         chosen, labels = batch["batch_rows"], batch["labels"]
         rows = [self.rows[max(one.row, 0)] for one in chosen]
-        part = self.state.global_step % self.cycle
-        keys = [(self.settings.seed, STATE_DRAWS, one.epoch, row, part) for one, row in zip(chosen, rows, strict=True)]
-        traces = self.traces_of(chosen, rows, number)
-        states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings, part)
-        # (rows, 1, 1), to multiply (rows, states, canvas)
-        trained = (traces.right & (labels.cpu() != IGNORED)).view(-1, 1, 1)
+        keys = [(self.settings.seed, STATE_DRAWS, one.epoch, row, 0) for one, row in zip(chosen, rows, strict=True)]
+        traces = self.traces.at(torch.tensor([max(one.row, 0) for one in chosen]))
+        states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings)
+        trained = (labels.cpu() != IGNORED).view(-1, 1, 1)  # to multiply (rows, states, canvas)
         seen, compared = self.seen(states, states.positions & trained, rows)
         with torch.no_grad(), contextlib.nullcontext() if self.reference is None else self.reference.in_place():
-            noise = states.noise if states.teacher_noise is None else states.teacher_noise
-            shown = replace(seen, noise=noise.to(seen.ids.device))
-            target = self.read(self.model, shown, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
+            target = self.read(self.model, seen, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
         return {"labels": labels, "seen": seen, "compared": replace(compared, target=target), "rows": rows}
-
-    def traces_of(self, chosen: list[BatchRow], rows: list[int], number: int) -> Traces:
-        """The traces of a micro-batch: sampled before the training, or now, at the first step of a cycle."""
-        if self.traces is not None:
-            return self.traces.at(torch.tensor([max(one.row, 0) for one in chosen]))
-        if number == len(self.rollouts):
-            step = self.state.global_step // self.cycle
-            keys = [(self.settings.seed, TRACES, step, row) for row in rows]
-            with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
-                traces, tries, compute = self.sampler.sample(model, rows, keys)
-            self.compute += compute
-            self.add_means({"right": traces.right, "tries": tries})
-            self.rollouts.append(traces)
-        return self.rollouts[number]
 
     def seen(self, states: States, positions: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
         """What a pass needs on the device, and the positions in the order in which passes read them."""
@@ -204,8 +160,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, at = positions.nonzero().unbind(1)  # (n,) each
-        columns = {"row": row, "state": state, "ids": states.ids[row, at], "picks": states.picks[row, state]}
-        columns |= {"weights": states.weights[row, state, at]}
+        columns = {"row": row, "state": state, "ids": states.ids[row, at], "weights": states.weights[row, state, at]}
         there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
         seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
         return seen, Compared(**there, rows=len(rows))

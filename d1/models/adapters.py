@@ -250,13 +250,15 @@ def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def base_digest(model: Any) -> str:
+def base_digest(model: Any, weights: Mapping[str, Tensor] | None = None) -> str:
     """16 hexadecimal digits of the weights below an adapter, the same for all precisions of a checkpoint of 16 bits:
-    of each weight its name, its shape, and 64 numbers as bf16. 4-bit weights have others."""
+    of each weight its name, its shape, and 64 numbers as bf16. 4-bit weights have others. `weights`: the state dict, if
+    the model has only a part of each."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
+    for name, part in sorted(model.named_parameters()):
         if "lora_" in name or "modules_to_save" in name:
             continue
+        weight = part if weights is None else weights[name]
         own = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
         numbers = weight.flatten()[:: max(1, weight.numel() // 64)][:64].to("cpu", torch.bfloat16)
         digest.update(f"{own} {tuple(weight.shape)} {numbers.tolist()}".encode())

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -94,7 +93,7 @@ def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
     """Write the weights and config of `model`, and the tokenizer of `source`, in the released format `kind`."""
     config = released_config(model, kind, source)
     folder.mkdir(parents=True, exist_ok=True)
-    save_shards(dict(released_weights(model, kind, source)), folder)
+    save_shards(released_weights(model, kind, source), folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_tokenizer(source, folder)
     tokenizer_config = folder / "tokenizer_config.json"
@@ -169,19 +168,24 @@ def merged(model: Any) -> Iterator[dict[str, Tensor]]:
             weight.data.copy_(old)
 
 
-class Noted(dict[str, Tensor]):
+class Noted(Mapping[str, Tensor]):
     """A state dict that notes the names of the weights that were read."""
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        super().__init__(state)
-        self.read: set[str] = set()
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state, self.read = state, set[str]()
 
     def __getitem__(self, name: str) -> Tensor:
         self.read.add(name)
-        return super().__getitem__(name)
+        return self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
 
 
-def learnt_names(model: Any, state: dict[str, Tensor]) -> set[str]:
+def learnt_names(model: Any, state: Mapping[str, Tensor]) -> set[str]:
     """Names in `state`, as `merged` gives it, of the weights that training changes."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     own = {name for name, weight in base.named_parameters() if weight.requires_grad}
@@ -190,23 +194,34 @@ def learnt_names(model: Any, state: dict[str, Tensor]) -> set[str]:
     return {name for name, weight in state.items() if weight.data_ptr() in memory}  # tied weights share theirs
 
 
-def write_weights(model: Any, folder: Path, learnt: bool | None = None) -> None:
+def write_weights(
+    model: Any, folder: Path, learnt: bool | None = None, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the weights of a model, with its adapter folded in, and its config, in its released format or else that of
-    its class: what an engine takes as an update. `learnt`: only what training changes (True), or only the rest."""
+    its class: what a server takes as an update.
+
+    Args:
+        learnt: only what training changes (True), or only the rest.
+        weights: the state dict of a model without an adapter; each weight is read when it is written.
+    """
     raw = getattr(model.config, "released", None)
     apart = same_names if raw is None else KINDS[released_kind(raw)].apart
     folder.mkdir(parents=True)
-    with merged(model) as state:
-        noted, written = Noted(state), dict[str, Tensor]()
+
+    def parts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        noted, base = Noted(state), model.get_base_model() if isinstance(model, PeftModel) else model
         changed = set[str]() if learnt is None else learnt_names(model, state)
+        tied = dict(base.named_parameters(remove_duplicate=False)).keys() - dict(base.named_parameters()).keys()
         for name in state:
-            if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            if name not in tied:
                 noted.read.clear()
-                parts = dict(apart(name, noted))
+                written = [*apart(name, noted)]
                 if learnt is None or learnt != changed.isdisjoint(noted.read):
-                    written |= parts
-        save_shards(written, folder)
-    config = model.config.to_dict() if raw is None else as_released(model.config)
+                    yield from written
+
+    with merged(model) if weights is None else nullcontext(weights) as state:
+        save_shards(parts(state), folder)
+    config = model.config.to_dict() if raw is None else as_released(model.config) | learnt_fields(model.config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -218,21 +233,38 @@ def saving(folder: Path) -> Iterator[None]:
     give_usual_mode(folder.glob("*.safetensors"))
 
 
-def save_shards(weights: dict[str, Any], folder: Path) -> None:
-    """Save weights in files of up to `SHARD_BYTES`, with an index if there are several; parts of stacks are copied."""
-    plan = split_state_dict_into_shards_factory(
-        weights,
-        get_storage_size=lambda weight: weight.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=SHARD_BYTES,
-    )
-    for file, names in plan.filename_to_tensors.items():
+def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Save weights, by name, in files of up to `SHARD_BYTES`, with an index if there are several. If `weights` makes
+    them one by one, only those of one file are in memory."""
+    files: list[list[str]] = []
+    total = 0
+    for part in in_shards(weights):
+        files.append([*part])
+        total += sum(weight.nbytes for weight in part.values())
         with saving(folder):
-            part = {name: weights[name].contiguous() for name in names}
-            save_file(part, folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        part.clear()
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def in_shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The weights of each file; who gets them clears the dictionary."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, weight in weights:
+        if part and size + weight.nbytes > SHARD_BYTES:
+            yield part
+            size = 0
+        part[name] = weight.contiguous()
+        size += weight.nbytes
+    yield part
 
 
 def check_autoregressive(source: str, mask_token: str) -> None:

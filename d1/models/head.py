@@ -181,8 +181,10 @@ def target_logps(
 
 
 def calls_in_step(model: Any, calls: int) -> int:
-    """The number of calls to make to a part of the model, at least one: under ZeRO-3, the maximum over processes."""
+    """The number of calls to make to a part of the model, at least one: under ZeRO-3 and FSDP2, the maximum over
+    processes."""
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
+    sharded = sharded or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())  # FSDP2's
     if not (sharded and torch.distributed.is_initialized()):
         return max(1, calls)
     most = torch.tensor(max(1, calls), device=model.device)

@@ -4,8 +4,8 @@ A batch is a dictionary of tensors, made by TRL. Shapes: R rows, U updates, V vi
 the canvas, W writes. To TRL's keys are added
 - `canvas_ids` R T and the other tensors of a `RolloutRecord`;
 - `completion_reward` and, if the last reward is an accuracy, `completion_is_right`, R each (`bridge.py`);
-- `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown`, `view_targets`, `view_rivals`
-  and `view_ranks` R U V T. The views of update k are [:, k];
+- `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown`, `view_targets`,
+  `view_sampled_logps`, `view_rivals` and `view_ranks` R U V T. The views of update k are [:, k];
 - `old_view_logps` and `ref_view_logps` R U V T, `old_place_logps` R U V, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
@@ -117,12 +117,14 @@ def view_logps_as_sampled(batch: Batch) -> Tensor:
     return torch.where(batch["view_weights"] != 0, batch["rollout_logps"][:, None, None], 0.0)
 
 
-def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
-    """R T, the sampler's log-prob of each token. For a token that was written several times: the mean over these writes
-    if they are `replayed`, else the last one."""
-    if not replayed or "write_logps" not in batch:
+def sampled_logps(batch: Batch, update: int) -> Tensor:
+    """R T, the sampler's log-prob of each token. For a position that was written several times: the weighted mean over
+    the writes that the views of this update score, or, if these score what was written last, that of this."""
+    if "view_sampled_logps" not in batch:
         return batch["rollout_logps"]
-    return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)
+    weights, logps = batch["view_weights"][:, update], batch["view_sampled_logps"][:, update]
+    total = weights.sum(1)
+    return (weights * logps).sum(1) / total.where(total != 0, 1.0)
 
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ SCORED: dict[str, Scored] = {
     "ended": Scored(lambda sampled: sampled.ended),
     "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
     "steps": Scored(to_the_last_text, after_the_end=True, reads_steps=True),
+    "unpadded": Scored(lambda sampled: ~sampled.is_padding, after_the_end=True),
     "completed": Scored(to_the_end, reads_steps=True, whole_steps=True),
     "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True, whole_steps=True),
 }
@@ -238,11 +241,36 @@ def keep_prompts(batch: Batch, shares: Sequence[float], group: int, everyone: Ev
     """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
     returns the share of prompts kept."""
     right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
-    kept = (right >= shares[0]) & (right <= shares[1])
-    rows = everyone.own(kept.repeat_interleave(group), len(batch["advantages"]))
+    return keep(batch, (right >= shares[0]) & (right <= shares[1]), group, everyone)
+
+
+def keep_share(batch: Batch, share: float, group: int, everyone: Everyone, generator: torch.Generator) -> float:
+    """Keeps this share of the prompts in the loss, rounded up: first those whose rewards differ, then those whose
+    equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
+
+    `generator` is in the same state on all processes. Returns the share of prompts kept."""
+    rewards, steps = everyone.gather(torch.stack([batch["completion_reward"], scored_steps(batch)], 1)).unbind(1)
+    rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
+    kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
+    drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
+    order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)  # all below the next kind
+    ranks = order.argsort(descending=True).argsort()
+    return keep(batch, ranks < math.ceil(share * len(kinds)), group, everyone)
+
+
+def scored_steps(batch: Batch) -> Tensor:
+    """(rows,) number of steps that revealed a scored token."""
+    scored = fitted(batch["completion_mask"], batch["reveal_steps"].shape[1]).bool()
+    steps = torch.where(scored, batch["reveal_steps"], -1).sort(1).values
+    return F.pad(steps, (1, 0), value=-1).diff(dim=1).ne(0).sum(1).float()
+
+
+def keep(batch: Batch, prompts: Tensor, group: int, everyone: Everyone) -> float:
+    """Drops all prompts but those of `prompts` (bool, those of all processes) from the loss; returns their share."""
+    rows = everyone.own(prompts.repeat_interleave(group), len(batch["advantages"]))
     batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
     batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
-    return kept.float().mean().item()
+    return prompts.float().mean().item()
 
 
 # --- Views of the updates ---------------------------------------------------------------------------------------------
@@ -272,7 +300,7 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
         logps=batch.get("rollout_logps", unknown),
         entropies=batch.get("rollout_entropies", unknown),
         blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
-        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
+        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
         ranks=batch.get("reveal_ranks"),
     )
 

@@ -207,7 +207,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def samples_in_step(self) -> bool:
         """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
         gathered = self._dist.is_zero3 and self.args.ds3_gather_for_generation
-        return self.accelerator.num_processes > 1 and self.weights_are_split and not gathered
+        here = self.args.rollout_mode == "trainer" and not gathered
+        return self.accelerator.num_processes > 1 and self.weights_are_split and here
 
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:

@@ -495,7 +495,7 @@ ON_RESUME = OnResume(
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
-            *("objective", "kl", "advantage", "scale_rewards", "right_share"),
+            *("objective", "kl", "advantage", "scale_rewards", "right_share", "prompt_share"),
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
             *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
@@ -600,8 +600,6 @@ def check_trainer(
         raise ValueError(
             "sync_ref_model changes the reference, which no checkpoint stores under ZeRO-3 or FSDP: use DDP or ZeRO-2"
         )
-    if args.rollout_mode == "server" and weights_are_split:
-        raise ValueError("rollout_mode server sends weights that lie whole on each process: use DDP or ZeRO-2")
     if args.trajectory_weight_cap is not None and block_causal:
         raise ValueError("trajectory_weight_cap: a block-causal model's views hold a step of every block: unset it")
     if samples_in_step and (sampling.rule or args.eos_stop or block_causal):

@@ -122,8 +122,12 @@ class DiffuGRPOConfig(GRPOConfig):
         None, f"Of the noise on remasking gumbel, in nats of log-probability ({ORDER_TEMPERATURE} if unset)."
     )
     sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
-    kv_cache: str | None = setting(None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset).")
-    reveal: str | None = setting(None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset).")
+    kv_cache: str | None = setting(
+        None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset); none: not the method's."
+    )
+    reveal: str | None = setting(
+        None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset); none: not the method's."
+    )
     reveal_level: Annotated[float | None, AMOUNT | None] = setting(
         None, f"Level of the rule; defaults, by rule: {', '.join(str(rule.level) for rule in RULES.values())}."
     )
@@ -177,6 +181,11 @@ class DiffuGRPOConfig(GRPOConfig):
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
+    prompt_share: Annotated[float, Range(0, 1, open_low=True)] = setting(
+        1.0,
+        "Keep this share of a rollout's prompts: those whose rewards differ, then the solved, then the unsolved with "
+        "most steps.",
+    )
     eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
     eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
@@ -206,6 +215,12 @@ class DiffuGRPOConfig(GRPOConfig):
     temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
     top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
     top_p: float = setting(1.0, "Sample among the most likely tokens whose probabilities add up to this.")
+    lr_scheduler_type: str = setting(  # type: ignore[assignment]
+        "constant_with_warmup", "Schedule of the learning rate; another one has no warm-up unless it is given."
+    )
+    warmup_steps: float = setting(0.0001, "Steps of warm-up; below 1, a share of all steps.")
+    weight_decay: float = setting(0.1, "Weight decay of AdamW.")
+    adam_beta2: float = setting(0.99, "AdamW's second beta.")
     max_grad_norm: float = setting(0.2, "Largest norm of the gradient; 0: no limit.")
     beta: Amount = setting(0.04, "Weight of the KL term to the reference model.")
     epsilon: Amount = setting(0.5, "Clipping range of the probability ratio.")
@@ -225,6 +240,8 @@ class DiffuGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_off(self, OFF)  # before TRL sets some of them
+        for name in ("kv_cache", "reveal"):  # a flag cannot be None
+            setattr(self, name, None if getattr(self, name) == "none" else getattr(self, name))
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
         self.settle_batches()
         self.canvas_is_unset = self.max_completion_length is None

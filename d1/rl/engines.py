@@ -1,7 +1,8 @@
 """Programs that sample instead of the trainer: servers, and a user's `rollout_func`.
 
-From top to bottom: the folder through which servers get the weights; rollouts by servers; the check that log-probs of
-another program are the trainer's; the contract of `rollout_func`; and rollouts that servers sample ahead of updates.
+From top to bottom: weights that processes share; the folder through which servers get them; rollouts by servers; the
+check that log-probs of another program are the trainer's; the contract of `rollout_func`; and rollouts that servers
+sample ahead of updates.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import get_last_checkpoint
 
 from d1.models.adapters import base_digest
@@ -31,7 +34,7 @@ from d1.models.convert import write_weights
 from d1.rl.batch import SCORED, Batch, RolloutRecord, sampled_rows
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
-from d1.runs.cli import from_rank_0, together
+from d1.runs.cli import from_all, from_rank_0
 from d1.sampling import Rollout
 from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.replay import Written, replay_views
@@ -50,6 +53,91 @@ from d1.serve.client import (
 
 logger = logging.getLogger(__name__)
 
+# --- Weights that processes share -------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class WholeWeights(Mapping[str, Tensor]):
+    """The state dict of a model of which each process may hold a part (ZeRO-3, FSDP2): a weight is gathered when the
+    first process reads it. All processes make one together, and the others `help` until the first one is `done`."""
+
+    def __init__(self, model: Any) -> None:
+        self.parts = model.state_dict(keep_vars=True)
+        self.split = any(isinstance(part, DTensor) or hasattr(part, "ds_id") for part in self.parts.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self.parts[name]
+        if not self.split:
+            return part.detach()
+        self.tell(name)
+        with whole(part) as weight:
+            return weight.detach().to("cpu", copy=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def tell(self, name: str | None) -> str | None:
+        """The name that the first process gives; None: it reads no more."""
+        names = [name]
+        if self.split:
+            dist.broadcast_object_list(names)
+        return names[0]
+
+    def help(self) -> None:
+        """Takes part in gathering what the first process reads."""
+        while (name := self.tell(None)) is not None:
+            with whole(self.parts[name]):
+                pass
+
+    def done(self) -> None:
+        self.tell(None)
+
+
+@contextlib.contextmanager
+def whole(part: Tensor) -> Iterator[Tensor]:
+    """A weight of which this process has a part; all processes call it together."""
+    if isinstance(part, DTensor):
+        yield cast("DTensor", part.detach().to(PartialState().device)).full_tensor()
+    elif hasattr(part, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([part]):
+            yield part
+    else:
+        yield part
+
+
+def with_weights(model: Any, work: Callable[[WholeWeights], T]) -> T:
+    """The result of `work` on the weights of `model` in the first process, which all processes get, as by
+    `from_rank_0`. All call it together."""
+    weights = WholeWeights(model)
+
+    def in_first_process() -> T:
+        try:
+            return work(weights)
+        finally:
+            weights.done()
+
+    if not PartialState().is_main_process:
+        weights.help()
+    return from_rank_0(in_first_process)
+
+
+MEET = 5.0  # seconds after which waiting processes meet, so that no collective call of theirs times out
+
+
+def result_of(future: Future[T] | None) -> T:
+    """The result of a future of the first process, which all processes get; an error of it is raised in all."""
+    first = cast("Future[T]", future)
+    while not from_rank_0(lambda: bool(wait([first], MEET).done)):
+        pass
+    return from_rank_0(lambda: first.result())
+
+
 # --- The folder through which a run's weights reach its servers -------------------------------------------------------
 
 
@@ -67,17 +155,24 @@ class WeightsFolder:
         self.path: Path | None = None
         self.frozen: Path | None = None
 
-    def write(self, model: Any, version: str, servers: Sequence[RolloutServer], copy: Path | None = None) -> Path:
-        """Replaces the version by the weights of `model`, or its adapter if it has one, or by a copy of the folder
-        `copy`, where all servers read it; returns the folder of the new version. An engine gets weights with the
-        adapter merged, in the format of the released model; if all servers are engines, only those that it changes."""
+    def write(
+        self, model: Any, version: str, servers: Sequence[RolloutServer], given: WholeWeights | Path | None = None
+    ) -> Path:
+        """Replaces the version by the weights of `model`, or its adapter if it has one, where all servers read it;
+        returns the folder of the new version. An engine gets weights with the adapter merged; if all servers are
+        engines, only those that it changes. `given`: the weights, if processes share them; or a folder to copy."""
         known = [server for server in servers if server.folders != []]
-        engines = [server.folders is None for server in known]
-        released, changes = any(engines), any(engines) and all(engines) and hasattr(model, "peft_config")
+        engines, has_adapter = [server.folders is None for server in known], hasattr(model, "peft_config")
+        merges, changes = has_adapter and any(engines), has_adapter and any(engines) and all(engines)
+        split = given if isinstance(given, WholeWeights) and given.split else None
+        if merges and split:
+            raise ValueError(
+                "SGLang takes no adapters, and one cannot be merged into weights that processes share: use `d1 serve`, "
+                "train all weights, or train under DDP or ZeRO-2"
+            )
         if self.path is None:
-            whole = released or not hasattr(model, "peft_config")
-            weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
-            size = sum(weight.numel() * weight.element_size() for weight in weights)
+            sent = [weight for weight in model.parameters() if weight.requires_grad or merges or not has_adapter]
+            size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in sent)
             # An engine reads any folder of its own machine; on another machine, the run's folder must be shared.
             shared = [str(self.output_dir)]
             folders = [shared if one.folders is None and not one.is_local else one.folders for one in known]
@@ -93,12 +188,13 @@ class WeightsFolder:
         for old in self.path.iterdir():
             if old != self.frozen:
                 shutil.rmtree(old)
-        if copy is not None:
-            shutil.copytree(copy, self.path / version)
-        elif released:
-            write_weights(model, self.path / version, learnt=True if changes else None)
+        if isinstance(given, Path):
+            shutil.copytree(given, self.path / version)
+        elif has_adapter and not merges:
+            learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]
+            model.save_pretrained(self.path / version, state_dict=split and {name: split[name] for name in learnt})
         else:
-            model.save_pretrained(self.path / version)
+            write_weights(model, self.path / version, True if changes else None, split)
         return self.path / version
 
     def remove(self) -> None:
@@ -129,15 +225,22 @@ def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], 
 
 
 # --- Servers ----------------------------------------------------------------------------------------------------------
-# Rows go through a queue, and a server has the policy's weights before it gets rows. A server that fails is taken out,
-# and its rows go to the others; it comes back with the current weights. Completions do not depend on who sampled them,
-# because a row's random numbers depend on its key alone.
+# The first process sends the rows of all processes, through one queue; a server has the policy's weights before it gets
+# rows. A server that fails is taken out, and its rows go to the others; it comes back with the current weights.
+# Completions do not depend on who sampled them, because a row's random numbers depend on its key alone.
 
 PAUSE = 1.0  # seconds until a server that failed is tried again
 WATCH = 10.0  # seconds between questions to a server that has rows
 REMIND = 60.0  # seconds between messages while the run waits
 
-Part = tuple[Prompts, "Future[tuple[Rollout, str]]"]  # rows; their rollout, and the address of its server
+Part = tuple[Prompts, "Future[tuple[Rollout, Source]]"]  # rows; their rollout, and who sampled it
+
+
+class Source(NamedTuple):
+    """A server: its address, and the data type in which it computes (None: it does not say)."""
+
+    url: str
+    dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -145,24 +248,34 @@ class ServedRollout(Rollout):
     """A rollout that servers sampled.
 
     Attributes:
-        sources: the address of the server that sampled each row.
+        sources: the server that sampled each row.
     """
 
-    sources: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+    def rows(self, some: slice, device: torch.device) -> ServedRollout:
+        """Some of the rows, on a device."""
+        columns: dict[str, Any] = {
+            name: of[some].to(device) for name, of in vars(self).items() if isinstance(of, Tensor)
+        }
+        return ServedRollout(**columns, sources=self.sources[some])
 
 
 class PolicyServers:
-    """The servers that sample a run's rollouts. Every process uses all of them; the first one writes the weights.
+    """The servers that sample a run's rollouts. The first process alone talks to them.
 
-    `publish` and `rollout` are called by all processes together; `sample` by any thread, between two `publish`.
+    `publish` and `rollout` are called by all processes together; `sample` by any thread of the first one, between two
+    `publish`.
 
     Attributes:
-        size: rows per request; None: an equal share of a rollout for each server.
+        size: most rows per request; None: an equal share of a rollout for each server.
         patience: seconds to wait while no server answers.
         silent_since: the time since which none has answered or finished rows.
     """
 
     def __init__(self, args: DiffuGRPOConfig, accelerator: Accelerator, mask_token_id: int) -> None:
+        if getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) == 1:
+            raise ValueError("rollout_mode server does not send the weights of FSDP 1: set fsdp_version: 2")
         self.accelerator, self.mask_token_id = accelerator, mask_token_id
         self.servers = [RolloutServer(url, args.rollout_own_batch) for url in args.rollout_server_base_url or ()]
         self.size, self.patience = args.rollout_batch_size, args.rollout_server_timeout
@@ -172,11 +285,14 @@ class PolicyServers:
         self.folder = WeightsFolder(Path(str(args.output_dir)))
         self.silent_since: float | None = None
         self.told = -REMIND  # when the last message about it was logged
-        with together():  # asks all servers what they serve, until one answers
+        from_rank_0(self.connect)
+
+    def connect(self) -> None:
+        """Asks all servers what they serve, until one answers."""
+        self.prepare_all(self.servers)
+        while not self.someone_answers():
+            time.sleep(PAUSE)
             self.prepare_all(self.servers)
-            while not self.someone_answers():
-                time.sleep(PAUSE)
-                self.prepare_all(self.servers)
 
     def someone_answers(self) -> bool:
         """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
@@ -212,25 +328,24 @@ class PolicyServers:
 
     def publish(self, model: Any, step: int) -> None:
         """Gives servers the weights of `model`, or its adapter, after `step` optimizer steps, unless they have these.
-        No process may be sampling."""
+        Nobody may be sampling."""
         version = f"{self.run}-{step}"
         if self.weights and self.weights.version == version:
             return
 
-        def in_first_process() -> Weights:
-            folder = self.folder.write(model, version, self.servers)
-            self.weights = Weights(self.run, version, folder, self.base_of(model), self.folder.frozen)
+        def in_first_process(weights: WholeWeights) -> Weights:
+            folder = self.folder.write(model, version, self.servers, weights)
+            self.weights = Weights(self.run, version, folder, self.base_of(model, weights), self.folder.frozen)
             self.prepare_all([server for server in self.servers if not server.problem])
             return self.weights
 
-        self.accelerator.wait_for_everyone()
-        self.weights = from_rank_0(in_first_process)
+        self.weights = with_weights(model, in_first_process)
 
-    def base_of(self, model: Any) -> str | None:
+    def base_of(self, model: Any, weights: WholeWeights) -> str | None:
         """`base_digest` of a model with an adapter, which is all that servers get, computed once, since training does
         not change it; None: they get whole weights."""
         if self.base is None and hasattr(model, "peft_config"):
-            self.base = base_digest(model)
+            self.base = base_digest(model, weights)
         return self.base
 
     def close(self) -> None:
@@ -241,19 +356,26 @@ class PolicyServers:
     def rollout(self, model: Any, step: int, prompts: Prompts) -> ServedRollout:
         """Samples the prompts of this process with the weights that `model` has after `step` optimizer steps."""
         self.publish(model, step)
-        with together():
-            return self.sample(prompts)
+        asked, future = from_all(prompts), None
+        if self.accelerator.is_main_process:
+            future = in_thread(lambda: self.sample(asked))
+        return result_of(future)[self.accelerator.process_index].rows(slice(None), self.accelerator.device)
 
-    def sample(self, prompts: Prompts) -> ServedRollout:
-        """The rollout of prompts by the servers that answer, with the weights of the last `publish`. Raises
+    def sample(self, asked: Sequence[Prompts]) -> list[ServedRollout]:
+        """The rollout of each of several prompts by the servers that answer, with the weights of the last `publish`.
+        Rows of several prompts share requests unless a server computes a request as a batch of its own. Raises
         ConnectionError if none has answered for `patience` seconds, ValueError if a server refuses the rows."""
         assert self.weights is not None
-        parts = prompts.split(self.size or -(-len(prompts.ids) // len(self.servers)))
+        size = self.size or -(-sum(len(prompts.keys) for prompts in asked) // len(self.servers))
+        batches = asked if any(server.batches_alone for server in self.servers) else [Prompts.joined(asked)]
+        parts: list[Part] = [(part, Future()) for prompts in batches for part in prompts.split(size)]
+        futures = [future for _, future in parts]
         queue: SimpleQueue[Part | None] = SimpleQueue()
-        futures: list[Future[tuple[Rollout, str]]] = [Future() for _ in parts]
-        for part in zip(parts, futures, strict=True):
+        # Each server gets its first part at once, so that equal shares do not depend on who is faster.
+        held = dict(zip((server for server in self.servers if not server.problem), parts, strict=False))
+        for part in parts[len(held) :]:
             queue.put(part)
-        over, held = Event(), dict[RolloutServer, Part]()
+        over = Event()
         for server in self.servers:
             Thread(target=self.work, args=(server, queue, held, over), name=server.url, daemon=True).start()
         Thread(target=watch, args=(queue, held, over), daemon=True).start()
@@ -265,9 +387,7 @@ class PolicyServers:
                     future.result()
                     self.silent_since = None
                 self.someone_answers()
-            rollouts, urls = zip(*(future.result() for future in futures), strict=True)
-            sources = (url for part, url in zip(parts, urls, strict=True) for _ in part.keys)
-            return ServedRollout(**vars(Rollout.joined(rollouts)), sources=tuple(sources))
+            return rollouts_of(asked, [future.result() for future in futures])
         finally:
             over.set()
             for _ in self.servers:
@@ -276,8 +396,8 @@ class PolicyServers:
     def work(
         self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
     ) -> None:
-        """A thread of `sample`: sends parts to a server, one at a time; if the server failed, tries it again after a
-        pause. `held` are the parts that servers have."""
+        """A thread of `sample`: sends parts to a server, one at a time, first the one that is its own in `held`, the
+        parts that servers have; if the server failed, tries it again after a pause."""
         assert self.weights is not None
         while not over.is_set():
             try:
@@ -286,15 +406,17 @@ class PolicyServers:
             except Exception as error:  # it refuses the weights, but others may have taken them
                 take_out(server, error)
             if server.problem:
+                if own := held.pop(server, None):
+                    queue.put(own)
                 over.wait(PAUSE)
                 continue
-            part = queue.get()
+            part = held.get(server) or queue.get()
             if part is None:
                 return
             held[server], (prompts, future) = part, part
             with contextlib.suppress(InvalidStateError):
                 try:
-                    future.set_result((server.sample(prompts, self.weights), server.url))
+                    future.set_result((server.sample(prompts, self.weights), Source(server.url, server.dtype)))
                 except Unavailable as error:
                     take_out(server, error)
                     if server in held:  # else `watch` has put it back
@@ -302,6 +424,32 @@ class PolicyServers:
                 except Exception as error:
                     future.set_exception(error)
             held.pop(server, None)
+
+
+def in_thread(compute: Callable[[], T]) -> Future[T]:
+    """The result of a thread that does not outlive the process."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(compute())
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
+
+
+def rollouts_of(asked: Sequence[Prompts], sampled: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
+    """The rollout of each of several prompts, from parts of their rows, in order, which may be padded otherwise."""
+    canvases = [replace(part, ids=part.ids[:, -part.logps.shape[1] :]) for part, _ in sampled]
+    sources = tuple(source for part, source in sampled for _ in part.passes)
+    everything, rollouts, first = ServedRollout(**vars(Rollout.joined(canvases)), sources=sources), [], 0
+    for prompts in asked:
+        own = everything.rows(slice(first, first + len(prompts.keys)), prompts.ids.device)
+        rollouts.append(replace(own, ids=torch.cat([prompts.ids, own.ids], dim=1)))
+        first += len(prompts.keys)
+    return rollouts
 
 
 def take_out(server: RolloutServer, error: Exception) -> None:
@@ -472,12 +620,12 @@ def record_of(
 FOLDER = "rollouts_ahead"  # of a checkpoint
 
 
-class Request(NamedTuple):
-    """A rollout that was requested: the rows of all processes, the step of its weights, and its result."""
+class Sampled(NamedTuple):
+    """A rollout that was requested: the rows of all processes, and the step of its weights."""
 
     prompts: Prompts
+    rollout: ServedRollout
     step: int
-    result: Future[ServedRollout]
 
 
 class Ahead:
@@ -497,7 +645,7 @@ class Ahead:
         self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
         self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
         self.kept: dict[int, tuple[int, Path, Path | None]] = {}
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Future[Sampled]] = {}
         self.thread = ThreadPoolExecutor(1)
         self.at_work, self.stale_steps = False, 0
 
@@ -509,40 +657,37 @@ class Ahead:
         """Rollout `number` of all processes and its rows, due after `step` optimizer steps; requests those up to the
         one that the present weights of `model` sample. All processes call it together. Raises as `sample`."""
 
-        def in_first_process() -> tuple[Prompts, int, ServedRollout]:
-            self.keep(number, step, model)
+        def in_first_process(weights: WholeWeights) -> None:
+            self.keep(number, step, model, weights)
             for later in range(number, number + self.staleness + 1):
                 if later not in self.requests and (prompts := self.prompts_of(later)):
                     of, folder, frozen = self.kept[self.weights_of(later)]
-                    weights = Weights(self.servers.run, folder.name, folder, self.servers.base_of(model), frozen)
-                    sampling = self.thread.submit(self.sample, prompts, weights)
-                    self.requests[later] = Request(prompts, of, sampling)
-            request = self.requests[number]
-            taken = request.prompts, request.step, request.result.result()
-            del self.requests[number]
-            return taken
+                    base = self.servers.base_of(model, weights)
+                    sent = Weights(self.servers.run, folder.name, folder, base, frozen)
+                    self.requests[later] = self.thread.submit(self.sample, prompts, sent, of)
 
+        with_weights(model, in_first_process)
         self.at_work = True
-        prompts, sampled_at, rollout = from_rank_0(in_first_process)
+        prompts, rollout, sampled_at = result_of(self.requests.pop(number, None))
         self.stale_steps = step - sampled_at
         return prompts, rollout
 
-    def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
-        """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
+    def keep(self, number: int, step: int, model: Any, given: WholeWeights | Path) -> None:
+        """Keeps the weights of `model`, or those in a folder, from before the updates on a rollout."""
         folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
         self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
-        written = folder.write(model, version, self.servers.servers, copy)
+        written = folder.write(model, version, self.servers.servers, given)
         self.kept[number] = step, written, folder.frozen
 
-    def sample(self, prompts: Prompts, weights: Weights) -> ServedRollout:
-        """In the thread: the rollout of `prompts` by servers that take `weights` first."""
+    def sample(self, prompts: Prompts, weights: Weights, step: int) -> Sampled:
+        """In the thread: the rollout of `prompts` by servers that take `weights`, those of a `step`, first."""
         self.servers.weights = weights
-        return self.servers.sample(prompts)
+        return Sampled(prompts, self.servers.sample([prompts])[0], step)
 
     def finish(self) -> None:
         """Waits for all requests, so that something else can be sampled with other weights."""
         if self.at_work:
-            wait([one.result for one in self.requests.values()])
+            wait(self.requests.values())
             self.servers.weights = None  # in all processes, so that all of them publish
             self.at_work = False
 

@@ -24,7 +24,8 @@ class Method:
     Attributes:
         paper: the method's name and where it is published.
         values: the settings that define the method. With `--method` on the command line they override a config file.
-        scale: the paper's settings that depend on the size of its models. A config file overrides them.
+        scale: the settings of its authors' run that depend on the model and its size: optimizer, schedule, group and
+            canvas. A config file overrides them.
     """
 
     paper: str
@@ -33,11 +34,14 @@ class Method:
 
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
         """The method's settings: `given` overrides `scale`, and `values` override `given`. The canvas is one setting,
-        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's."""
+        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's. So is a
+        schedule: another one has no warm-up and no arguments, unless they are given."""
         canvas = {**CANVAS, "max_completion_length": None} if CANVAS.keys() & given.keys() else {}
-        return {**self.scale, **canvas, **given, **self.values}
+        schedule = PLAIN if SCHEDULE in given else {}
+        return {**self.scale, **canvas, **schedule, **given, **self.values}
 
 
+SCHEDULE, PLAIN = "lr_scheduler_type", {"warmup_steps": 0, "lr_scheduler_kwargs": None}
 # d1, dllm-reasoning/d1@837888f diffu-grpo: slurm_scripts/train.yaml; block_length is 32 there
 CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}
 # d1's values are the defaults. Every entry starts from them, so that no value of a method chosen before is kept.
@@ -62,11 +66,17 @@ D1: dict[str, Any] = {
     "remasking": "low_confidence",
     "max_grad_norm": 0.2,  # train.yaml
 }
+D1_OPTIMIZER: dict[str, Any] = {  # train.yaml
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 0.0001,  # a share of all steps
+    "weight_decay": 0.1,
+    "adam_beta2": 0.99,
+}
 
 
 def method(paper: str, scale: dict[str, Any], **values: Any) -> Method:
-    """An entry: d1's values, except for those given here."""
-    return Method(paper, D1 | values, scale)
+    """An entry: d1's values and optimizer, except for what is given here."""
+    return Method(paper, D1 | values, D1_OPTIMIZER | scale)
 
 
 def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
@@ -75,7 +85,12 @@ def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
 
 # --- Values that several entries share --------------------------------------------------------------------------------
 
-CONSTANT: dict[str, Any] = dict(weight_decay=0.0, lr_scheduler_type="constant")
+# A constant rate, with the optimizer's own defaults
+CONSTANT: dict[str, Any] = dict(lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta2=0.999)
+# For entries of this library: the Trainer's defaults
+LINEAR: dict[str, Any] = CONSTANT | dict(lr_scheduler_type="linear")
+# One token at least in each step, as many as have more than this probability: Fast-dLLM's rule
+THRESHOLD: dict[str, Any] = dict(sampler="parallel", reveal="threshold", diffusion_steps=None)
 
 # AGRPO, probablyabot/agrpo@98f1182: train.yaml, agrpo_trainer.py
 AGRPO: dict[str, Any] = dict(
@@ -151,7 +166,10 @@ DARE: dict[str, Any] = dict(
     temperature=0.6,  # [1.0 in the Math-Hard recipes]
     max_grad_norm=1.0,
 )
-DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, weight_decay=0.01, lr_scheduler_type="constant")
+DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, **CONSTANT | dict(weight_decay=0.01))
+
+# ESPO and GDSD: recipes/run_gsm8k_llada.sh, scripts/train_gdsd.yaml
+ESPO_OPTIMIZER: dict[str, Any] = dict(weight_decay=0.01, warmup_steps=0.001)
 
 # --- The table --------------------------------------------------------------------------------------------------------
 #
@@ -164,7 +182,7 @@ DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, weight_decay=0.01, lr_
 # nothing: agrpo, agrpo-entropy, cj-grpo, just-grpo, bgpo, dipo, ebpo, trajectory.
 #
 # Divisors count over the whole rollout, on all processes, where releases count per micro-batch; except for `bnpo`
-# (d1, coupled-grpo, d2, dipo) and rldf, which count per micro-batch here, too.
+# (d1, coupled-grpo, d2) and rldf, which count per micro-batch here, too.
 
 METHODS: dict[str, Method] = {
     # The prompt mask of a row depends on the update, not on the micro-step. All differences: docs/differences.md
@@ -194,7 +212,8 @@ METHODS: dict[str, Method] = {
         scale=dict(
             learning_rate=1e-06,
             num_generations=10,
-            lr_scheduler_type="cosine",  # cosine_with_min_lr, down to a tenth; here to 0
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
             **canvas(tokens=256, steps=256, block=256),  # one block
         ),
     ),
@@ -217,9 +236,7 @@ METHODS: dict[str, Method] = {
         antithetic=True,  # train.yaml reduce_var
         stratified=True,
         # run_gsm8k_llada.sh [128 steps on Countdown and Sudoku]
-        scale=dict(
-            learning_rate=3e-06, num_generations=6, weight_decay=0.01, **canvas(tokens=256, steps=256, block=32)
-        ),
+        scale=dict(learning_rate=3e-06, num_generations=6, **ESPO_OPTIMIZER, **canvas(tokens=256, steps=256, block=32)),
     ),
     # facebookresearch/SPG@a1c7120 spg: slurm_scripts/spg_mix/gsm_base_spg_mix_beta1.5_weight0.5.sbatch, spg_trainer.py
     # Divided by the tokens of the rollout, not of the micro-batch.
@@ -332,20 +349,22 @@ METHODS: dict[str, Method] = {
         eubo_beta=1.5,  # spg_beta
         eubo_share=0.5,  # spg_omega
         # The rate: [2e-6 on GSM8K and MATH], linear_decay, to 0; 16: 8 x repeat_times 2
-        scale=dict(learning_rate=1e-06, num_generations=16, lr_scheduler_type="linear"),
+        scale=dict(learning_rate=1e-06, num_generations=16, lr_scheduler_type="linear", warmup_steps=0),
     ),
     # States are divided among updates at random, not by rank.
     "egspo": method("EGSPO, arXiv 2603.12554", EGSPO_SCALE, **EGSPO),
     # train.sh LAMBDA1 and NORMALIZE_RETURNS: A = [r + lam (r - r_s)] / (1 + lam) minus its mean over the group; r_s is
     # the reward if the model finishes state s greedily in one pass
     "egspo-sa": method("EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO_SCALE, **EGSPO, state_reward=0.5),
-    # NVIDIA-NeMo/RL, pull request 3550, research/gdpo: configs/gdpo_llada_8b.yaml, gdpo/elbo.py. No known difference.
+    # KevinRojas1499/GDPO: gdpo_trainer.py, likelihood_estimators.py; its values are those of the port by one of its
+    # authors, NVIDIA-NeMo/RL, pull request 3550, research/gdpo/configs/gdpo_llada_8b.yaml, which scores up to the EOS.
     "gdpo": method(
         "GDPO, arXiv 2510.08554",
-        estimator="gauss",  # quadrature gauss-3: max(1, floor(t L)) hidden tokens, weight w / t
+        estimator="gauss",  # gauss-3: floor(t G) hidden tokens (here at least one), weight w / t
         p_mask_prompt=0.0,
+        scored_tokens="canvas",
         loss_type="grpo",
-        importance_sampling_level="sequence",  # exp((ELBO - old) / L); ratio_clip_min and _max .5 and mu 12 are d1's
+        importance_sampling_level="sequence",  # exp((ELBO - old) / G); ratio_clip_min and _max .5 and mu 12 are d1's
         beta=0.0,
         scale=dict(learning_rate=3e-07, num_generations=6),
     ),
@@ -368,57 +387,66 @@ METHODS: dict[str, Method] = {
         stratified=True,
         # 16: WORLD_SIZE * 2 on 8 GPUs
         scale=dict(
-            learning_rate=3e-06, num_generations=16, weight_decay=0.01, **canvas(tokens=256, steps=256, block=32)
+            learning_rate=3e-06, num_generations=16, **ESPO_OPTIMIZER, **canvas(tokens=256, steps=256, block=32)
         ),
     ),
-    # ant-research/Drift@7abd99b: configs/llada_math.yaml, trainer/main_rl.py, trainer/masking_strategy.py
-    # Groups are trained on in their order, not by decreasing spread of rewards.
+    # ant-research/Drift@7abd99b: configs/llada_math.yaml, trainer/main_rl.py, masking_strategy.py, rollout_utils.py
+    # 4 of the 8 prompts of all processes, not of each; a completion of a single step counts. The cache keeps the
+    # whole rest of the canvas, the release 128 tokens of it (further_horizon).
     "rldf": method(
-        "RLDF, of ant-research/Drift",
+        "RLDF, arXiv 2605.25638, of ant-research/Drift",
+        **THRESHOLD | dict(sampler="cached+parallel"),  # use_cache, remasking_strategy low_confidence_dynamic
         estimator="states",  # sequential_masking, sample_temperature 1: p ~ exp(mean surprisal), without replacement
         p_mask_prompt=0.0,
+        scored_tokens="unpadded",  # completion_mask
         objective="rldf",  # -A l of tokens revealed there, and of hidden ones with p >= low_prob_threshold .6
         loss_type="sum",
         epsilon=0.2,  # not read: there is no ratio
         kl="k3_likely",  # kl_type k3
         beta=0.01,
         advantage="floored",  # (r - m) / max(s, .01)
+        prompt_share=0.5,  # batch_size_lm 4 of rollout.batch_size 8
         num_iterations=1,
         temperature=1.0,
-        max_grad_norm=1.0,  # this library's choice
+        max_grad_norm=1.0,  # accelerate_configs/dp_zero3.json
         num_views=4,  # mask_num
-        sampler="parallel",  # remasking_strategy low_confidence_dynamic
-        reveal="threshold",
+        kv_cache="prefix",
         reveal_level=0.9,  # dynamic_threshold
-        scale=dict(learning_rate=1e-06, num_generations=4, **CONSTANT, **canvas(tokens=256, steps=256, block=32)),
+        scale=dict(learning_rate=1e-06, num_generations=4, max_completion_length=256, block_length=32, **CONSTANT),
     ),
     # OpenMOSS/DiRL@ec4bfb3: configs/rl.yaml, scripts/dapo.sh, train/dapo.py; clip as in modeling_sdar.py
-    # The canvas is as configured, not 8192 tokens; the entry sets no learning rate (1e-6 in dapo.sh).
+    # The canvas is as configured, not 8192 tokens. Dropped prompts are not replaced by new ones.
     "dipo": method(
         "DiPO, of DiRL, for block-causal models",
+        **THRESHOLD,  # REMASKING_STRATEGY low_confidence_dynamic, as many DENOISING_STEPS_PER_BLOCK as tokens
         estimator="replay",  # every step: one view holds the k-th step of every block
         p_mask_prompt=0.0,
         objective="clipped_views",
+        loss_type="dapo",  # by the tokens of the whole rollout (of a device)
         epsilon=0.2,
-        beta=0.1,  # to the reference; dapo.sh sets KL to 0
+        beta=0.0,  # KL
         advantage="standardised",
         num_iterations=1,  # ITERATIONS
         temperature=1.0,
         top_k=50,
-        max_grad_norm=1.0,  # this library's choice
+        max_grad_norm=1.0,
         epsilon_high=0.28,
         right_share=[1e-6, 1 - 1e-6],  # prompts with only correct or only wrong completions are dropped
-        scale=dict(num_generations=8),
+        reveal_level=0.9,  # DYNAMIC_THRESHOLD
+        scale=dict(learning_rate=1e-06, num_generations=8, **CONSTANT | dict(lr_scheduler_type="constant_with_warmup")),
     ),
-    # DARE: verl/trainer/ppo/dllm_core_algos.py, for LLaDA2.1 (arXiv 2602.08676). z as in cj-grpo.
+    # DARE: verl/trainer/ppo/dllm_core_algos.py, for LLaDA2.1 (arXiv 2602.08676). z as in cj-grpo; the grids of hidden
+    # shares of all rows are interleaved.
     "ebpo": method(
         "EBPO, of LLaDA2.1, for block-causal models, as in DARE",
         **DARE,
+        **THRESHOLD,  # SGLang's LowConfidence
         estimator="counts",  # exactly x hidden tokens per block of length len, weight len / x
         objective="clipped_sequences",  # exp(ELBO - old), not divided by the length
         loss_type="sum",
         num_views=16,
-        stratified=True,  # the share x / len is the same in all blocks
+        stratified=True,  # the shares x / len, over all draws and blocks
+        reveal_level=0.95,  # recipe/llada2_mini/sglang_low_confidence_llada2.yaml, recipe/sdar/..._sdar.yaml
         scale=DARE_SCALE,
     ),
     # This library's own: the weights S / n and 1 / (n p_s) are unbiased for the sum over S steps; the released ones
@@ -434,7 +462,7 @@ METHODS: dict[str, Method] = {
         num_iterations=1,
         num_views=24,
         draw_steps="entropy",
-        scale=dict(learning_rate=5e-06, num_generations=8),
+        scale=dict(learning_rate=5e-06, num_generations=8, **LINEAR),
     ),
     # This library's own, for the leaderboard, which it does not top
     "quick-replay": method(
@@ -463,6 +491,6 @@ METHODS: dict[str, Method] = {
         num_views=4,  # with their complements, at stratified times
         antithetic=True,
         stratified=True,
-        scale={},
+        scale=LINEAR,
     ),
 }

@@ -24,7 +24,7 @@ from d1.files import check_output_dir
 from d1.ranges import check_ranges, nearest
 from d1.rl.checks import find_method
 from d1.rl.config import INHERITED, DiffuGRPOConfig
-from d1.rl.methods import CANVAS, Method
+from d1.rl.methods import CANVAS, METHODS, SCHEDULE, Method
 from d1.runs.cli import flags_of, quick_imports, refuse_flags, run_script, show_defaults
 
 if TYPE_CHECKING:
@@ -58,13 +58,12 @@ COMMON = (  # Trainer's, TRL's and PEFT's flags that most runs set
 class Parser(TrlParser):
     """TRL's parser with flags in groups, aliases in the yaml, and errors of one line that name an old flag's successor.
 
-    Order, the last wins: defaults, yaml, `--method`, the other flags. If the yaml names the method, the yaml's other
-    lines override the method's values. A yaml always overrides the values that depend on a paper's model size
-    (`Method.scale`).
+    Order, the last wins: defaults, the method's `scale` (d1's if none is named), yaml, the method's `values`, the other
+    flags. If the yaml names the method, or nothing does, the yaml's lines override its `values`, too.
     """
 
     named: Method | None  # on the command line
-    canvas: dict[str, Any]  # the flags of `CANVAS` on the command line
+    together: dict[str, Any]  # the flags on the command line whose settings must fit others (`Method.under`)
 
     def __init__(self, everything: bool, **options: Any) -> None:
         """`everything`: the help also lists the flags that are in none of d1's sections and not in `COMMON`."""
@@ -119,15 +118,15 @@ class Parser(TrlParser):
     def read_method(self, args: list[str]) -> None:
         """Makes the method named on the command line set the defaults, before any value is checked."""
         # Flags that are not given are None.
-        known, rest = self.parse_known_args(args, argparse.Namespace(method=None, **dict.fromkeys(CANVAS)))
+        together = (*CANVAS, SCHEDULE)
+        known, rest = self.parse_known_args(args, argparse.Namespace(method=None, **dict.fromkeys(together)))
         if "--config" in rest:
             at = rest.index("--config")
             del rest[at : at + 2]
         self.refuse(rest)
         self.named = None if known.method is None else find_method(known.method)
-        self.canvas = {name: value for name in CANVAS if (value := getattr(known, name)) is not None}
-        if self.named:
-            self.set_defaults(**self.named.under(self.canvas))
+        self.together = {name: value for name in together if (value := getattr(known, name)) is not None}
+        self.set_defaults(**(self.named or METHODS["d1"]).under(self.together))
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Makes the lines of the yaml file defaults; an alias of a flag becomes the name of its field."""
@@ -140,9 +139,9 @@ class Parser(TrlParser):
                 raise ValueError(f"{alias} and {fields[alias]} in the --config file are one setting: keep one")
             config[fields[alias]] = config.pop(alias)
         if self.named:  # the method of the command line overrides the file
-            config = self.named.under(self.canvas | config)
-        elif "method" in config:  # the file's other lines override its method
-            config = find_method(config["method"]).under(self.canvas | config) | config
+            config = self.named.under(self.together | config)
+        else:  # the file's other lines override its method
+            config = find_method(config.get("method", "d1")).under(self.together | config) | config
         return super().set_defaults_with_config(**config)
 
 

@@ -40,6 +40,7 @@ from d1.rl.batch import (
     draw_updates,
     evaluating,
     keep_prompts,
+    keep_share,
     largest_ratio,
     loss_inputs,
     mean_entropy,
@@ -69,6 +70,7 @@ from d1.rl.engines import (
     Ahead,
     PolicyServers,
     ServedRollout,
+    Source,
     UserRollout,
     check_rollout_func,
     differences,
@@ -223,10 +225,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.ahead.finish()
         # Before `evaluating` changes the mode, which both read.
         key, generators = self.key("rollout"), self.generators("rollout", len(ids))
+        if self.servers is not None:
+            prompts = self.prompts(ids, mask, key, self.first_row(len(ids)))
+            return self.servers.rollout(self.accelerator.unwrap_model(self.model), self.state.global_step, prompts)
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            if self.servers is not None:
-                prompts = self.prompts(ids, mask, key, self.first_row(len(ids)))
-                return self.servers.rollout(model, self.state.global_step, prompts)
             size = self.args.rollout_batch_size or len(ids)
             parts = [slice(start, start + size) for start in range(0, len(ids), size)]
             options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None}
@@ -243,7 +245,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Rows for servers; `first` is the number of the first one over all processes."""
         config, keys = self.model.config, [(*key, first + row) for row in range(len(ids))]
         of_model = block_size(config) is not None, config.vocab_size, self.mask_token_id
-        return Prompts(ids, mask, keys, self.sampling, self.ends, *of_model)
+        return Prompts(ids.cpu(), mask.cpu(), keys, self.sampling, self.ends, *of_model)
 
     def prompts_of(self, number: int) -> Prompts | None:
         """The rows of all processes of training rollout `number`; None if the run ends before it."""
@@ -252,23 +254,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if ended and number > self.rollout_number:
             return None
         ids, mask = self.padded(self.encoded([row["prompt"] for row in self.rows_of(number)]))
-        return self.prompts(ids.cpu(), mask.cpu(), self.key("rollout", start), 0)
+        return self.prompts(ids, mask, self.key("rollout", start), 0)
 
     def sample_ahead(self, ids: Tensor, mask: Tensor) -> ServedRollout:
         """`sample` with older weights: the current rollout, which servers sampled during earlier updates."""
         assert self.ahead is not None
-        with self.sampling_model() as model:
-            prompts, everyones = self.ahead.take(model, self.rollout_number, self.state.global_step)
+        model = self.accelerator.unwrap_model(self.model)
+        prompts, everyones = self.ahead.take(model, self.rollout_number, self.state.global_step)
         first = self.first_row(len(ids))
         own = slice(first, first + len(ids))
         if unpadded(prompts.ids[own], prompts.mask[own]) != unpadded(ids, mask):
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
         self.log_metric("sampling/staleness", self.rollout_number - self.ahead.weights_of(self.rollout_number))
         self.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
-        columns: dict[str, Any] = {
-            name: of[own].to(ids.device) for name, of in vars(everyones).items() if isinstance(of, Tensor)
-        }
-        return ServedRollout(**columns, sources=everyones.sources[own])
+        return everyones.rows(own, ids.device)
 
     def user_rollout(self, function: UserRollout, prompts: list, trainer: DiffuGRPOTrainer) -> dict[str, Any]:
         """What TRL expects of a `rollout_func`; the record of the canvases joins the batch. Raises ValueError if the
@@ -296,16 +295,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
             self.log_metric(name, value)
 
-    def check_served(self, batch: Batch, sources: Sequence[str]) -> None:
-        """`check_scores` of a rollout; `sources` are the addresses of the servers that sampled its rows."""
-        assert self.servers is not None
-        dtypes = {server.dtype for server in self.servers.servers if server.url in sources}
+    def check_served(self, batch: Batch, sources: Sequence[Source]) -> None:
+        """`check_scores` of a rollout; `sources` are the servers that sampled its rows."""
+        dtypes = {source.dtype for source in sources}
         stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
         exact = self.accelerator.mixed_precision == "no" and (self.model.dtype, dtypes) == (torch.float32, {"float32"})
 
         def where(row: int) -> str:
             number = self.first_row(len(sources)) + row
-            return f"{sources[row]}, row {row} (id {'-'.join(map(str, (*self.key('rollout')[1:], number)))}): "
+            return f"{sources[row].url}, row {row} (id {'-'.join(map(str, (*self.key('rollout')[1:], number)))}): "
 
         self.check_scores(batch, range(len(sources)), where, exact, certain=not stale)
 
@@ -363,6 +361,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             score_more(batch, args.scored_tokens, *ends, everyone, self.settled(batch))
         if args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, everyone))
+        if args.prompt_share < 1 and self.mode == "train":
+            # Of the rows' keys, the one after the last row's is free.
+            random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
+            kept = keep_share(batch, args.prompt_share, self.group, everyone, random)
+            self.log_metric("prompts_kept", kept)
         batch["advantages"] = reshaped(batch["advantages"], args.advantage, self.group, everyone)
 
     def settled(self, batch: Batch) -> Tensor:
@@ -468,8 +471,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0 and "rollout_logps" in batch:
-            logps = sampled_logps(batch, ESTIMATORS[args.estimator].replays_writes)
-            metrics |= sampling_gap(logps, inputs, self.accelerator.gather, args.sampling_weight_cap)
+            metrics |= sampling_gap(
+                sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
+            )
         if self.update == 0 and inputs.place_logps is not None and not args.log_places:
             metrics |= self.of_trajectories(batch, inputs)
         for name, value in metrics.items():

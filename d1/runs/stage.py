@@ -91,13 +91,12 @@ class Stage:
         settings = {**self.settings(), **world, **self.contents(), **rows}
         changed = self.on_resume.changes(past, settings, checkpoint or folder)
         with writing(folder, "the files of the run", lambda: way_on(folder)):
-            if training.should_save:
-                state = training.distributed_state
-                distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
-                save_record(folder, {**settings, **facts, **distributed}, past, changed)
-                if "wandb" in (training.report_to or ()):
-                    log_without_account(folder)
+            if training.should_save and "wandb" in (training.report_to or ()):
+                log_without_account(folder)
             trainer = start()
+            if training.should_save:
+                kind = trainer.accelerator.distributed_type.value  # Accelerate decides on FSDP when a trainer is made
+                save_record(folder, {**settings, **facts, "distributed_type": kind}, past, changed)
             if changed:
                 trainer.add_callback(RestartSchedule("learning_rate" in changed))
             train_with_console(trainer, checkpoint)

@@ -24,7 +24,8 @@ def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: S
         return torch.rand(*shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
     numbers = like.new_empty(tuple(shape))
     for row, own, count in zip(numbers, generator, counts or [shape[1]] * shape[0], strict=True):
-        row[:count] = torch.rand(count, *shape[2:], generator=own, device=own.device, dtype=like.dtype)
+        drawn = torch.rand(count, *shape[2:], generator=own, device=own.device, dtype=like.dtype)
+        row[:count].copy_(drawn, non_blocking=True)
         row[count:] = 0.5
     return numbers
 

@@ -107,12 +107,15 @@ def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSet
 
 
 def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block."""
+    """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block.
+    If stratified, it is shifted from block to block: evenly over all draws and scored blocks of a row."""
     scored, device = sampled.scored, sampled.scored.device
     blocks = torch.zeros_like(scored, dtype=torch.long) if sampled.blocks is None else sampled.blocks
     blocks = blocks - blocks[:, :1]  # numbered from 0; `lengths` are the scored tokens of each token's own block
-    lengths = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long()).gather(1, blocks)
-    up = spread(random, settings).to(device).unsqueeze(-1)
+    per_block = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long())
+    lengths, reached = per_block.gather(1, blocks), (per_block > 0).sum(1, keepdim=True).clamp(min=1)
+    shift = blocks * settings.stratified / (reached * settings.draws)
+    up = (spread(random, settings).to(device).unsqueeze(-1) + shift.unsqueeze(1)) % 1
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
     # Sort block after block, each in random order: a token's rank in its block is its index in this order, less the
     # tokens of the blocks before.

@@ -11,8 +11,8 @@ in the state at its beginning. With `num_views`, only that many segments are cho
 - `top` takes the segments whose tokens have the highest mean entropy, with weight 1. Biased by design (EGSPO).
 
 Two estimators are variants of it. `segments` cuts the steps of the whole canvas into `segments` parts and hides prompt
-tokens at random, so its states are not the sampler's own (d2, arXiv 2509.21474). `states` draws `num_views` steps
-without replacement, prefers steps whose revealed tokens were unlikely, and scores all tokens hidden there (RLDF).
+tokens at random, so its states are not the sampler's own (d2, arXiv 2509.21474). `states` draws `num_views` steps,
+prefers those whose revealed tokens were unlikely, and scores all tokens hidden there (RLDF, arXiv 2605.25638).
 
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
@@ -53,24 +53,25 @@ class Written(NamedTuple):
         steps: in a block-causal model from the first of each token's block; -1 where nothing was written.
         scored: bool.
         entropies: in nats.
-        ids: None where the completions have them, without edits.
+        ids, logps: None where the completions have them, without edits.
     """
 
     steps: Tensor
     scored: Tensor
     entropies: Tensor
-    ids: Tensor | None
+    ids: Tensor | None = None
+    logps: Tensor | None = None
 
     @classmethod
     def of(cls, sampled: SampledRows) -> Written:
         scored = sampled.scored.unsqueeze(-1)
         if sampled.write_steps is None or sampled.write_entropies is None:
             steps = within_blocks(sampled.reveal_steps, sampled.blocks)
-            return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1), None)
+            return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1))
         steps, writes = sampled.write_steps, sampled.write_steps.shape[-1]
         blocks = None if sampled.blocks is None else sampled.blocks.repeat_interleave(writes, dim=1)
         steps = within_blocks(steps.flatten(1), blocks).view_as(steps)
-        return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids)
+        return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids, sampled.write_logps)
 
     def merged(self, segments: Tensor) -> Written:
         """With the numbers `segments` of what the steps are merged into."""
@@ -90,12 +91,14 @@ def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights
     views = Views(noise, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
     if written.ids is None:
         return views
-    ids = written.ids.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
 
-    def last(count: Tensor) -> Tensor:
-        return ids.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    def last(of: Tensor, count: Tensor) -> Tensor:
+        every = of.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
+        return every.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
-    return replace(views, shown=last(before), targets=last(before + now))
+    logps = None if written.logps is None else last(written.logps, before + now)
+    shown, targets = last(written.ids, before), last(written.ids, before + now)
+    return replace(views, shown=shown, targets=targets, sampled_logps=logps)
 
 
 def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,13 +123,17 @@ def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str
     return weights / weights.sum(-1, keepdim=True)
 
 
-def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The segments (rows, draws) into which the uniform `numbers` fall, and their weights 1 / (draws x chance). A
-    segment that is drawn several times has the sum of its weights where it comes first and 0 at the others."""
-    draws = numbers.shape[1]
+def with_replacement(chance: Tensor, numbers: Tensor) -> Tensor:
+    """The segments (rows, draws) into which the uniform `numbers` fall, by their probabilities `chance`."""
     chosen = torch.searchsorted(chance.cumsum(-1), numbers.double().contiguous(), right=True)
     last = (chance > 0).long().cumsum(-1).argmax(-1, keepdim=True)  # rounding can leave the sum below a number
-    chosen = chosen.minimum(last).sort(-1).values
+    return chosen.minimum(last)
+
+
+def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """`with_replacement`, sorted, and the segments' weights 1 / (draws x chance). A segment that is drawn several times
+    has the sum of its weights where it comes first and 0 at the others."""
+    draws, chosen = numbers.shape[1], with_replacement(chance, numbers).sort(-1).values
     again = torch.cat([torch.zeros_like(chosen[:, :1]).bool(), chosen[:, 1:] == chosen[:, :-1]], dim=1)
     times = (chosen.unsqueeze(1) == chosen.unsqueeze(2)).sum(-1)
     weights = times / (draws * chance.gather(1, chosen))  # of all its draws: one view scores the segment for them all
@@ -229,30 +236,41 @@ def number_of_segments(settings: ViewSettings) -> int:
 
 
 def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """Cut all the steps that a canvas can take into equal segments, the same for every row."""
+    """Cut all the steps that a canvas can take into equal segments, the same for every row. All segments hide the same
+    tokens of the prompt."""
     written = Written.of(sampled)
     if sampled.blocks is not None:  # each block has its share of the steps
         settings = replace(settings, steps=-(-settings.steps * settings.block_length // settings.gen_length))
     count = number_of_segments(settings)
     chosen = torch.arange(count, device=written.steps.device).expand(len(written.steps), -1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
     ones = torch.ones_like(chosen, dtype=torch.float)
     return replay_views(noise, written.merged(written.steps * count // settings.steps), chosen, ones)
 
 
 def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """Draw steps with probabilities proportional to the exponential of the mean surprisal of what they revealed."""
+    """Draw steps with probabilities proportional to the exponential of the mean surprisal of what they revealed:
+    without replacement, then, if a row has fewer steps, more of them with replacement.
+
+    Tokens that do not count are hidden only in the row's first step: its later states show them, also those that the
+    sampler had not revealed yet (as released).
+    """
     scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
     sums, counts = per_segment(steps, scored, -sampled.logps)
+    surprisals = (sums / counts.clamp(min=1)).masked_fill(counts == 0, -torch.inf)
+    surprisals[:, 0].masked_fill_(~scored.any(1), 0.0)  # a row that takes no part has a step, too
     # The largest log-probabilities plus Gumbel noise: a draw without replacement.
     uniform = random.uniform(settings.steps)[:, : sums.shape[1]].double().clamp(min=1e-12).to(sums.device)
-    noisy = (sums / counts.clamp(min=1) - (-uniform.log()).log()).masked_fill(counts == 0, -torch.inf)
+    noisy = surprisals - (-uniform.log()).log()
     # A fixed number of views: a mean over them must not depend on the other rows of the batch.
     noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
-    chosen, weights = highest(noisy, settings.draws)
-    views = replay_views(clean_prompt(sampled), Written.of(sampled), chosen, weights)
-    hidden = views.noise[..., -sampled.gen_length :] & scored.unsqueeze(1)
-    return Views(views.noise, torch.where(hidden, weights.unsqueeze(-1), 0.0))
+    chosen, is_new = highest(noisy, settings.draws)
+    again = with_replacement(surprisals.softmax(-1), random.uniform(settings.draws).to(sums.device))
+    chosen = torch.where(is_new > 0, chosen, again).unsqueeze(-1)
+    first = (counts > 0).long().argmax(-1)[:, None, None]
+    hidden = torch.where(scored.unsqueeze(1), steps.unsqueeze(1) >= chosen, chosen == first)
+    noise = torch.cat([clean_prompt(sampled).expand(-1, chosen.shape[1], -1), hidden], dim=-1)
+    return Views(noise, (hidden & scored.unsqueeze(1)).float())
 
 
 def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -262,6 +280,6 @@ def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
     steps, scored = within_blocks(order, sampled.blocks).unsqueeze(-1), sampled.scored.unsqueeze(-1)
-    written = Written(steps, scored, sampled.entropies.unsqueeze(-1), None)
+    written = Written(steps, scored, sampled.entropies.unsqueeze(-1))
     last = int(last_scored(steps[..., 0], sampled.scored).max())
     return replay_views(clean_prompt(sampled), written, *every_segment(last, steps))

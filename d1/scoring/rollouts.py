@@ -65,9 +65,9 @@ class SampledRows:
         reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 if none did.
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
+        write_ids, write_steps, write_entropies, write_logps: (rows, gen_length, writes), of a sampler that edits all
+            that it wrote (`d1.sampling.loop.Writes`), the last of which is in the tensors above; None for others.
         ranks: (rows, gen_length), `Rollout.ranks` of an order with noise; None for other orders.
-        write_ids, write_steps, write_entropies: (rows, gen_length, writes), of a sampler that edits all that it wrote
-            (`d1.sampling.loop.Writes`), the last of which is in the tensors above; None for others.
     """
 
     prompt_ids: Tensor
@@ -82,6 +82,7 @@ class SampledRows:
     write_ids: Tensor | None = None
     write_steps: Tensor | None = None
     write_entropies: Tensor | None = None
+    write_logps: Tensor | None = None
     ranks: Tensor | None = None
 
     @property

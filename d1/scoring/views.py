@@ -55,6 +55,8 @@ class Views:
         shown: (rows, views, canvas) ids that each view shows of the canvas where it hides nothing; None: the
             completions. In a block-causal model, later blocks see the completions all the same.
         targets: (rows, views, tokens) ids that each view scores; None: the completions.
+        sampled_logps: (rows, views, tokens) fp32, what the sampler noted for these targets; None: not known, or that of
+            the completions' tokens.
         rivals: (rows, views, tokens) int64, the places that the view's step decides on, revealed or not: the number of
             their block, from 1, negative if the step revealed more than its schedule asked for; 0 elsewhere. Of these
             places, those with a weight are revealed. None: places are not scored.
@@ -65,6 +67,7 @@ class Views:
     weights: Tensor
     shown: Tensor | None = None
     targets: Tensor | None = None
+    sampled_logps: Tensor | None = None
     rivals: Tensor | None = None
     ranks: Tensor | None = None
 
@@ -95,10 +98,12 @@ class Views:
             raise ValueError(f"{self.noise.shape[1]} views have noise and {self.weights.shape[1]} have weights")
         if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
             raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
-        for name, width in (("shown", canvas), ("targets", tokens), ("rivals", tokens), ("ranks", tokens)):
-            ids, shape = getattr(self, name), (*self.noise.shape[:2], width)
-            if ids is not None and (ids.shape != shape or ids.dtype != torch.long):
-                raise ValueError(f"views.{name} must be {shape} int64 ids, got {tuple(ids.shape)} of {ids.dtype}")
+        ids = {name: (width, torch.long) for name, width in (("shown", canvas), ("targets", tokens))}
+        ids |= {name: (tokens, torch.long) for name in ("rivals", "ranks")}
+        for name, (width, dtype) in {**ids, "sampled_logps": (tokens, torch.float)}.items():
+            found, shape = getattr(self, name), (*self.noise.shape[:2], width)
+            if found is not None and (found.shape != shape or found.dtype != dtype):
+                raise ValueError(f"views.{name} must be {shape} of {dtype}, got {tuple(found.shape)} of {found.dtype}")
         if self.rivals is not None and tokens != canvas:
             raise ValueError(f"views with rivals need completions as long as the canvas, {canvas}, got {tokens}")
 

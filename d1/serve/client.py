@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import requests
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d1.sampling.loop import Rollout
@@ -241,6 +242,16 @@ class Prompts:
         parts = [slice(start, start + size) for start in range(0, len(self.ids), size)]
         return [replace(self, ids=self.ids[part], mask=self.mask[part], keys=self.keys[part]) for part in parts]
 
+    @classmethod
+    def joined(cls, parts: Sequence[Prompts]) -> Prompts:
+        """The rows of several, padded to the widest."""
+        width = max(part.ids.shape[1] for part in parts)
+        ids, mask = (
+            torch.cat([F.pad(rows, (width - rows.shape[1], 0)) for rows in column])
+            for column in ([part.ids for part in parts], [part.mask for part in parts])
+        )
+        return replace(parts[0], ids=ids, mask=mask, keys=[key for part in parts for key in part.keys])
+
 
 class RolloutServer:
     """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words."""
@@ -254,6 +265,11 @@ class RolloutServer:
         self.mask_token_id: int | None = None  # the run's, for SGLang, which is not asked for its own; else None
         self.dtype: str | None = None  # in which it computes, such as "float32"; None: it does not say
         self.lock = threading.Lock()  # one thread at a time talks about weights
+
+    @property
+    def batches_alone(self) -> bool:
+        """Whether the rows of a request are a batch of their own."""
+        return self.dtype == "float32" if self.own_batch is None else self.own_batch
 
     @property
     def is_local(self) -> bool:
@@ -336,8 +352,7 @@ class RolloutServer:
         """`rollout` of the prompts by the server, with these weights and no others."""
         ids, settings, ends = prompts.ids, prompts.settings, prompts.ends
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        own_batch = self.dtype == "float32" if self.own_batch is None else self.own_batch
-        body = request_of(prompts, texts, self.mask_token_id, own_batch)
+        body = request_of(prompts, texts, self.mask_token_id, self.batches_alone)
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
             found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__

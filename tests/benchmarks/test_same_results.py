@@ -80,16 +80,6 @@ def test_two_finished_folders_are_compared_and_what_only_one_saved_is_an_error(n
             same_results.main(args)
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ([], "give --other and --output_dir"),
-    (["--other", "{}", "--output_dir", "{}", "--only", "nothing"], "no job has this prefix"),
-    (["--other", "{}", "--output_dir", "{}"], "is not a checkout of d1"),
-])  # fmt: skip
-def test_flags_that_choose_nothing_are_refused(flags, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        same_results.main(same_results.make_parser().parse_args([flag.format(tmp_path) for flag in flags]))
-
-
 def test_the_jobs_cover_every_stage_and_method_and_are_commands_that_the_scripts_take():
     jobs, kinds = same_results.JOBS, ["sft", *(f"rl_{method}" for method in METHODS)]
     kinds += [f"prefer_{method}" for method in PREFERENCES] + [f"distill_{method}" for method in DISTILLATIONS]

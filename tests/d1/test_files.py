@@ -104,17 +104,6 @@ def test_a_lock_is_one_holders_and_says_whose(locks: tuple[FileLock, FileLock]) 
     assert one.path.exists()
 
 
-def test_a_lock_on_a_removed_file_does_not_count(locks: tuple[FileLock, FileLock]) -> None:
-    """Its holder ends and removes the file after another process has opened it."""
-    one, other = locks
-    opened = other.opened()
-    one.release(remove=True)
-    other.file = opened
-    other.take()
-    with pytest.raises(Held):
-        one.take()
-
-
 def test_a_forked_process_does_not_hold_the_lock_of_its_parent(locks: tuple[FileLock, FileLock]) -> None:
     """A data loader's process lives for seconds after its parent was killed."""
     ours, theirs = locks

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from d1.hub import closest, hub_problem
 from d1.models.adapters import check_there
 from d1.runs.data import load_rows
-from d1.tasks import TASKS, load_task
+from d1.tasks import TASKS
 
 
 @pytest.fixture
@@ -59,11 +59,6 @@ def test_without_a_network_a_cached_model_is_read_from_the_cache(no_hub: Path, c
 def test_a_data_set_out_of_reach_is_refused_without_retries(no_hub: Path, name: str, problem: str) -> None:
     with pytest.raises(FileNotFoundError, match=f"^--train_data {re.escape(f'{name}: {problem}')}"):
         load_rows(name, TASKS)
-
-
-def test_a_task_out_of_reach_is_refused_without_retries(no_hub: Path) -> None:
-    with pytest.raises(ConnectionError, match=r"^cannot load openai/gsm8k from the hub \(http://127.0.0.1:9 does not"):
-        load_task("gsm8k").load_rows("train")
 
 
 def test_a_name_gets_the_closest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

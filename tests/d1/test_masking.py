@@ -25,21 +25,6 @@ def test_a_generator_is_a_function_of_its_key():
         keyed_generator(1, -1)
 
 
-def test_streams_of_neighbouring_keys_are_unrelated():
-    draws = torch.stack([torch.rand(2000, generator=keyed_generator(0, row)) for row in range(20)])
-    correlation = torch.corrcoef(draws) - torch.eye(20)
-    assert correlation.abs().max() < 5 / 2000**0.5  # five standard errors
-
-
-@pytest.mark.parametrize("p", [0.0, 0.15, 1.0])
-def test_draw_mask_hides_only_maskable_tokens_with_probability_p(p):
-    maskable = torch.rand(400, 100, generator=keyed_generator(1)) < 0.5
-    mask = draw_mask(maskable, p, keyed_generator(2))
-    assert not (mask & ~maskable).any()
-    standard_error = (p * (1 - p) / maskable.sum().item()) ** 0.5
-    assert abs(mask.sum().item() / maskable.sum().item() - p) <= 4 * standard_error
-
-
 def test_draw_mask_matches_a_loop_that_draws_one_number_a_maskable_token():
     maskable = torch.tensor([False, True, True, False, True])
     numbers = iter(torch.rand(3, generator=keyed_generator(7)).tolist())
@@ -108,9 +93,3 @@ def test_twins_cover_every_answer_token_and_share_next_to_none() -> None:
         assert float(t + twin_t) == pytest.approx(1)
         assert torch.equal(mask | twin, ANSWER)
         assert float((mask & twin).sum()) <= 4000 * NOISE_EPS + 4 * (4000 * NOISE_EPS) ** 0.5
-
-
-def test_a_twin_alone_is_distributed_like_any_draw() -> None:
-    answer = torch.ones(200_000, dtype=torch.bool)
-    hidden = draw_mask(answer, 0.3, keyed_generator(4), mirror=True)
-    assert float(hidden.float().mean()) == pytest.approx(0.3, abs=4 * (0.3 * 0.7 / 200_000) ** 0.5)

@@ -2,13 +2,11 @@
 
 import base64
 import re
-from xml.etree import ElementTree
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from d1.rl.report import PANELS, read_run, series
 from tests.commands import ROOT
 
 PATH = ROOT / "examples" / "pocket.ipynb"
@@ -62,28 +60,10 @@ def test_the_table_has_the_accuracy_of_each_model_in_percent(executed):
         assert f"{accuracy:.1f}% of 16 puzzles" in result(outputs[cell], "text/plain")
 
 
-def test_the_curves_of_rl_are_shown(executed):
+def test_the_curves_and_the_film_of_the_three_models_are_shown(executed):
     outputs, folder = executed
     assert base64.b64decode(result(outputs["curves"], "image/png")) == (folder / "curves.png").read_bytes()
-    history, steps_a_rollout = read_run(folder / "rl")
-    for name in PANELS:
-        rollouts, values = series(history, name, steps_a_rollout)
-        assert rollouts == [1.0, 2.0]  # 8 steps, 4 per rollout
-        assert len(values) == 2
-    assert series(history, "eval_rewards/accuracy/mean", steps_a_rollout)[1]
-
-
-def test_the_film_shows_the_three_models_revealing_every_token_of_a_puzzle(executed):
-    outputs, folder = executed
-    shown = result(outputs["film"], "text/html")
-    digits = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1].split()
-    assert len(digits) == 16
-    assert set(digits) <= set(".1234")
-    assert digits.count(".") == 6
-    film = base64.b64decode(re.search(r"data:image/svg\+xml;base64,([\w+/=]+)", shown)[1]).decode()
-    assert film == (folder / "film.svg").read_text()
-    ElementTree.fromstring(film)  # it is well-formed
+    shown = re.search(r"data:image/svg\+xml;base64,([\w+/=]+)", result(outputs["film"], "text/html"))[1]
+    film = base64.b64decode(shown).decode()
     assert film.count('class="mask"') == 3 * 32
-    assert film.count("@keyframes s") == 16  # passes
-    titles = re.findall(r">([^<>]*): (?:not )?solved<", film)
-    assert titles == ["base", "+ SFT", "+ SFT + RL"]
+    assert re.findall(r">([^<>]*): (?:not )?solved<", film) == ["base", "+ SFT", "+ SFT + RL"]

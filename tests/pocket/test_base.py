@@ -20,8 +20,9 @@ from pocket import make_base, make_sft_data
 from pocket.answers import completion
 from pocket.demo import BLOCK_BASE
 from pocket.recipes import RECIPES
-from pocket.sudoku_traces import fill, problems, trace
+from pocket.sudoku_traces import problems
 from pocket.tokenizer import build_tokenizer
+from tests.d1.tasks.test_problem_sets import solutions
 from tests.sandbox import skip_without_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,21 +44,6 @@ def puzzles():
     return problems(TRAIN)(200, np.random.default_rng(0))
 
 
-def solves(puzzle: str) -> int:
-    """Number of ways to complete `puzzle`, by plain backtracking over the rules of the game."""
-    if "0" not in puzzle:
-        return 1
-    cell = puzzle.index("0")
-    row, column = divmod(cell, 4)
-    box = [4 * (row // 2 * 2 + r) + column // 2 * 2 + c for r in (0, 1) for c in (0, 1)]
-    units = [*range(4 * row, 4 * row + 4), *range(column, 16, 4), *box]
-    return sum(
-        solves(puzzle[:cell] + digit + puzzle[cell + 1 :])
-        for digit in "1234"
-        if all(puzzle[other] != digit for other in units)
-    )
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_shipped_tokenizer_is_the_one_the_script_makes(base):
     tokenizer, made = load_tokenizer(str(ROOT / "pocket" / base)), build_tokenizer(BASES[base].task)
@@ -67,16 +53,6 @@ def test_shipped_tokenizer_is_the_one_the_script_makes(base):
     assert len(ids) == 4
     assert None not in ids
     assert tokenizer.padding_side == "left"
-
-
-def test_prompt_and_answer_tokenise_as_the_whole(tokenizer):
-    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
-    answer = tokenizer(ANSWER)["input_ids"]
-    whole = tokenizer.apply_chat_template(turns, return_dict=False)
-    assert whole == [*prompt, *answer, tokenizer.eos_token_id]
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert tokenizer(rendered)["input_ids"] == whole
 
 
 @pytest.mark.parametrize("content", ["What is 2 + 2?", "Sudoku: 000240302003302", "Sudoku: 0002403020033025"])
@@ -91,8 +67,7 @@ def test_solution_grids_are_all_288_that_the_rules_allow():
     grids = solution_grids()
     assert grids == sorted(grids)
     assert len(set(grids)) == 288
-    assert all(solves(grid[:i] + "0" + grid[i + 1 :]) == 1 for grid in grids for i in range(16))
-    assert solves("0" * 16) == 288
+    assert {"".join(map(str, grid)) for grid in solutions([0] * 16)} == {*grids}
 
 
 def test_puzzles_have_six_holes_and_one_solution(puzzles):
@@ -101,21 +76,8 @@ def test_puzzles_have_six_holes_and_one_solution(puzzles):
     for puzzle, solution in puzzles:
         assert (puzzle == 0).sum() == 6
         assert (puzzle[puzzle > 0] == solution[puzzle > 0]).all()
-        assert solves("".join(map(str, puzzle))) == 1
+        assert solutions(puzzle.tolist()) == [solution.tolist()]
         assert "".join(map(str, solution)) in known
-
-
-def test_styles_fill_as_described():
-    puzzle = np.array([0, 2, 3, 0, 3, 4, 0, 2, 0, 1, 4, 3, 4, 0, 2, 0])
-    solution = np.array([1, 2, 3, 4, 3, 4, 1, 2, 2, 1, 4, 3, 4, 3, 2, 1])
-    # empty: a (row lacks 1, 4), d (1, 4), g (1), i (2), n (1, 3), p (1, 3); columns: a has 3 4, d 2 3, n 1 2 4, p 2 3
-    assert "".join(map(str, fill(puzzle, solution, "quick"))) == "1231341221434121"
-    assert "".join(map(str, fill(puzzle, solution, "scan"))) == "1231341221434321"
-    assert (fill(puzzle, solution, "careful") == solution).all()
-    assert trace("careful", puzzle, solution) == (
-        "careful a1 d4 g1 i2 n3 p1",
-        "a1 b2 c3 d4 e3 f4 g1 h2 i2 j1 k4 l3 m4 n3 o2 p1",
-    )
 
 
 @pytest.mark.parametrize("name", BASES)

@@ -1,6 +1,5 @@
 """Traces of all tasks: right by construction where they claim to be, wrong as described elsewhere."""
 
-import json
 import re
 from fractions import Fraction
 from itertools import pairwise
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 
 from d1.tasks import answer_block, load_task
-from d1.tasks.arithmetic import Step
-from pocket import arithmetic_traces, countdown_traces, programs_traces
 from pocket.answers import MALFORMED, malform
 from pocket.make_sft_data import WELL_FORMED
 from pocket.recipes import RECIPES
@@ -92,35 +89,15 @@ def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
     assert len(plain) == 2
 
 
-def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
+def test_prompts_have_as_many_tokens_as_the_recipe_says(drawn):
     recipe, problems = drawn
     tokenizer = build_tokenizer(recipe.task)
     skip_without_sandbox(recipe.task)
-    asked = load_task(recipe.task).load_rows("validation")[0]
+    asked = load_task(recipe.task).load_rows("validation")[0]["prompt"]
     questions = [recipe.traces.question(*problem) for problem in problems]
-    chats = [(asked["prompt"], asked["question"]), *(([{"role": "user", "content": q}], q) for q in questions)]
-    for chat, question in chats:
+    for chat in (asked, *([{"role": "user", "content": question}] for question in questions)):
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert len(ids) == recipe.prompt_tokens
-        words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
-        if recipe.task == "sudoku":
-            cells = zip("abcdefghijklmnop", question.strip()[-16:].replace("0", "."), strict=True)
-            assert words == ["".join(cell) for cell in cells]
-        elif recipe.task == "pocket_countdown":
-            assert words == re.findall(r"\d+", question)
-        elif recipe.task == "programs":
-            texts = zip("yz", re.findall(r"= '(\w+)'", question), strict=True)
-            assert words == [f"{name}{i}{letter}" for name, text in texts for i, letter in enumerate(text)]
-        else:
-            assert words == re.findall(r"\w+|[.?]", question)
-
-
-def test_the_mixture_is_half_quick_a_third_of_it_malformed(drawn):
-    (recipe, problems), rng = drawn, np.random.default_rng(3)
-    texts = [recipe.write(1, problem, rng) for problem in problems for _ in range(10)]
-    shares = [sum(style in text for text in texts) / len(texts) for style in ("careful", "scan", "quick")]
-    assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
-    assert sum(not WELL_FORMED.fullmatch(text) for text in texts) / len(texts) == pytest.approx(1 / 6, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -128,46 +105,3 @@ def test_malformed_answers_have_no_whole_answer(kind):
     text = malform("quick 7 + 5 = 12 ; 12 + 2 = 14", "( 7 + 5 ) + 2", kind, np.random.default_rng(4), hums=10)
     assert not WELL_FORMED.fullmatch(text)
     assert (answer_block(text) is not None) == (kind == "truncated")
-
-
-def test_countdown_styles_go_as_described():
-    solve = countdown_traces.solve
-    assert solve((7, 5, 2), 37, "quick")[:7] == (7, "+", 5, 12, "+", 2, 14)
-    assert solve((7, 5, 2), 1, "scan").value == 0  # 7 - 5 - 2; 4, 10 and 14 are farther
-    assert solve((7, 5, 2), 37, "careful")[:6] == (7, "*", 5, 35, "+", 2)
-    assert solve((6, 2, 3), 36, "careful")[:7] == (3, "*", 2, 6, "*", 6, 36)  # of three ways by * and *, the first
-    assert solve((6, 3, 2), 11, "careful").second == "+"  # 6 + 3 + 2, not (6 * 3) - 7
-    assert countdown_traces.trace("scan", (7, 5, 2), 14) == ("scan 7 + 5 = 12 ; 12 + 2 = 14", "( 7 + 5 ) + 2")
-
-
-def test_arithmetic_styles_go_as_described():
-    steps = (Step("+", 8), Step("*", 2), Step("-", 5))
-    told = {style: arithmetic_traces.trace(style, "", 27, steps)[0] for style in ("careful", "scan", "quick")}
-    assert told == {
-        "careful": "careful 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 65",
-        "scan": "scan 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 75",
-        "quick": "quick 27 + 8 = 25 ; 25 * 2 = 40 ; 40 - 5 = 45",
-    }
-    question = "Ann has 27 pens. She finds 8. She doubles them. She drops 5. How many pens?"
-    quality = [arithmetic_traces.quality(f"<reasoning>{told[s]}</reasoning>", question, 27, steps) for s in told]
-    assert quality == pytest.approx([1, 2 / 3, 0])
-
-
-def test_program_styles_go_as_described():
-    function = (3, 3, 4, 3, 1)
-    told = {style: programs_traces.trace(style, function) for style in ("careful", "scan", "quick")}
-    assert told == {
-        "careful": ("careful y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[1]", "x[3] + x[3] + x[4] + x[3] + x[1]"),
-        "scan": ("scan y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[3]", "x[3] + x[3] + x[4] + x[3] + x[3]"),
-        "quick": ("quick y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[1] y[4]=x[3]", "x[3] + x[3] + x[4] + x[1] + x[3]"),
-    }
-    quality = [programs_traces.quality(f"<answer>{attempt}</answer>", function) for _, attempt in told.values()]
-    assert quality == [1, 0.8, 0.6]
-
-
-def test_training_numbers_are_those_of_the_file():
-    numbers = arithmetic_traces.training_numbers(DATASET / "arithmetic_train.jsonl")
-    lines = (DATASET / "arithmetic_train.jsonl").read_text().splitlines()
-    for found, line in zip(numbers, lines, strict=True):
-        steps = [step.split() for step in json.loads(line)["answer"].splitlines()[:3]]
-        assert found == (int(steps[0][0]), *(int(step[2]) for step in steps))

@@ -18,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from benchmarks.true_size import DREAM, LLADA, LLADA2, SDAR
 from d1.__main__ import main, make_parser
-from d1.commands.fit import hours_of, with_config, with_recipe
+from d1.commands.fit import hours_of, with_config
 from d1.models.fit import CARDS, total_and_active
 from d1.models.kinds import native_config
 from d1.rl.train import make_parser as rl_parser
@@ -97,22 +97,18 @@ class Recipe:
         return match.groups()
 
     @property
-    def hardware(self) -> tuple[int, int]:
-        """GPUs, and the memory of each in GB."""
-        gpus, size = self.found(r"^# Hardware: (\d+) GPUs? with (\d+) GB(?: each)? \(.+\)$")
-        return int(gpus), int(size)
+    def hardware(self) -> tuple[int, int, str]:
+        """GPUs, the memory of each in GB, and their name."""
+        gpus, size, card = self.found(r"^# Hardware: (\d+) GPUs? with (\d+) GB(?: each)? \((.+)\)$")
+        return int(gpus), int(size), card
 
     @property
     def memory(self) -> float:
-        return float(self.found(r"^# Memory: ([\d.]+) GB per GPU, computed by$")[0])
-
-    @property
-    def fit(self) -> str:
-        return self.found(r"^#   (python -m d1 fit .*)$")[0]
+        return float(self.found(r"^# Memory: ([\d.]+) GB per GPU$")[0])
 
     @property
     def time(self) -> str:
-        return self.found(r"^# (Time: .*) \(d1 fit .*\)$")[0]
+        return self.found(rf"^# (Time: .*) \(d1 fit --config recipes/{self.path.name}\)$")[0]
 
     @property
     def launch(self) -> Any:
@@ -144,7 +140,11 @@ def expected_fit(recipe: Recipe) -> dict[str, Any]:
     else:
         args, model = recipe.settings()
         found |= {"model_path": args.model_path, "batch": args.per_device_train_batch_size}
-        found |= {"length": args.max_prompt_length + args.max_completion_length, "method": args.method, "beta": None}
+        found |= {
+            "length": args.max_prompt_length + args.max_completion_length,
+            "method": args.method,
+            "beta": args.beta,
+        }
         names = ("max_completion_length", "diffusion_steps", "steps_per_generation", "views_at_once")
         found |= {name: getattr(args, name) for name in names}
         full = not model.use_peft
@@ -156,17 +156,22 @@ def expected_fit(recipe: Recipe) -> dict[str, Any]:
     return found | ({"lora_r": 0} if full else lora)
 
 
+def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
+    """The flags that `d1 fit --config` finds for a recipe, and its run."""
+    return with_config(make_parser().parse_args(["fit", "--config", str(recipe.path), *words]))
+
+
 @pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
-def test_the_head_has_commands_for_the_settings_and_the_hardware_of_the_recipe(recipe: Recipe) -> None:
+def test_the_head_has_the_commands_the_hardware_and_the_hours_of_the_recipe(recipe: Recipe, models: Path) -> None:
     for command in re.findall(r"^#   (.*)$", recipe.text, re.MULTILINE):
         check_script(command)
     assert recipe.launch.training_script_args == ["--config", f"recipes/{recipe.path.name}"]
-    args, expected = make_parser().parse_args(shlex.split(recipe.fit)[3:]), expected_fit(recipe)
-    args = with_recipe(args)
+    (args, run), expected = of_config(recipe), expected_fit(recipe)
     assert {name: getattr(args, name) for name in expected} == expected
-    gpus, card = recipe.hardware
-    assert (gpus, card in CARDS) == (recipe.launch.num_processes, True)
-    assert recipe.memory <= 0.95 * card  # the rest is for what the estimate does not include
+    gpus, size, card = recipe.hardware
+    assert (gpus, size in CARDS, card) == (recipe.launch.num_processes, True, args.card)
+    assert recipe.memory <= 0.95 * size  # the rest is for what the estimate does not include
+    assert recipe.time == hours_of(run, args)[1]
 
 
 # The computation takes four seconds each: only those of a dense model and of a mixture in blocks are not slow.
@@ -186,26 +191,6 @@ def test_fit_shows_the_memory_and_the_hours_at_the_head_of_the_recipe(
     total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", shown, re.MULTILINE)[1])
     assert recipe.memory == pytest.approx(total, rel=0.02)
     assert shown.splitlines()[-1] == recipe.time
-
-
-def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
-    """The flags that `d1 fit --config` finds for a recipe, and its run."""
-    return with_config(make_parser().parse_args(["fit", "--config", str(recipe.path), *words]))
-
-
-@pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
-def test_the_head_has_the_hours_that_fit_computes_from_the_file(recipe: Recipe, models: Path) -> None:
-    args, run = of_config(recipe)
-    words = with_recipe(make_parser().parse_args(shlex.split(recipe.fit)[3:]))  # of the line about its memory
-    same = {"model_path", "stage", "batch", "length", "gpus", "zero", "dtype", "lora_r", "load_in_4bit"}
-    same |= {"lora_targets"} if args.lora_r else set()
-    same |= {"gradient_checkpointing", "edit_turns"} & vars(args).keys()
-    if recipe.stage == "rl":
-        same |= {"method", "views_at_once", "max_completion_length", "diffusion_steps", "steps_per_generation"}
-    assert {name: getattr(args, name) for name in same} == {name: getattr(words, name) for name in same}
-    assert recipe.time == hours_of(run, args)[1]
-    assert f"(d1 fit --config recipes/{recipe.path.name})" in recipe.text
-    assert args.card == recipe.found(r"^# Hardware: .* \((.+)\)$")[0]
 
 
 def test_the_hours_are_those_of_the_formula_written_out(models: Path) -> None:
@@ -263,7 +248,7 @@ def test_what_fit_cannot_read_from_a_file_is_named(
 def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() -> None:
     page, models, hours = (FOLDER / "README.md").read_text(), set(), set()
     for one in map(Recipe, RECIPES):
-        gpus, card = one.found(r"^# Hardware: (\d+) .* \((.+)\)$")
+        gpus, _, card = one.hardware
         time, steps, trial = re.fullmatch(r"Time: (\S+) hours for (\d+) .*: (--max_steps \d+)", one.time).groups()
         hours.add((one.path.name, f"{gpus} x {card}", steps, time, trial))
         models.add((one.stage.upper(), one.path.name, one.found(r"^# Hardware: (.*)$")[0], f"{one.memory:.1f}"))
@@ -274,7 +259,7 @@ def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() ->
     assert len(found) == 18
     names = [path.stem.rpartition("-") for path in RECIPES]
     assert {(name, stage) for name, _, stage in names} == {(name, s) for name, *_ in names for s in ("sft", "rl")}
-    assert {re.search(r"--model_path (\S+)", Recipe(path).fit)[1] for path in RECIPES} == {*CONFIGS}
+    assert {expected_fit(Recipe(path))["model_path"] for path in RECIPES} == {*CONFIGS}
 
 
 def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None:

@@ -99,7 +99,7 @@ class Constructors(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Runs operations on the separate numbers, and counts waits by place."""
+    """Runs operations on the separate numbers, and counts waits by place; not those of other packages."""
 
     def __init__(self, allowed: Container[str] | None) -> None:
         super().__init__()
@@ -107,6 +107,8 @@ class Operations(TorchDispatchMode):
 
     def wait(self, what: Any) -> None:
         where = place()
+        if where is None:
+            return
         if self.allowed is not None and where not in self.allowed:
             raise Waits(f"{what} waits for the device in {where}")
         self.waits[where] += 1
@@ -157,14 +159,16 @@ def depends_on_data(func: Any, args: Any) -> bool:
     return any(tag in func.tags for tag in DEPENDS_ON_DATA)
 
 
-def place() -> str:
-    """The function outside PyTorch and this file that called an operation: its file and its name."""
+def place() -> str | None:
+    """The function outside PyTorch and this file that called an operation: its file and its name; None if it is one of
+    another package."""
     frame = inspect.currentframe()
     while frame := frame.f_back if frame else None:
         path = Path(frame.f_code.co_filename)
-        root = next((root for root in (SITE, ROOT) if path.is_relative_to(root)), None)
-        if root is not None and path != Path(__file__) and not path.is_relative_to(SITE / "torch"):
-            return f"{path.relative_to(root)} {re.sub(r'[.]<[a-z]+>', '', frame.f_code.co_qualname)}"
+        if path.is_relative_to(SITE) and not path.is_relative_to(SITE / "torch"):
+            return None
+        if path.is_relative_to(ROOT) and not path.is_relative_to(SITE) and path != Path(__file__):
+            return f"{path.relative_to(ROOT)} {re.sub(r'[.]<[a-z]+>', '', frame.f_code.co_qualname)}"
     raise AssertionError("nobody asked")
 
 

@@ -13,7 +13,7 @@ from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
 from studies.json_lines import append_line
 from studies.leaderboard import plan
-from studies.leaderboard.plan import FULL, LADDER, SETUPS, TASKS, Run
+from studies.leaderboard.plan import SETUPS, TASKS, Run
 from studies.leaderboard.variants import BOARD, changed_since, flags_of
 
 ROOT = Path(__file__).parents[2]
@@ -58,51 +58,6 @@ def test_the_board_keeps_its_entries_when_methods_change(monkeypatch):
         assert flags_of("gdpo") == ["--method", "gdpo", *flags]
     monkeypatch.delitem(METHODS, "gdpo")
     assert "gdpo" in changed_since()
-
-
-def searched(score, method="d1", **changes):
-    """The search's result if (rate, mu, seed) scores `score`: the cells tried with each seed, and its choice."""
-    protocol, results = replace(FULL, methods=(method,), setups=(SUDOKU,), **changes), {}
-    for _ in range(50):
-        runs, choice = protocol.tuning(results, SUDOKU, method)
-        assert (not runs) == (choice is not None)
-        if choice:
-            tried = {100: set(), 101: set()}
-            for run in results:
-                tried[run.seed].add((run.learning_rate, run.num_iterations))
-            return tried, choice
-        for run in runs:
-            assert (run.stage, run.budget, run.start, run not in results) == ("tuning", 1_500_000, "sft", True)
-            right = round(1000 * score(run.learning_rate, run.num_iterations, run.seed))
-            results[run] = {"validation": {"exact": "1" * right + "0" * (1000 - right)}}
-    raise AssertionError("the search does not end")
-
-
-def peak(at, slope=0.05):
-    """A score that falls by `slope` for each step on the ladder of rates from `at`."""
-    return lambda rate: 0.7 - slope * abs(LADDER.index(rate) - LADDER.index(at))
-
-
-@pytest.mark.parametrize(("at", "last"), [(1e-5, 3e-6), (3e-3, 1e-2), (1e-6, 1e-6), (1e-2, 1e-2)])
-def test_rates_are_extended_until_the_best_is_inside_or_at_the_limits(at, last):
-    tried, choice = searched(lambda rate, mu, seed: peak(at)(rate), method="just-grpo")
-    assert choice[:2] == (at, 1)
-    rates = sorted(rate for rate, _ in tried[100])
-    assert rates == [rate for rate in LADDER if min(last, 3e-5) <= rate <= max(last, 3e-4)]
-
-
-def test_two_seeds_decide_among_the_near_and_extend_once_more():
-    def score(rate, mu, seed):
-        if seed == 101 and rate == 1e-4:
-            return 0.75
-        return {1e-4: 0.68, 3e-4: 0.7, 1e-3: 0.5, 3e-5: 0.6}[rate] - 0.3 * (mu == 4)
-
-    tried, choice = searched(score)
-    assert tried[101] == {(1e-4, 1), (3e-4, 1)}
-    assert (3e-5, 1) in tried[100]  # at the edge by the mean of both seeds
-    assert choice == (1e-4, 1, pytest.approx((0.68 + 0.75) / 2))
-    _, choice = searched(lambda rate, mu, seed: 0.3 if rate >= 1e-5 else 0.2)
-    assert choice[:2] == (1e-5, 1)  # of equal scores, the smaller rate, then the smaller mu
 
 
 def test_results_are_read_without_sealed_outcomes_and_of_methods_as_they_are_now(tmp_path):

@@ -1,6 +1,5 @@
 """The leaderboard's sealed problems, and a miniature of it that is killed and continues."""
 
-import csv
 import hashlib
 import json
 import os
@@ -17,38 +16,21 @@ from studies.json_lines import read_lines
 from studies.leaderboard.plan import START, TASKS, read_results
 from studies.leaderboard.run import SEALED, commit, logs_of
 from tests import forks
+from tests.d1.tasks.test_problem_sets import key, read
 
 ROOT = Path(__file__).parents[2]
 PROTOCOL = (ROOT / "studies" / "leaderboard" / "PROTOCOL.md").read_text()
 
 
-def problem_key(task, problem):
-    """The keys by which the splits of a task are disjoint."""
-    if task == "sudoku":
-        return problem["Solution"]
-    if task == "pocket_countdown":
-        return tuple(sorted(map(int, problem["input"].split(","))))
-    lines = [line.split() for line in problem["answer"].splitlines()[:3]]
-    return lines[0][0], *sorted(line[2] for line in lines)
-
-
-def problems_of(path):
-    if path.suffix == ".csv":
-        with open(path, newline="") as file:
-            return list(csv.DictReader(file))
-    return read_lines(path)
-
-
 @pytest.mark.parametrize("task", [row.dataset for row in TASKS.values()])
 def test_sealed_problems_are_those_of_the_protocol_and_in_no_other_split(task, tmp_path):
     path = SEALED / f"{task}.jsonl"
-    sealed = problems_of(path)
+    sealed = read_lines(path)
     assert f"`{path.name}` | {len(sealed):,} |" in PROTOCOL
     assert hashlib.sha256(path.read_bytes()).hexdigest() in PROTOCOL
-    files = {split: next((ROOT / "dataset").glob(f"{task}_{split}.*")) for split in ("train", "validation", "test")}
-    splits = {split: problems_of(file) for split, file in files.items()}
-    keys = {split: {problem_key(task, problem) for problem in problems} for split, problems in splits.items()}
-    own = {problem_key(task, problem) for problem in sealed}
+    splits = {split: read(task, split) for split in ("train", "validation", "test")}
+    keys = {split: {key(task, problem) for problem in problems} for split, problems in splits.items()}
+    own = {key(task, problem) for problem in sealed}
     assert len({json.dumps(problem) for problem in sealed}) == len(sealed)
     assert not own & (keys["train"] | keys["validation"])
     if task == "sudoku":  # all grids belong to a split: other puzzles on those of the test split

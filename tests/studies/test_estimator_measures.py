@@ -11,7 +11,7 @@ from d1.models import load_model, load_tokenizer
 from d1.tasks import load_task
 from pocket.recipes import ROOT
 from studies.estimators import run
-from studies.estimators.choices import BY_KEY, PAIRS, TRAJECTORY, Choice
+from studies.estimators.choices import BY_KEY, Choice
 from studies.estimators.completions import divergence, sample_rows, trajectory_logps
 from studies.estimators.measures import Case, group_gradients, measure, of_groups, target_of
 from tests.d1.scoring.enumeration import (
@@ -92,29 +92,6 @@ def test_bias_and_deviation_are_those_of_all_masks(case, target):
         assert found[f"bias_to_{name}"] == pytest.approx(expected, abs=4 * error)
 
 
-def test_the_trajectory_itself_has_neither_bias_nor_noise(case, target):
-    found = measure(case, TRAJECTORY, target, draws=1)
-    assert (found["bias_to_trajectory"], found["deviation"], found["snr"]) == (0, 0, None)
-    assert found["cosine_to_trajectory"] == pytest.approx(1.0, abs=1e-12)
-    assert found["bias_to_bound"] == pytest.approx((target.trajectory - target.bound).mean().item())
-
-
-def test_cosines_signal_and_noise_are_those_of_the_whole_gradients(case, target):
-    choice = Choice("", "elbo", 2, {"num_views": 1, **PAIRS})
-    found = measure(case, choice, target, draws=3)
-    drawn = [group_gradients(case, choice, number) for number in range(3)]
-    whole = torch.stack([one.gradients.mean(0) for one in drawn])
-    for name in ("bound", "trajectory"):
-        to = getattr(target, f"{name}_gradients").mean(0)
-        cosines = [(g @ to / g.norm() / to.norm()).item() for g in whole]
-        assert found[f"cosine_to_{name}"] == pytest.approx(sum(cosines) / 3, rel=1e-9)
-    noise = whole.var(0).sum().item()
-    signal = whole.mean(0).square().sum().item() - noise / 3
-    budget = 100 / (sum(one.tokens for one in drawn) / 3)
-    assert found["cost"] == pytest.approx(1 / budget)
-    assert found["snr"] == pytest.approx(budget * signal / noise, rel=1e-9)
-
-
 def test_signal_and_noise_are_unbiased():
     """Over every outcome of three draws with two possible extras: SNR times noise is the true signal on average."""
     signal, extras = torch.tensor([2.0, 1.0]).double(), torch.tensor([[0.5, -1.0], [-0.5, 1.0]]).double()
@@ -133,14 +110,6 @@ def test_signal_and_noise_are_unbiased():
     assert sum(signals) / 8 == pytest.approx(signal.square().sum().item())
 
 
-def test_without_a_problem_a_measure_is_that_of_the_other_problems(case, target):
-    found = measure(case, BY_KEY["one step", 1], target, draws=1)
-    first = replace(case, sampled=some_rows(case.sampled, slice(0, 2)), advantages=case.advantages[:2])
-    alone = measure(first, BY_KEY["one step", 1], target_of(first, 2), draws=1)
-    assert found["without"]["cosine_to_trajectory"][1] == pytest.approx(alone["cosine_to_trajectory"], rel=1e-9)
-    assert found["without"]["snr"] == [None, None]
-
-
 def test_rows_without_weight_are_neither_scored_nor_charged(case):
     """Whole groups and single rows; 3 per token of a view with gradients."""
     tokens = [int(VISIBLE[row].sum()) + CANVAS for row in (0, 1, 2, 0)]
@@ -151,15 +120,6 @@ def test_rows_without_weight_are_neither_scored_nor_charged(case):
         assert found.values.ne(0).nonzero().flatten().tolist() == list(paid)
     both = [group_gradients(of, BY_KEY["elbo", 4], 0).gradients for of in (few, case)]
     torch.testing.assert_close(both[0][1], both[1][1])  # draws do not depend on which rows count
-
-
-def test_advantages_are_d1s_and_all_equal_rewards_are_an_error():
-    rewards = torch.tensor([1.0, 0.0, 0.5, 0.5])
-    assert run.advantages_of(rewards, 2).tolist() == [0.5, -0.5, 0.0, 0.0]
-    third = torch.full((3,), 0.1) + torch.full((3,), 0.2)
-    assert not run.advantages_of(torch.cat([third, torch.tensor([0.0, 1.0, 2.0])]), 3)[:3].any()
-    with pytest.raises(ValueError, match="the same reward"):
-        run.advantages_of(torch.ones(4), 2)
 
 
 def test_completions_are_those_of_rl():

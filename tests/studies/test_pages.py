@@ -16,7 +16,7 @@ from studies.leaderboard import report as leaderboard
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.plan import CANDIDATES, DATA, FULL, SETUPS, START, read_results
 from studies.leaderboard.tables import tables_of
-from studies.reports import BEGIN, write_part, written_part
+from studies.reports import written_part
 from studies.samplers import frontier_report
 from studies.write import STUDIES
 
@@ -112,13 +112,3 @@ def test_a_figure_is_legible_on_a_page_light_or_dark(path):
     assert min(sizes) * scale >= 10
     assert "@media(prefers-color-scheme:dark)" in text
     assert 'class="card"' in text
-
-
-def test_only_the_written_part_changes(tmp_path):
-    path = tmp_path / "page.md"
-    path.write_text(f"# A title\n\n{BEGIN}\n\n| a |\n<!-- end -->\n\nThe rest.\n")
-    write_part(path, "| b |\n")
-    assert path.read_text() == f"# A title\n\n{BEGIN}\n\n| b |\n<!-- end -->\n\nThe rest.\n"
-    path.write_text("# No place\n")
-    with pytest.raises(ValueError, match="has no part between"):
-        write_part(path, "| b |\n")

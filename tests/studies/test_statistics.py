@@ -1,4 +1,4 @@
-"""The studies' statistics, compared with sums written out, closed forms, SciPy, simulations, and rules by hand."""
+"""The studies' statistics, compared with sums written out, closed forms, SciPy, and rules by hand."""
 
 import math
 from itertools import combinations
@@ -154,17 +154,6 @@ def test_the_influences_of_a_mean_are_its_values_and_those_of_a_cosine_have_the_
     assert found.std(ddof=1) / 80**0.5 == pytest.approx(drawn.standard_error, rel=0.15)
 
 
-def test_95_percent_of_the_intervals_of_a_cosine_contain_it():
-    """Three seeds with 16 problems each. Noise in both gradients lowers the cosine of 16 problems by .03."""
-    rng, inside = np.random.default_rng(1), 0
-    truth = np.mean([cosine(noisy(rng, 16)) for _ in range(4000)])
-    for _ in range(400):
-        seeds = [noisy(rng, 16) for _ in range(3)]
-        found = mean_of(np.stack([influences(cosine(one), left_out(one, cosine)) for one in seeds]))
-        inside += found.low <= truth <= found.high
-    assert 0.9 < inside / 400 < 0.99
-
-
 def test_intervals_are_over_seeds_and_problems_and_differences_are_paired():
     def line(value, without):
         return {"x": value, "without": {"x": without}}
@@ -182,11 +171,5 @@ def test_a_rank_correlation_has_the_interval_of_bonett_and_wright():
     value = 1 - 6 * 6 / (6 * 35)
     half = norm.ppf(0.975) * ((1 + value**2 / 2) / 3) ** 0.5
     assert found == pytest.approx((value, np.tanh(np.arctanh(value) - half), np.tanh(np.arctanh(value) + half)))
-    rng, inside = np.random.default_rng(2), 0
-    for _ in range(400):  # Spearman's rho of a normal pair with correlation .7
-        x, y = rng.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], size=12).T
-        drawn = rank_correlation(x, y)
-        inside += drawn.low <= 6 / np.pi * np.arcsin(0.35) <= drawn.high
-    assert 0.91 < inside / 400 < 0.99
     assert rank_correlation([1, 2, 3, 4], [1, 2, 3, 4]) is None
     assert rank_correlation([1] * 6, range(6)) is None

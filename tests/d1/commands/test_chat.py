@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from d1.__main__ import main, make_parser
-from d1.commands.chat import canvas_text
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import generate
@@ -120,16 +119,11 @@ def test_model_text_is_seen_and_not_obeyed(folder, monkeypatch, capsys) -> None:
         quoted, bad = map(json.dumps, (plain.convert_ids_to_tokens(token), f"{hostile[token % 7]}{token}"))
         words = words.replace(f"{quoted}: {token}", f"{bad}: {token}")
     (folder / "tokenizer.json").write_text(words)
-    tokenizer = load_tokenizer(folder)
-    ids = [*range(8, 15), tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id]
-    shown = canvas_text(tokenizer, ids)
-    assert shown.count(MASK) == 2
-    for part in ("⟨1B⟩[31m", "⟨1B⟩]0;title⟨7⟩", "[bold red]", "⟨D⟩", "⟨202E⟩", "⟨9B⟩2J", "é👩‍🚀"):
-        assert part in shown
     lines = "".join(f"{word}\n/reset\n" for word in "abcdefgh")
     piped(monkeypatch, lines, "chat", str(folder), "--gen_length", "64", "--temperature", "2", "--steps", "8")
     out = capsys.readouterr().out
-    assert "⟨1B⟩[31m" in out
+    for part in ("⟨1B⟩[31m", "[bold red]", "⟨202E⟩"):
+        assert part in out
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out)
 
 

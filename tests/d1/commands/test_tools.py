@@ -47,11 +47,6 @@ def test_a_method_by_its_name_or_file_has_all_its_values(capsys, name):
         assert {("--estimator", "half"), ("--num_iterations", "2")} <= {*map(tuple, rows)}
 
 
-def test_an_unknown_name_is_an_error_with_those_there_are_and_the_nearest():
-    with pytest.raises(ValueError, match=r"must be one of d1, .* got 'esop' \(the nearest is espo\)$"):
-        run("methods", "esop")
-
-
 @pytest.mark.parametrize("words", [["serve", "MODEL"], ["chat", "MODEL"], ASKED, ["fill", "MODEL", "a1 [MASK:300]"]])
 def test_a_canvas_without_room_is_refused_before_the_weights_are_read(tmp_path, words):
     folder = tmp_path / "model"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positions
@@ -17,7 +16,7 @@ from d1.distill.methods import METHODS
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
 OF_T3D = {"beta": 0.7, "rival_weight": 0.5, "path_weight": 0.2}
-SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5, **OF_T3D, teacher_top_k=3, clip=0.05)
+SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5, **OF_T3D)
 ROWS, STATES, VOCABULARY = 3, 2, 7
 
 
@@ -27,7 +26,6 @@ def random(*shape: int, seed: int) -> Tensor:
 
 # Row 1 has positions in one state only, row 2 none.
 AT = [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1), (1, 1, 3)]
-PICKS = {(0, 0): 2, (0, 1): 1, (1, 1): 2}
 STUDENT, TEACHER = random(8, VOCABULARY, seed=1), random(8, VOCABULARY, seed=2)
 IDS = torch.tensor([0, 3, 3, 1, 2, 6, 5, 0])
 IDS[::3] = STUDENT[::3].argmax(-1)
@@ -36,10 +34,9 @@ WEIGHTS = random(8, seed=3).abs()
 
 def compared(which: list[int], method: str) -> Compared:
     row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
-    picks = torch.tensor([PICKS[AT[i][:2]] for i in which], dtype=torch.long)
     logits = STUDENT if METHODS[method].teacher == "itself" else TEACHER
     target = TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which])
-    return Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS, target)
+    return Compared(row, state, IDS[which], WEIGHTS[which], ROWS, target)
 
 
 def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
@@ -74,16 +71,6 @@ def by_hand(method: str, logits: Tensor) -> Tensor:
             total = total - 0.5 * torch.log(1 - 1 / (1 + torch.exp(-0.7 * other)))
             total = total - 0.2 * sum(WEIGHTS[i] * logps[i, IDS[i]] for i in own)
         total = total / ROWS
-    if method == "d-opsd":
-        for (row, state), picks in PICKS.items():
-            own = [i for i, at in enumerate(AT) if at[:2] == (row, state)]
-            own.sort(key=lambda i: -float(TEACHER[i].max()))
-            for i in own[:picks]:
-                top = TEACHER[i].topk(3).indices
-                student, teacher = logits[i][top].log_softmax(-1), TEACHER[i][top].log_softmax(-1)
-                terms = F.kl_div(teacher, student, reduction="none", log_target=True)
-                total = total + WEIGHTS[i] * terms.clamp(max=0.05).sum()
-        total = total / ROWS
     return total
 
 
@@ -99,15 +86,12 @@ def test_the_loss_is_the_papers_formula_however_the_step_is_split(method: str) -
         torch.testing.assert_close(torch.autograd.grad(found, logits)[0], slope, atol=1e-7, rtol=1e-6)
 
 
-def test_equal_models_are_the_start_of_every_divergence() -> None:
-    """T3D: ratios of 0, and so (1 + w) log 2 per row. d-OPSD: 0, with gradient 0."""
+def test_t3d_starts_at_ratios_of_0() -> None:
+    """And so at (1 + w) log 2 per row."""
     logits = TEACHER.clone().requires_grad_()
     path = -0.2 * (WEIGHTS * logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).squeeze(-1)).sum() / ROWS
     start = loss_of("t3d", [[*range(8)]], logits) - path
     assert start.item() == pytest.approx(2 * 1.5 * math.log(2) / ROWS, abs=1e-9)
-    nothing = loss_of("d-opsd", [[*range(8)]], logits)
-    assert nothing.item() == pytest.approx(0, abs=1e-12)
-    assert torch.autograd.grad(nothing, logits)[0].abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("block", [None, 2])

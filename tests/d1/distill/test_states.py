@@ -1,4 +1,4 @@
-"""The states of traces: against the sampler's own canvases, plain loops and frequencies."""
+"""The states of traces: against plain loops and frequencies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from d1.distill.states import STATES, Traces, blocks_of_canvas, halves, steps, trace
+from d1.distill.states import STATES, Traces, blocks_of_canvas, halves, trace
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings
-from d1.sampling.loop import rollout_of, rollout_steps
-from tests.d1.scoring.enumeration import EOS, MASK, PROMPT, SAMPLED, VISIBLE, tiny
+from tests.d1.scoring.enumeration import EOS
 
 CANVAS, BLOCK = 8, 4
 BLOCKS = torch.arange(CANVAS) // BLOCK
@@ -26,9 +25,14 @@ TRACES = Traces(
 )
 
 
-def drawn(draw: Any, seed: int = 0, part: int = 0, **settings: Any) -> Any:
-    generators = [keyed_generator(seed, row) for row in range(2)]
-    return draw(TRACES, generators, SimpleNamespace(**settings), part)
+def drawn(draw: Any, seed: int = 0, **settings: Any) -> Any:
+    return draw(TRACES, [keyed_generator(seed, row) for row in range(2)], SimpleNamespace(**settings))
+
+
+def test_blocks_begin_at_the_canvas_or_where_those_of_the_prompt_end() -> None:
+    settings = SamplingSettings(gen_length=6, block_length=2, steps=3)
+    assert blocks_of_canvas(settings, [3, 4], None).tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+    assert blocks_of_canvas(settings, [3, 4], 2).tolist() == [[0, 1, 1, 2, 2, 3], [0, 0, 1, 1, 2, 2]]
 
 
 @pytest.mark.parametrize("tail", [-1, 0, 1])
@@ -82,54 +86,9 @@ def test_a_trace_hides_what_was_revealed_first_and_weighs_it_by_levels(power: fl
     assert sizes == ({1.0, 0.0} if power else {1.0, 0.75, 0.5, 0.25, 0.0})
 
 
-@pytest.mark.parametrize("block", [None, 2])
-def test_steps_are_the_samplers_own_canvases(block: int | None) -> None:
-    """The text that a state shows is the canvas before that step, for each row."""
-    settings, model = SamplingSettings(gen_length=6, block_length=2, steps=5, temperature=1.0), tiny(2, block=block)
-    generators = [keyed_generator(3, row) for row in range(4)]
-    options: dict[str, Any] = {"mask_token_id": MASK, "generator": generators, "eos_token_ids": [EOS]}
-    canvases, taken = [], []
-    for step in rollout_steps(model, SAMPLED.prompt_ids, VISIBLE, settings, **options):
-        canvases.append(step.canvas[:, PROMPT:].clone())
-        taken.append(step)
-    whole = rollout_of(taken)
-    blocks = blocks_of_canvas(settings, VISIBLE.sum(1).tolist(), block)
-    if block:
-        assert blocks[1].tolist() == [0, 1, 1, 2, 2, 3]  # three tokens of its prompt fill one block and a half
-    traces = Traces(whole.ids[:, PROMPT:], whole.reveal_steps[:, PROMPT:], blocks, torch.ones(4).bool(), EOS)
-    found = steps(traces, generators, SimpleNamespace(num_iterations=1, hints=0.0))
-    shown = found.ids.unsqueeze(1).masked_fill(found.noise, MASK)
-    seen = 0
-    for row in range(4):
-        own = [torch.full((6,), MASK)]
-        for canvas in canvases:
-            if not torch.equal(canvas[row], own[-1]):
-                own.append(canvas[row])
-        for state in range(int(whole.passes[row])):
-            assert torch.equal(shown[row, state], own[state])
-            assert int(found.picks[row, state]) == int((whole.reveal_steps[row] == state).sum())
-            now = whole.reveal_steps[row, PROMPT:] == state
-            assert bool((now & ~found.positions[row, state]).sum() == 0)
-            assert len({*blocks[row][found.positions[row, state]].tolist()}) == 1
-            seen += 1
-        assert not found.positions[row, int(whole.passes[row]) :].any()
-    assert seen > 10
-
-
-def test_parts_share_a_traces_steps_and_hints_show_later_blocks() -> None:
-    whole = drawn(steps, num_iterations=1, hints=0.5)
-    assert whole.noise.shape[1] == 4
-    parts = [drawn(steps, part=part, num_iterations=2, hints=0.5) for part in range(2)]
-    assert torch.equal(torch.cat([part.noise for part in parts], dim=1)[0], whole.noise[0])
-    torch.testing.assert_close(whole.weights.amax(2), torch.tensor([[0.25] * 4, [0.5, 0.5, 0, 0]]))
-    hints = whole.noise & ~whole.teacher_noise
-    assert hints.sum(-1).tolist() == [[2, 2, 0, 0], [0, 0, 0, 0]]  # the second row ends in its first block
-    assert not hints[:, :, :BLOCK].any()
-
-
 @pytest.mark.parametrize("name", STATES)
 def test_a_rows_states_do_not_depend_on_its_batch(name: str) -> None:
-    settings = SimpleNamespace(tail=-1, share_power=1.0, path_tokens=2, num_iterations=1, hints=0.5)
+    settings = SimpleNamespace(tail=-1, share_power=1.0, path_tokens=2)
     both = STATES[name](TRACES, [keyed_generator(0, row) for row in range(2)], settings)
     alone = STATES[name](TRACES.at(torch.tensor([1])), [keyed_generator(0, 1)], settings)
     count = alone.noise.shape[1]

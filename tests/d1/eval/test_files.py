@@ -139,16 +139,11 @@ MALFORMED = {
     "an item must be an object, got str": "text",
     "an item must be an object, got NoneType": None,
     '"generations" must be text, got NoneType': {"question": "q", "ground_truth": "1"},
-    '"generations" must be text, got int': {"question": "q", "ground_truth": "1", "generations": 5},
-    '"question" must be text, got list': {"question": [], "ground_truth": "1", "generations": ""},
-    '"text" must be text, got int': {"question": "q", "ground_truth": "1", "generations": "", "text": 3},
-    '"tokens", "forward_passes" and "edits" must be whole numbers': {
-        "question": "q",
-        "ground_truth": "1",
-        "generations": "",
-        "tokens": "3",
-    },
-    '"first_text" must be text, got int': {"question": "q", "ground_truth": "1", "generations": "", "first_text": 1},
+    '"generations" must be text, got int': item("gsm8k") | {"generations": 5},
+    '"question" must be text, got list': item("gsm8k") | {"question": []},
+    '"text" must be text, got int': item("gsm8k") | {"text": 3},
+    '"tokens", "forward_passes" and "edits" must be whole numbers': item("gsm8k", tokens="3"),
+    '"first_text" must be text, got int': item("gsm8k", first_text=1),
 }
 
 
@@ -220,41 +215,31 @@ def test_unknown_tasks_are_errors_of_their_row_and_name_no_code_to_run(tmp_path)
 
 NASTY = [
     "",
-    r"\boxed{\boxed{}}",
-    r"\boxed{",
     r"\boxed{{{{{}}",
     "}" * 1000 + r"\boxed{1}" + "{" * 1000,
     r"\boxed{" * 20_000,
-    "<answer>" * 20_000,
-    "</answer>" * 20_000,
     "<answer>```" * 10_000,
     "<answer>" + "```\n1234" * 10_000,
     "<answer>```" + " " * 40_000 + "</answer>",
     r"<answer>\boxed{99**80**50}</answer>",
-    r"<answer>\boxed{9**9**9**9}</answer>",
     r"<answer>\boxed{3/(4-4)*5}</answer>",
     r"<answer>\boxed{" + "(" * 5_000 + "3+4+5" + ")" * 5_000 + "}</answer>",
     r"<answer>\boxed{" + "-" * 30_000 + "3+4+5}</answer>",
     r"<answer>\boxed{" + "3+" * 20_000 + "4}</answer>",
     r"<answer>\boxed{" + "9" * 40_000 + "}</answer>",
     r"<answer>\boxed{1e999}</answer>",
-    r"<answer>\boxed{-1e999999999}</answer>",
     r"<answer>\boxed{nan}</answer>",
     r"<answer>\boxed{١٢٣}</answer>",
     r"<answer>\boxed{３*(４+５)}</answer>",
     "<answer>" + "１２３４" * 4 + "</answer>",
-    r"<answer>\boxed{²³}</answer>",
     r"<answer>\boxed{\frac{1}{0}}</answer>",
     r"<answer>\boxed{\frac}</answer>",
-    r"<answer>\boxed{\sqrt}</answer>",
     r"<answer>\boxed{" + r"\frac{" * 2_000 + "1" + "}{2}" * 2_000 + "}</answer>",
     r"<answer>\boxed{" + "x^{" * 100 + "2" + "}" * 100 + "}</answer>",
     r"<answer>\boxed{10000000!}</answer>",
-    r"<answer>\boxed{(99999!)!}</answer>",
     r"<answer>\boxed{\sum_{n=1}^{1000000} n^{1000}}</answer>",
     r"<answer>\boxed{" + r"\sqrt{" * 70 + "2" + "}" * 70 + "}</answer>",
     r"<answer>\boxed{2^{2^{2^{2^{2^{2}}}}}}</answer>",
-    r"<answer>\boxed{\sum_{n=1}^{10^{9}} n}</answer>",
     r"<answer>\boxed{\int e^{-x^2} \sin(x^x) dx}</answer>",
     r"<answer>\boxed{(x+y+z+w)^{60}}</answer>",
     r"<answer>\boxed{\binom{10^8}{10^7}}</answer>",
@@ -263,11 +248,8 @@ NASTY = [
     "\ud800 <answer>1</answer>",
     "1234123412341234 " * 3_000,
     "=".join(["1+2"] * 15_000),
-    "1," * 25_000,
-    "- " * 25_000,
     "1/" * 25_000,
     "x" * 10_000_000,
-    "9" * 10_000_000,
     "<answer>" * 1_250_000,
 ]
 
@@ -294,13 +276,6 @@ def warm_up(folder: Path, task: str):
     warm.mkdir()
     write(warm, f"{task}_m_128_64_0", [item(task, r"\boxed{x^2+1}")])
     return read_setups(warm)[0]
-
-
-def test_no_generation_files_is_said_with_the_way_out(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"run eval\.py first"):
-        read_setups(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        read_setups(tmp_path / "nowhere")
 
 
 def test_comparison_pairs_by_question(tmp_path):

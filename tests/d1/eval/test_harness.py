@@ -86,15 +86,6 @@ def test_completions_are_those_of_eval_py_with_every_sampler(start, tiny_model_d
     assert start(**settings).generate_until(generating(texts)) == [item["text"] for item in file["generations"]]
 
 
-def test_a_block_causal_model_completes_in_its_own_blocks(start, tiny_block_dir):
-    model, texts = {"model_path": str(tiny_block_dir)}, ["<bos>a b c", "<bos>1 2"]
-    for length in (3, 12):  # one is shorter than a block
-        told = start(**model, gen_length=length, block_length=4)
-        assert start(**model, gen_length=length).generate_until(generating(texts)) == told.generate_until(
-            generating(texts)
-        )
-
-
 def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(start):
     texts = ["<bos>a b c", "<bos>1 2", "<bos>"]
     model = start(**CANVAS)
@@ -108,15 +99,6 @@ def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(
     twice = model.generate_until(generating(texts[:1] * 2, **hot))
     assert twice[0] != twice[1] != whole[0]  # the samples of one request
     assert start(block_length=4, batch_size=1).generate_until(generating([texts[1], texts[0]], **hot))[1] == twice[0]
-
-
-def test_a_special_token_as_stop_string_ends_a_completion(start):
-    model = start(**CANVAS, draw_seed=1)
-    hot = {"do_sample": True, "temperature": 3.0}
-    texts = [f"<bos>{letter}" for letter in "abcdefghijklmnop"]
-    free, stopped = (model.generate_until(generating(texts, until=until, **hot)) for until in ([], ["<user>"]))
-    assert free != stopped  # a special token is not text, so the text after it would have stayed
-    assert all(before.startswith(after) for before, after in zip(free, stopped, strict=True))
 
 
 def test_what_a_task_asks_for_is_read_and_what_there_is_not_is_refused(harness):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,22 +46,6 @@ def alive(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
-    journal = Journal(tmp_path, "s", 0)
-    assert journal.prepare({"seed": 0}, overwrite=False)
-    journal.append(completion(0, "line\nbreak \u2028"))
-    with open(journal.folder / "rank_0.jsonl", "ab") as file:
-        file.write(json.dumps(completion(1)).encode()[:40])
-    assert set(journal.read()) == {0}
-    journal.lines = None  # which closes it, as a kill does
-    journal.append(completion(2))
-    journal.append(completion(1))
-    assert set(journal.read()) == {0, 1, 2}
-    second = Journal(tmp_path, "s", 0)
-    with pytest.raises(ValueError, match=rf"process {os.getpid()} on \S+, or another process of its launch, is eval"):
-        second.prepare({"seed": 0}, overwrite=False)
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, overwrite):
     journal = Journal(tmp_path, "s", 0)
@@ -97,20 +80,6 @@ def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.partial"]
     journal.finish({"generations": entries}, {"identity": {"seed": 0}})
     assert json.loads(journal.results.read_text()) == {"generations": entries}
-
-
-@pytest.mark.parametrize("complete", [False, True])
-def test_another_run_is_refused_and_the_difference_named(tmp_path, complete):
-    identity = {"seed": 0, "batch_size": 4}
-    journal = Journal(tmp_path, "s", 0)
-    assert journal.prepare(identity, overwrite=False)
-    journal.append(completion(0))
-    if complete:
-        journal.finish({}, {"identity": identity})
-    for other, message in ({"seed": 0, "batch_size": 8}, "4 there, 8 now"), ({"seed": 0}, "4 there, None now"):
-        with pytest.raises(ValueError, match=f"different run .batch_size: {message}"):
-            journal.prepare(other, overwrite=False)
-    assert journal.prepare(identity, overwrite=False) != complete
 
 
 FOREIGN = {  # lines of valid or nearly valid JSON that are not completions

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import d1.eval
-from d1.eval import completions
+from d1.eval import completions, scores
 from d1.eval import run as evaluation
 from d1.eval.completions import Journal, Prompt, read_prompts, setup_name
 from d1.eval.files import read_setups
@@ -28,7 +25,6 @@ from d1.models.head import NotFiniteError
 from d1.sampling import Rollout, rollout
 from d1.tasks import load_task, under_protocol
 from tests import forks
-from tests.commands import ROOT
 from tests.faults import edit_json, flip_bit, with_nan
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
@@ -120,29 +116,21 @@ def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
 # ---- settings
 
 
-def test_batch_size_and_order_do_not_matter(tiny_model_dir, tmp_path):
+def test_sampling_is_seeded_by_problem_whatever_the_batch(tiny_model_dir, tmp_path):
     file = tmp_path / "countdown.jsonl"  # numbers of many lengths: rows of a batch are padded differently
     numbers = [[3, 4, 5], [30, 4, 5], [30, 40, 5], [30, 40, 50], [300, 4, 5], [9, 9, 9], [1, 2, 3]]
     file.write_text("".join(json.dumps({"input": ",".join(map(str, n)), "output": "7"}) + "\n" for n in numbers))
-    flags = ("--data_file", str(file))
-    results = [
-        evaluate(tiny_model_dir, tmp_path / size, *flags, "--batch_size", size, task="countdown") for size in "147"
-    ]
+    flags = ("--data_file", str(file), "--temperature", "1.0", "--batch_size")
+    results = [evaluate(tiny_model_dir, tmp_path / size, *flags, size, task="countdown") for size in "147"]
     assert texts(results[0]) == texts(results[1]) == texts(results[2])
-    assert len({len(item["prompt_input"]) for item in results[0]["generations"]}) > 1
-    assert [item["index"] for item in results[0]["generations"]] == list(range(7))
-
-
-def test_sampling_is_seeded_by_problem(tiny_model_dir, tmp_path):
-    flags = ("--limit", "4", "--temperature", "1.0")
-    one = evaluate(tiny_model_dir, tmp_path / "a", *flags)
-    other = evaluate(tiny_model_dir, tmp_path / "b", *flags, "--batch_size", "5")
-    reseeded = evaluate(tiny_model_dir, tmp_path / "c", *flags, "--seed", "1")
-    assert texts(one) == texts(other)
-    assert len(set(texts(one))) == 4
-    assert texts(one) != texts(reseeded)
-    first = one["generations"][0]
-    assert first["generations"] == alone(tiny_model_dir, first, temperature=1.0)[1]
+    items = results[0]["generations"]
+    assert len({len(item["prompt_input"]) for item in items}) > 1
+    assert [item["index"] for item in items] == list(range(7))
+    assert [item["generations"] for item in items] == [
+        alone(tiny_model_dir, item, temperature=1.0)[1] for item in items
+    ]
+    reseeded = evaluate(tiny_model_dir, tmp_path / "seed", *flags, "4", "--seed", "1", task="countdown")
+    assert texts(reseeded) != texts(results[0])
 
 
 def test_sampler_settings_reach_the_sampler(tiny_model_dir, tmp_path):
@@ -580,29 +568,10 @@ def test_each_sample_has_its_own_draws_also_after_a_kill_and_the_first_is_that_o
     assert items_of(broken) == items
 
 
-# ---- `d1.eval.evaluate`, `d1 eval` and `d1 parse`, in a checkout and installed without one
+# ---- `d1.eval.evaluate`, `d1 eval` and `d1 parse`
 
 SETTINGS = {"gen_length": (12, 8), "block_length": 4, "batch_size": 3, "limit": 4, "temperature": 0.5}
 FLAGS = [part for name, value in SETTINGS.items() for part in (f"--{name}", *str(value).strip("()").split(", "))]
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder that holds the package and nothing else of the checkout."""
-    folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "d1", folder / "d1", ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
-
-
-def python(cwd: Path, *arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(path)}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
-
-
-def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_evaluate_returns_in_silence_the_rows_that_the_commands_print(tiny_model_dir, tmp_path, capsys):
@@ -613,8 +582,9 @@ def test_evaluate_returns_in_silence_the_rows_that_the_commands_print(tiny_model
     flags = ["--model_path", tiny_model_dir, "--dataset", "sudoku", "--output_dir", folder, *FLAGS]
     log = tmp_path / "log"
     said = forks.finish(forks.start(forks.module, "d1", "eval", *map(str, flags), log=log, folder=tmp_path), log)
-    parsed = rows_of(python(tmp_path, "-m", "d1", "parse", folder, "--format", "json"))
-    assert sorted(parsed, key=lambda row: -row["gen_length"]) == rows
+    with pytest.raises(SystemExit, match="0"):
+        scores.cli("d1 parse", [str(folder), "--format", "json"])
+    assert sorted(json.loads(capsys.readouterr().out), key=lambda row: -row["gen_length"]) == rows
     assert said.endswith(evaluation.as_table(d1.eval.evaluate(tiny_model_dir, "sudoku", output_dir=folder, **SETTINGS)))
     for first, second in zip(sorted((tmp_path / "api").iterdir()), sorted(folder.iterdir()), strict=True):
         assert first.name == second.name
@@ -641,36 +611,3 @@ def test_settings_are_checked_as_on_the_command_line_before_anything_is_loaded(t
     with pytest.raises(error, match=message):
         d1.eval.evaluate("no model", "sudoku", output_dir=tmp_path, **settings)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_package_without_a_checkout_evaluates_and_parses(installed, tiny_model_dir, tmp_path):
-    file = shutil.copy(ROOT / "dataset" / "sudoku_test.csv", tmp_path)
-    call = f"evaluate({str(tiny_model_dir)!r}, 'sudoku', data_file={file!r}, output_dir='results', **{SETTINGS})"
-    program = "import json; from dataclasses import asdict; from d1.eval import evaluate\n"
-    program += f"print(json.dumps([asdict(row) for row in {call}]))"
-    rows = rows_of(python(tmp_path, "-c", program, path=installed))
-    parsed = rows_of(python(tmp_path, "-m", "d1", "parse", "results", "--format", "json", path=installed))
-    assert sorted(parsed, key=lambda row: -row["gen_length"]) == rows
-    assert [row["n"] for row in rows] == [4, 4]
-    alone = python(tmp_path, "-m", "d1", "parse", path=installed)
-    assert (alone.returncode, alone.stdout) == (1, "")
-    assert alone.stderr == (
-        "d1 parse: name a folder of generation files: those of the pocket models come with a checkout\n"
-    )
-
-
-NO_ROWS = """
-from datasets import Dataset
-def load_rows(split, data_file=None): return Dataset.from_dict({"prompt": [], "question": [], "ground_truth": []})
-def extract(text): return text
-def score(text, row): return {"accuracy": 1.0}
-REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
-"""
-
-
-def test_a_task_without_rows_is_said(tiny_model_dir, tmp_path):
-    (tmp_path / "no_rows.py").write_text(NO_ROWS)
-    out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"no_rows\.py has no rows in its validation split"):
-        d1.eval.evaluate(tiny_model_dir, tmp_path / "no_rows.py", split="validation", output_dir=out)
-    assert not out.exists()

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from d1.eval import scores
 from d1.eval.files import read_problem, read_setups
-from d1.eval.scores import compare, normalise, score_published, score_setup
+from d1.eval.scores import compare, score_published, score_setup
 from d1.show.uncertainty import wilson_interval
 from tests.commands import ROOT
 
@@ -86,16 +85,6 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     assert "ERROR sudoku_ranks_32_16: no file of rank 0 and 9996 others\n" in run(tmp_path).stderr
 
 
-def test_help_needs_no_torch():
-    code = "import runpy, sys; sys.argv = sys.argv[1:]\n"
-    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    code += "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
-    command = [sys.executable, "-c", code, SCRIPT, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--scoring" in done.stdout
-
-
 def test_details_hold_every_problem(folder, tmp_path):
     assert run(folder, "--details", tmp_path / "details.jsonl").returncode == 0
     details = [json.loads(line) for line in (tmp_path / "details.jsonl").read_text().splitlines()]
@@ -119,12 +108,8 @@ def test_comparison(folder):
 
 def test_without_a_folder_it_scores_the_shipped_generations():
     done = run("--format", "json")
-    if list(scores.BASELINES.glob("*_generations.json")):
-        assert done.returncode == 0, done.stderr
-        assert all(row["complete"] for row in json.loads(done.stdout))
-    else:
-        assert done.returncode == 1
-        assert "eval_baselines" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert all(row["complete"] for row in json.loads(done.stdout))
 
 
 def test_an_answer_is_what_the_tasks_extract_returns(tmp_path, write_sudoku):
@@ -275,12 +260,6 @@ def test_published_rules(task, text, truth, points):
     """A problem gives one point, and a Sudoku one per empty cell."""
     row = {"question": PUZZLE if task == "sudoku" else "", "ground_truth": truth}
     assert score_published(task, text, row) == (points, 3 if task == "sudoku" else 1)
-
-
-def test_normalise_refuses_what_has_no_form():
-    for text in (r"\sqrt", r"\frac", r"5 \text{ m} 6 \text{ cm}", "a/b"):
-        with pytest.raises(ValueError):  # noqa: PT011
-            normalise(text)
 
 
 JSON: st.SearchStrategy = (

@@ -4,6 +4,7 @@ experts: read, run and written back as they were."""
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
 )
 
 from d1.__main__ import main, make_parser
@@ -358,12 +361,51 @@ def test_what_is_read_and_written_again_is_the_same_byte_for_byte(kind_dirs, tmp
     if released != "Dream":
         assert_same_files(source, tmp_path / "direct")
     assert torch.equal(logits_of(load_model(tmp_path / "direct")), logits_of(load_model(source)))
+    convert.write_weights(load_model(source), tmp_path / "sent")  # what a server of rollouts gets
+    assert torch.equal(logits_of(load_model(tmp_path / "sent")), logits_of(load_model(source)))
     load_model(source, "auto").save_pretrained(tmp_path / "native")
     assert json.loads((tmp_path / "native" / "config.json").read_text())["model_type"] == KINDS[released].becomes
+    convert.write_weights(load_model(tmp_path / "native"), tmp_path / "sent again")
+    assert torch.equal(logits_of(load_model(tmp_path / "sent again")), logits_of(load_model(source)))
     run("export", tmp_path / "native", tmp_path / "again", "--format", released)
     old, new = read_files(source), read_files(tmp_path / "again")
     assert old.keys() == new.keys()
     assert all(torch.equal(weight, new[name].to(weight.dtype)) for name, weight in old.items())
+
+
+@pytest.mark.parametrize("tied", [BertForMaskedLM, Qwen3ForCausalLM])
+def test_a_server_gets_tied_weights_once(tmp_path, tied):
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = tied.config_class(**sizes, intermediate_size=48, tie_word_embeddings=True)
+    config.mask_token_id = 3
+    tied(config).save_pretrained(tmp_path / "a")
+    model = load_model(tmp_path / "a")
+    convert.write_weights(model, tmp_path / "b")
+    assert len(read_files(tmp_path / "b")) == len(dict(model.named_parameters()))
+    before, after = model.state_dict(), load_model(tmp_path / "b").state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_only_the_weights_of_one_file_are_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "SHARD_BYTES", 3 * 400)
+    living, most = weakref.WeakSet(), 0
+
+    def weights():
+        nonlocal most
+        for number in range(8):
+            weight = torch.full((100,), float(number))
+            living.add(weight)
+            most = max(most, len(living))
+            yield f"{number}", weight
+
+    convert.save_shards(weights(), tmp_path)
+    assert most <= 4
+    found = read_files(tmp_path)
+    assert {name: weight[0].item() for name, weight in found.items()} == {f"{n}": float(n) for n in range(8)}
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    ]
 
 
 def test_weights_of_another_precision_than_the_rest_keep_it(tmp_path):

@@ -99,6 +99,27 @@ def test_a_yamls_other_lines_override_its_method_in_any_order(tmp_path):
     assert differing(args, parsed("--method", "agrpo", "--learning_rate", "0.5")) == {}
 
 
+def test_a_methods_cache_can_be_turned_off_by_flags():
+    args = parsed("--method", "rldf", "--sampler", "parallel", "--kv_cache", "none")
+    assert (args.kv_cache, args.sampling_settings().cache, args.reveal) == (None, None, "threshold")
+
+
+@pytest.mark.parametrize("given", ["linear", "cosine"])
+def test_another_schedule_drops_what_belongs_to_the_methods_own(given, tmp_path):
+    """Its warm-up and arguments, wherever it is given, unless they are given, too."""
+    flags, yaml = ("--lr_scheduler_type", given), f"lr_scheduler_type: {given}"
+    for name in ("d1", "coupled-grpo"):
+        for args in (
+            config(method=name, lr_scheduler_type=given),
+            parsed("--method", name, *flags),
+            parsed("--method", name, yaml=yaml, tmp_path=tmp_path),
+            parsed(yaml=f"method: {name}\n{yaml}", tmp_path=tmp_path),
+        ):
+            assert (args.lr_scheduler_type, args.warmup_steps, args.lr_scheduler_kwargs) == (given, 0, None)
+    assert parsed(*flags, "--warmup_steps", "5").warmup_steps == 5
+    assert parsed("--method", "agrpo", "--warmup_steps", "5").lr_scheduler_type == "cosine"
+
+
 def test_in_python_given_settings_override_the_method():
     args = config(method="espo", epsilon=0.3, learning_rate=0.5)
     assert (args.epsilon, args.learning_rate, args.estimator) == (0.3, 0.5, "espo")

@@ -32,7 +32,8 @@ def trained(model_dir, folder, **changes):
     "changes",
     [
         {"method": "cj-grpo"},
-        {"method": "egspo"},
+        {"method": "egspo", "num_views": 3},
+        {"method": "trajectory", "num_views": 3},
         {"method": "dipo", "right_share": None, "segment_steps": 2},
         {"method": "trajectory", "split_views": True, "loss_type": "views"},
         {"method": "d2"},
@@ -43,8 +44,10 @@ def test_ratios_of_replay_methods_start_at_one(model_dir, tmp_path, changes):
     trainer, logs = trained(model_dir, tmp_path, **changes, num_iterations=2)
     assert logs[0]["sampling/edits"] > 0
     assert logs[0]["ratio_max"] == pytest.approx(1, abs=1e-5)
-    if changes["method"] == "cj-grpo":  # every step is replayed alone, so the sampler's record is the policy's
+    if not {"segment_steps"} & changes.keys() and changes["method"] != "d2":
+        # Steps are replayed alone, so what the sampler noted for the writes in the loss is the policy's.
         assert logs[0]["sampling/logp_difference_abs"] < 1e-5
+        assert logs[0]["sampling/ratio_max"] == pytest.approx(1, abs=1e-5)
     batch = rollout_buffer(trainer)[0]
     assert batch["write_ids"].shape[-1] == batch["write_steps"].ge(0).sum(-1).max() > 1
 
@@ -62,7 +65,10 @@ def test_methods_of_final_tokens_train_on_edited_rollouts(model_dir, tmp_path, m
     [
         ({"edit_threshold": 0.49}, "edit_threshold 0.49: below 0.5 more than one token can replace a revealed one"),
         ({"editing": "speed", "edit_threshold": None}, "edit_threshold 0: below 0.5"),
-        ({"method": "rldf"}, "states replays what was written last, and edit_threshold writes more than once"),
+        (
+            {"method": "rldf", "kv_cache": None},
+            "states replays what was written last, and edit_threshold writes more than once",
+        ),
         ({"method": "cj-grpo", "sampling_weight_cap": 2.0}, "sampling_weight_cap: replay scores in the sampler's"),
         ({"objective": "rldf", "beta": 0.0, "loss_type": "sum"}, "rldf reads the one step that revealed a token"),
         ({"max_post_steps": 1000}, "max_post_steps"),

@@ -148,20 +148,41 @@ def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, t
     assert_same(here, there)
 
 
+def finished(both):
+    for process in both:
+        process.join(LIMIT)
+        assert process.exitcode == 0
+
+
+def assert_ended_alike(*folders):
+    """Two runs of two trainers have the same weights, to the bit, and logged the same."""
+    before, after = (load_file(path / "end.safetensors") for path in folders)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    logs = [json.loads((path / "logged.json").read_text()) for path in folders]
+    (processes, one), (_, other) = logs
+    assert processes == 2
+    assert clockless(one) == clockless(other)
+
+
+def test_the_rows_of_two_trainers_are_spread_evenly_over_four_servers(tiny_model_dir, folder, tmp_path):
+    """Three rollouts of four rows per trainer, two rows per request."""
+    options, there = {**PARTS, "max_steps": 6}, folder / "four"
+    finished(trainers(tiny_model_dir, tmp_path, **options))
+    four = Fleet(tiny_model_dir, folder, 4)
+    finished(trainers(tiny_model_dir, there, **options, **four.flags))
+    assert [four.metric(number, "d1_tokens_total") for number in range(4)] == [3 * 2 * 8] * 4
+    four.close()
+    assert_ended_alike(tmp_path, there)
+
+
 def test_two_trainers_share_servers_and_are_killed(fleet, tiny_model_dir, folder, tmp_path):
     options = {**PARTS, "max_steps": 20, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
-
-    def finished(both):
-        for process in both:
-            process.join(LIMIT)
-            assert process.exitcode == 0
-
     finished(trainers(tiny_model_dir, tmp_path / "here", **options))
     there = folder / "two"
     fleet.pause(0)
     both = trainers(tiny_model_dir, there, **options, **fleet.flags)
     fleet.until(0, "d1_rows_waiting", 1)
-    fleet.kill(0)  # the rows of both trainers go to the other server
+    fleet.kill(0)  # its rows go to the other server
     while not (there / "checkpoint-2").exists():
         assert all(process.is_alive() for process in both)
     fleet.pause(1)
@@ -175,12 +196,7 @@ def test_two_trainers_share_servers_and_are_killed(fleet, tiny_model_dir, folder
     last = max(there.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert 2 <= int(last.name.removeprefix("checkpoint-")) < 20
     finished(trainers(tiny_model_dir, there, resume=str(last), **options, **fleet.flags))
-    before, after = (load_file(path / "end.safetensors") for path in (tmp_path / "here", there))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    logs = [json.loads((path / "logged.json").read_text()) for path in (tmp_path / "here", there)]
-    (processes, whole), (_, resumed) = logs
-    assert processes == 2
-    assert clockless(whole) == clockless(resumed)
+    assert_ended_alike(tmp_path / "here", there)
     assert not [*folder.rglob("d1-weights*")]
 
 

@@ -38,9 +38,9 @@ SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
 STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
 SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo")  # in all updates on a rollout
-ALL_KEPT = {"right_share": None}  # no prompt is dropped from the loss
+ALL_KEPT = {"right_share": None, "prompt_share": 1.0}  # no prompt is dropped from the loss
 
-ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that do not set blocks
+ON_BLOCKS = [name for name in METHODS if not {"block_length", "kv_cache"} & METHODS[name].values.keys()]
 EACH = of_each_part()  # its other properties follow from its parts; its loss is tested in test_published.py
 MODELS = [("tiny_model_dir", name) for name in EACH]
 MODELS += [("tiny_block_dir", name) for name in EACH if name in ON_BLOCKS]
@@ -210,7 +210,7 @@ def padded(batch):
 def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
     """Alone, in its batch, and with more padding."""
     trainer, batch = rollout_of(folder, method)
-    assert SCORED[method] == "canvas" or len(set(batch["completion_mask"].sum(1).tolist())) > 1
+    assert SCORED[method] in ("canvas", "unpadded") or len(set(batch["completion_mask"].sum(1).tolist())) > 1
 
     def scores(batch, update=1):
         with torch.no_grad():
@@ -268,7 +268,7 @@ def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
     scored, steps = batch["completion_mask"].bool(), batch["reveal_steps"]
     last = torch.where(scored, steps, 0).amax(1, keepdim=True)
     unscored = (steps > last) | (steps < 0) if ESTIMATOR[method].replays else ~scored
-    assert unscored.any() == (SCORED[method] != "canvas")
+    assert unscored.any() == (SCORED[method] not in ("canvas", "unpadded"))
     assert not (unscored & scored).any()
     with torch.no_grad():
         for update in range(2):
@@ -412,7 +412,7 @@ def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, met
     before = weights(trainer.model)
     trainer.train()
     scored = rollout_buffer(trainer)[0]["completion_mask"].sum(1)
-    tokens = {"ended": {1}, "text": {0, 1}, "steps": {0}, "canvas": {8}}[SCORED[method]]
+    tokens = {"ended": {1}, "text": {0, 1}, "steps": {0}, "canvas": {8}, "unpadded": {*range(1, 9)}}[SCORED[method]]
     assert {*scored.tolist()} <= tokens
     assert all(math.isfinite(entry["loss"]) for entry in logged(trainer))
     after = weights(trainer.model)

@@ -25,8 +25,7 @@ TASK = Path(__file__).with_name("letters_task.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"]
 LAUNCH += ["--num_processes", "2", "--config_file"]
 CONFIGS = {"ddp": "../launch/ddp.yaml", "zero2": "accelerate.yaml", "zero3": "../launch/zero3.yaml"}
-KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-KINDS["fsdp2"] = "MULTI_CPU"  # recorded before Accelerate decides; `forks.sharded` checks the weights
+KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
 
 
 def words(model_dir, output_dir, *extra, launcher="alone"):
@@ -103,7 +102,7 @@ def logs(folder):
 
 
 PHASES = {
-    "sampling": "run.json",  # before the model is loaded; the first reward takes a second
+    "sampling": "run.json",  # before the first rollout, whose reward takes a second
     "saving": ".saving/**/*.safetensors",  # the first checkpoint is half written: it does not have its name
     "updating": "checkpoint-10",  # in the middle of a cycle: a checkpoint's step is not a multiple of three
 }

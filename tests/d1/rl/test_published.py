@@ -1,11 +1,12 @@
-"""Every method's loss in a real trainer, compared with the authors' formula computed independently: values and
-gradients.
+"""Every method's loss in a real trainer, compared with the loss function that its authors released, written out in
+plain tensors with the constants of their code: values and gradients.
 
 The trainer samples two prompts of four completions, which end early, late or never, and splits them into four
 micro-batches. Its log-probabilities are replaced by others, which differ from the old ones, so that ratios, clips and
 penalties act. A formula here gets rewards, tokens, the hidden positions of every view, and these log-probabilities. It
 computes lengths, weights, advantages and divisors itself, following the method's released code (`docs/methods.md`,
-which names the sources and the differences found).
+which names the sources and the differences found). Small constants of a release, such as the 1e-6 in DARE's advantages,
+are those of the release, not ours: they are most of the difference where it is above rounding.
 """
 
 import math
@@ -72,6 +73,7 @@ def rows_of(part, number, trainer):
             ids=ids,
             length=ends[0] + 1 if ends else G,
             text=[k for k in range(ends[0] + 1 if ends else G) if ids[k] != trainer.text_tokenizer.pad_token_id],
+            unpadded=[k for k in range(G) if ids[k] != trainer.text_tokenizer.pad_token_id],
             steps=batch["reveal_steps"][row].tolist(),
             entropies=batch["rollout_entropies"][row].double(),
             surprisals=-batch["rollout_logps"][row].double(),
@@ -115,10 +117,11 @@ def set_advantages(rows, kind):
         for row in group:
             row.A = {
                 "r - m": row.reward - mean,
-                "z": (row.reward - mean) / (rewards.std() + 1e-4),
+                "z": (row.reward - mean) / (rewards.std() + 1e-4),  # grpo.py, JustGRPO
+                "z of DARE": (row.reward - mean) / (rewards.std() + 1e-6),  # verl's compute_grpo_outcome_advantage
                 "z of n": (row.reward - mean) / rewards.std(correction=0),
                 "leave one out": row.reward - (rewards.sum() - row.reward) / (n - 1),
-                "floored": (row.reward - mean) / rewards.std().clamp(min=0.01),
+                "floored": (row.reward - mean) / (rewards.std() + 1e-8).clamp(min=0.01),
             }[kind]
 
 
@@ -293,7 +296,7 @@ def agrpo(rows, by_entropy=False):
 
 
 def cj_grpo(rows):
-    set_advantages(rows, "z")
+    set_advantages(rows, "z of DARE")
     views = [(row, view) for row in rows for view in row.used]
     losses = []
     for row, view in views:
@@ -339,7 +342,7 @@ def unigrpo(rows):
 def just_grpo(rows):
     set_advantages(rows, "z")
     gains = total(token_ratios(row, k, [k]) for row in rows for k in range(G))
-    return -gains / (G * sum(bool(row.A != 0) for row in rows))
+    return -gains / G / (sum(bool(row.A != 0) for row in rows) + 1e-5)
 
 
 def draws_of(row, values, weight, among=range(G)):
@@ -349,7 +352,7 @@ def draws_of(row, values, weight, among=range(G)):
 
 
 def bgpo(rows):
-    set_advantages(rows, "z")
+    set_advantages(rows, "z of DARE")
 
     def loss(row):
         new, old = (draws_of(row, values, lambda x: G / x) for values in (row.l, row.old))
@@ -381,14 +384,13 @@ def gdpo(rows):
     nodes = [(0.5 - math.sqrt(0.15), 5 / 18), (0.5, 4 / 9), (0.5 + math.sqrt(0.15), 5 / 18)]
 
     def loss(row):
-        L = row.length
         for view, (t, _) in enumerate(nodes):
-            assert len(scored_in(row, view, range(L))) == max(1, math.floor(t * L))
+            assert len(row.hidden[view]) == max(1, math.floor(t * G))  # the release: none for G below 9
         new, old = (
-            total(w / t * values[v][scored_in(row, v, range(L))].sum() for v, (t, w) in enumerate(nodes))
+            total(w / t * values[v][row.hidden[v]].sum() for v, (t, w) in enumerate(nodes))
             for values in (row.l, row.old)
         )
-        return -ppo(torch.exp((new - old) / L), row.A, 0.5, 0.5)
+        return -ppo(torch.exp((new - old) / G), row.A, 0.5, 0.5)
 
     return mean(map(loss, rows))
 
@@ -416,35 +418,30 @@ def rldf(rows):
         states = []
         for view in range(4):
             losses = []
-            for row in rows:
-                if row.micro_batch != number or view not in row.used:
-                    continue
-                now = revealed(row, view, range(row.length))
-                for k in scored_in(row, view, range(row.length)):
-                    if k in now or row.l[view][k].exp() >= 0.6:
-                        new = row.l[view][k]
+            for row in (row for row in rows if row.micro_batch == number):
+                scored = scored_in(row, view, row.unpadded)
+                now = min(row.steps[k] for k in scored)
+                for k in scored:
+                    new = row.l[view][k]
+                    if row.steps[k] == now or new >= math.log(0.6):
                         losses.append(-row.A * new + 0.01 * k3(new, row.ref[view][k]))
-            states.append(mean(losses) if losses else torch.zeros((), dtype=torch.float64))
+            states.append(mean(losses))
         batches.append(mean(states))
     return mean(batches)
 
 
 def dipo(rows):
     set_advantages(rows, "z of n")
-
-    def loss(row):
-        gains = []
-        for view in row.used:
-            positions = revealed(row, view, range(row.length))
-            kl = k3(row.l[view][positions], row.ref[view][positions]).sum()
-            gains.append(-token_ratios(row, view, positions, low=0.2, high=0.28) + 0.1 * kl)
-        return total(gains)
-
-    return by_batch(rows, loss, lambda row: row.length)
+    gains = [
+        token_ratios(row, view, revealed(row, view, range(row.length)), low=0.2, high=0.28)
+        for row in rows
+        for view in row.used
+    ]
+    return -total(gains) / sum(row.length for row in rows)
 
 
 def ebpo(rows):
-    set_advantages(rows, "z")
+    set_advantages(rows, "z of DARE")
 
     def loss(row):
         among = range(row.length)
@@ -481,7 +478,7 @@ OURS = {"trajectory", "reinforce", "quick-replay"}  # not published, see tests/d
 
 
 def stated():
-    """Method -> the largest relative difference of loss and gradient given in the document."""
+    """Method -> the bound of the relative difference of loss and gradient given in the document."""
     lines = re.findall(r"^\| `([\w-]+)` \|.*\| ([\d.e-]+) \|[^|]*\|$", DOCUMENT.read_text(), re.MULTILINE)
     return {name: float(largest) for name, largest in lines}
 
@@ -503,6 +500,7 @@ def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tmp_path, m
         steps_per_generation=BATCHES,
         learning_rate=0.0,
         right_share=None,
+        prompt_share=1.0,
         **({"segments": 4} if method == "d2" else {"num_views": 8} if "egspo" in method else {}),
     )
     trainer.train()
@@ -523,4 +521,4 @@ def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tmp_path, m
         differences = [(found - expected).abs() / max(1.0, abs(expected.item()))]
         differences += [(leaf.grad - slope).abs().max() / size for leaf, slope in zip(leaves, slopes, strict=True)]
         largest = max(largest, *(difference.item() for difference in differences))
-    assert largest <= stated()[method]
+    assert stated()[method] / 10 < largest <= stated()[method]  # a larger bound would say nothing

@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.batch import SCORED, sampled_rows, views_of
+from d1.rl.batch import SCORED, Everyone, keep_share, sampled_rows, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -38,6 +38,8 @@ def scored_in_a_loop(name, ids, steps):
             yield 0 <= step <= max(steps[: end + 1])
         elif name == "text":
             yield position <= end and token != PAD
+        elif name == "unpadded":
+            yield token != PAD
         else:
             yield name == "canvas" or position <= end
 
@@ -45,7 +47,7 @@ def scored_in_a_loop(name, ids, steps):
 @pytest.mark.parametrize("name", SCORED)
 def test_scored_tokens_are_those_of_a_loop_over_a_real_rollout(tiny_model_dir, tmp_path, name):
     trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name)
-    after_the_end = name in ("steps", "canvas")
+    after_the_end = name in ("steps", "canvas", "unpadded")
     assert trainer.eos_stop == (not after_the_end)
     assert (batch["reveal_steps"] < 0).any() == trainer.eos_stop
     columns = zip(batch["canvas_ids"].tolist(), batch["reveal_steps"].tolist(), strict=True)
@@ -92,6 +94,35 @@ def test_rows_that_are_out_of_the_loss_stay_out_when_the_canvas_is_scored(tiny_m
         assert batch["scoring_views"][:, update].tolist() == [views] * 12
     active = sum(counts and advantage != 0 for counts, advantage in zip(taking_part, batch["advantages"], strict=True))
     assert batch["active_rows"].tolist() == [active] * 12
+
+
+def test_a_share_of_the_prompts_is_kept_by_spread_then_solved_then_the_longest():
+    """Eight prompts of three completions: 3 with different rewards, 2 solved, 3 not, of 1 + n steps (RLDF's filter)."""
+    reward = [[0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0], [2, 0, 1], [0.5] * 3, [0, 0, 0], [1, 0, 0]]
+    differ, solved, unsolved = [0, 4, 7], [1, 5], [3, 6, 2]  # the longest first
+    steps = torch.zeros(24, 6, dtype=torch.long)
+    for number, most in ((2, 1), (3, 3), (6, 2), (1, 5)):
+        for row in range(3 * number, 3 * number + 3):
+            steps[row] = torch.arange(6).clamp(max=most + row % 3)
+    mask = torch.ones(24, 6, dtype=torch.long)
+    mask[9:12, 4:], steps[9:12, 4:] = 0, 9  # not scored: these steps do not count
+    for kept in range(1, 9):
+        chosen = Counter()
+        for seed in range(200):
+            batch = {"completion_reward": torch.tensor(reward).flatten(), "reveal_steps": steps}
+            batch |= {"completion_mask": mask.clone(), "advantages": torch.zeros(24)}
+            everyone = Everyone(gather=lambda values: values, first=0)
+            share = keep_share(batch, kept / 8 - 0.01, 3, everyone, keyed_generator(seed))
+            assert share == kept / 8
+            rows = batch["completion_mask"].any(1).view(8, 3)
+            assert torch.equal(rows.all(1), rows.any(1))
+            assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+            chosen.update(rows.all(1).nonzero().flatten().tolist())
+        ordered = [differ[:kept], solved[: max(0, kept - 3)], unsolved[: max(0, kept - 5)]]
+        for kind, some in zip((differ, solved), ordered, strict=False):
+            for prompt in kind:  # at random
+                assert abs(chosen[prompt] / 200 - len(some) / len(kind)) < 0.15
+        assert {prompt for prompt in unsolved if chosen[prompt]} == {*ordered[2]}
 
 
 class Watched(DiffuGRPOTrainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import base_digest
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.engines import PolicyServers, WeightsFolder, WholeWeights
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
 from d1.scoring.rollouts import within_blocks
@@ -92,7 +94,15 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
         trainer.servers.publish(trainer.model, 0)
         of_model = False, trainer.model.config.vocab_size, trainer.mask_token_id
         prompts = Prompts(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), *of_model)
-        assert trainer.servers.sample(prompts).ids.shape == (1, 9)
+        assert trainer.servers.sample([prompts])[0].ids.shape == (1, 9)
+        shared = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+        with pytest.raises(ValueError, match="FSDP 1: set fsdp_version: 2"):
+            PolicyServers(trainer.args, shared, 3)
+        adapted, sglang = get_peft_model(load_model(tiny_model_dir), LORA), RolloutServer("http://127.0.0.1:1")
+        weights, sglang.folders = WholeWeights(adapted), None
+        weights.split = True  # as under FSDP2
+        with pytest.raises(ValueError, match="SGLang takes no adapters, and one cannot be merged into weights that"):
+            WeightsFolder(tmp_path).write(adapted, "0", [sglang], weights)
         others = Weights("other", "other-0", tmp_path)
         with pytest.raises(ValueError, match="who else uses it"):
             trainer.servers.servers[0].sample(prompts, others)
@@ -169,6 +179,30 @@ def test_requests_share_passes_unless_they_are_to_be_equal_to_the_bit(served_kin
             served.wait_for("d1_rows_waiting", 8)
         assert all(torch.equal(rollout.result().ids, ids) for rollout, ids in zip(rollouts, alone, strict=True))
     assert served.metric("d1_forward_passes_total") - before == (8 * 8 if own_batch else 8)
+
+
+@pytest.mark.parametrize("own_batch", [True, False])
+def test_rows_of_several_processes_share_requests_unless_they_are_to_be_equal_to_the_bit(
+    tiny_model_dir, tmp_path, own_batch
+):
+    """Three rows of one process and one of another, whose prompts are padded to other widths: four passes a request."""
+    with serving(tiny_model_dir, weights_dir=tmp_path) as served:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [served.url], "rollout_own_batch": own_batch}
+        trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", eos_stop=False, **where)
+        trainer.servers.publish(trainer.model, 0)
+        asked = []
+        for first, lengths in ((0, (3, 5, 4)), (3, (9,))):
+            ids, mask = trainer.padded([[*range(10, 10 + length)] for length in lengths])
+            asked.append(trainer.prompts(ids, mask, (0, 1, 2), first))
+        before = served.metric("d1_forward_passes_total")
+        found = trainer.servers.sample(asked)
+        assert served.metric("d1_forward_passes_total") - before == (8 if own_batch else 4)
+    for prompts, sampled in zip(asked, found, strict=True):
+        options = {"mask_token_id": trainer.mask_token_id, "generator": [keyed_generator(*key) for key in prompts.keys]}
+        own = rollout(trainer.model.eval(), prompts.ids, prompts.mask, trainer.sampling, **options)
+        assert torch.equal(sampled.ids, own.ids)
+        assert sampled.sources == ((served.url, "float32"),) * len(prompts.ids)
+        torch.testing.assert_close(sampled.logps, own.logps, rtol=0, atol=0 if own_batch else 1e-5)
 
 
 def test_an_adapter_goes_to_no_other_base(tiny_model_dir, tmp_path):

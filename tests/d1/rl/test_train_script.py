@@ -26,7 +26,7 @@ from d1.rl import stage as grpo_stage
 from d1.rl import train as diffu_grpo_train
 from d1.rl.checks import check_config, check_prompts
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.methods import CANVAS, METHODS
+from d1.rl.methods import METHODS
 from d1.rl.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
 from d1.rl.report import main as report_main
 from d1.rl.report import make_parser as report_parser
@@ -351,7 +351,7 @@ def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(t
         ({}, {"method": "wd1"}, r"method d1 instead of wd1, .*objective trl .*, beta 0.04 instead of 0.0"),
         ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"with num_views 2 instead of 3: continue"),
         ({"beta": 0.0}, {"beta": 0.04}, r"with beta 0.0 instead of 0.04: continue"),  # no reference was scored
-        ({}, {"weight_decay": 0.1}, r"with weight_decay 0.0 instead of 0.1: continue"),
+        ({}, {"weight_decay": 0.2}, r"with weight_decay 0.1 instead of 0.2: continue"),
         ({"prompt_protocol": "llada"}, {}, r"with prompt_protocol llada instead of d1: continue"),
         ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, {"beta", "epsilon", "learning_rate"}),
         ({}, {"loss_type": "grpo", "reward_weights": [2.0]}, {"loss_type", "reward_weights"}),
@@ -486,7 +486,7 @@ def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
     shown = {*re.findall(r"^  (--\w+)", everything, re.MULTILINE)}
     assert {f"--{one.name}" for config in (DiffuGRPOConfig, ModelConfig) for one in fields(config) if one.init} < shown
     assert len(short) < len(everything) / 3
-    assert "--adam_beta2" not in short
+    assert "--adam_epsilon" not in short
     assert {f"--{name}" for name in ("task", "use_peft", "load_in_4bit")} <= {*short.split()}
 
 
@@ -572,10 +572,10 @@ def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
         assert flags_of(serve)["--weights_dir"] == flags["--output_dir"]
 
 
-def settings_of(script, tmp_path, **environment):
-    """The settings that the training script gets, on a machine with one GPU."""
+def settings_of(script, tmp_path, words=(), **environment):
+    """The settings that the training script gets with further words, on a machine with one GPU."""
     tmp_path.joinpath("calls.jsonl").unlink(missing_ok=True)
-    (call,) = calls_of(STAGE / script, [], environment, tmp_path, gpus=1)
+    (call,) = calls_of(STAGE / script, [*words], environment, tmp_path, gpus=1)
     arguments = call[call.index("diffu_grpo_train.py") + 1 :]
     here = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false"]
     with contextlib.chdir(STAGE):
@@ -584,16 +584,22 @@ def settings_of(script, tmp_path, **environment):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_from_the_environment_is_the_whole_method(name, tmp_path):
-    """Among the settings that depend on the size of the model, those that train.yaml sets to d1's values."""
-    method, config = METHODS[name], yaml.safe_load((STAGE / "slurm_scripts" / "train.yaml").read_text())
+    """With its authors' optimizer, schedule, group and canvas, unless other flags are given."""
+    method = METHODS[name]
     args = settings_of("run.sh", tmp_path, METHOD=name, DATASET="sudoku")
-    own = {setting: value for setting, value in method.scale.items() if setting not in CANVAS}
-    given = own | {setting: config[setting] for setting in config.keys() & method.scale} | method.values
+    given = {"max_completion_length": 256} | method.scale | method.values
     if name == "d1":
         given |= {"num_iterations": 8, "temperature": 0.3}  # d1's values for this task
-    if name == "just-grpo":
-        given["diffusion_steps"] = 256  # one per token
+    if given.get("diffusion_steps", 0) is None:
+        given["diffusion_steps"] = given["max_completion_length"]  # one per token
     assert {setting: getattr(args, setting) for setting in given} == given
+    own = {"learning_rate": 0.5, "lr_scheduler_type": "linear", "weight_decay": 0.3, "adam_beta2": 0.7, "top_k": 9}
+    own |= {"max_grad_norm": 0.9, "num_generations": 2, "max_completion_length": 128, "block_length": 16}
+    words = [str(word) for setting, value in own.items() for word in (f"--{setting}", value)]
+    other = settings_of("run.sh", tmp_path, words, METHOD=name, DATASET="sudoku")
+    steps = {"diffusion_steps": method.values["diffusion_steps"] or 128} if "diffusion_steps" in method.values else {}
+    own |= {"warmup_steps": 0, "lr_scheduler_kwargs": None, "diffusion_steps": 128} | steps
+    assert {setting: getattr(other, setting) for setting in own} == own
     assert args.output_dir == f"../runs/sudoku_LLaDA-8B-Instruct_{'mu8' if name == 'd1' else name}"
     assert args.gradient_accumulation_steps * args.per_device_train_batch_size % args.num_generations == 0
 
@@ -615,7 +621,8 @@ def test_without_a_method_all_is_d1s(tmp_path):
     expected |= {"epsilon": 0.5, "p_mask_prompt": 0.15, "random_masking": True, "loss_type": "bnpo"}
     expected |= {"max_completion_length": 256, "diffusion_steps": 128, "weight_decay": 0.1, "max_grad_norm": 0.2}
     expected |= {"scale_rewards": "none", "use_bias_correction_kl": False, "max_prompt_length": 200}
-    expected |= {"remasking": "low_confidence", "disable_dropout": True}
+    expected |= {"remasking": "low_confidence", "disable_dropout": True, "lr_scheduler_type": "constant_with_warmup"}
+    expected |= {"warmup_steps": 0.0001, "adam_beta1": 0.9, "adam_beta2": 0.99, "lr_scheduler_kwargs": None}
     assert {name: getattr(args, name) for name in expected} == expected
     assert args.sampling_settings().block_length == 32
     assert settings_of("slurm_scripts/sudoku_base.sbatch", tmp_path).run_name == "sudoku_base_mu8"

@@ -124,12 +124,12 @@ def test_without_updates_in_between_old_log_probs_are_not_scored(tiny_model_dir,
 
 
 def test_processes_that_share_weights_must_keep_step():
-    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2) -> bool:
+    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2, mode: str = "trainer") -> bool:
         trainer: Any = SimpleNamespace(
             _dist=SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3),
             weights_are_split=fsdp or zero3,
             accelerator=SimpleNamespace(num_processes=processes),
-            args=SimpleNamespace(ds3_gather_for_generation=gathered),
+            args=SimpleNamespace(ds3_gather_for_generation=gathered, rollout_mode=mode),
         )
         return CanvasGRPOTrainer.samples_in_step.fget(trainer)  # type: ignore[attr-defined]
 
@@ -138,6 +138,7 @@ def test_processes_that_share_weights_must_keep_step():
     assert not in_step(False, True, True)
     assert not in_step(False, False, False)
     assert not in_step(False, True, False, processes=1)
+    assert not in_step(True, False, False, mode="server")
 
 
 def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from d1.runs.cli import MESSAGES, WARNINGS, silence
-from d1.runs.console import json_line, summary, train_with_console, write_metrics
+from d1.runs.console import json_line, train_with_console, write_metrics
 
 
 class Line(torch.nn.Module):
@@ -66,20 +66,14 @@ def test_one_line_a_log_and_one_bar(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert is_progress_bar_enabled()
 
 
-def test_the_metrics_file_has_what_the_trainer_state_has(tmp_path: Path) -> None:
-    trainer = train(tmp_path, 4)
-    assert metrics(tmp_path) == json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    plain = train(tmp_path / "plain", 4, plain=True)
+def values(run: Trainer) -> list[dict[str, Any]]:
     timing = ("train_runtime", "per_second", "eval_runtime")
-
-    def values(run: Trainer) -> list[dict[str, Any]]:
-        return [{k: v for k, v in log.items() if not any(t in k for t in timing)} for log in run.state.log_history]
-
-    assert values(trainer) == values(plain)
+    return [{k: v for k, v in log.items() if not any(t in k for t in timing)} for log in run.state.log_history]
 
 
-def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
-    train(tmp_path, 5)
+def test_the_metrics_file_has_what_the_trainer_logs_and_after_a_resume_no_step_twice(tmp_path: Path) -> None:
+    first = train(tmp_path, 5)
+    assert values(first) == values(train(tmp_path / "plain", 5, plain=True))
     assert [log["step"] for log in metrics(tmp_path) if "loss" in log] == [1, 2, 3, 4, 5]
     bar = io.StringIO()
     with contextlib.redirect_stderr(bar):
@@ -87,16 +81,6 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     assert "2/6" in bar.getvalue().split("3/6")[0]  # the bar starts where the run does
     assert [log["step"] for log in metrics(tmp_path) if "loss" in log] == [1, 2, 3, 4, 5, 6]
     assert metrics(tmp_path) == trainer.state.log_history
-
-
-def test_a_line_has_what_the_stage_logs() -> None:
-    logs = {"loss": 0.5, "reward": 0.25, "rewards/accuracy/mean": 0.125, "kl": 0.0125, "num_tokens": 4096.0, "x": 1}
-    assert summary(logs) == "loss 0.5  reward 0.250  accuracy 12.5%  KL 0.0125  tokens 4,096"
-    assert summary({f"eval_{name}": value for name, value in logs.items()}).startswith("evaluation: loss 0.5  reward")
-    assert summary({"kl": None, "loss": 1.0}) == "loss 1"
-    shares = {"rewards/length/none_share": 0.25, "rewards/equal/none_share": 0.0}
-    assert summary({"loss": 1.0, **shares}) == "loss 1  length None 25%"
-    assert summary({f"eval_{name}": share for name, share in shares.items()}) == "evaluation: length None 25%"
 
 
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:

@@ -16,12 +16,10 @@ from huggingface_hub import ModelCard, constants
 from peft import LoraConfig, get_peft_model
 
 from d1.models import load_model
-from d1.runs.data import load_rows
 from d1.runs.record import local_name, of_file, of_model, of_rows, of_settings, write_card
-from d1.tasks.data import read_file
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
-from tests.faults import edit_json, flip_bit, write_at_the_same_time
+from tests.faults import edit_json, flip_bit
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 
@@ -100,17 +98,6 @@ def test_settings_that_name_files_are_followed(tiny_model_dir: Path, tmp_path: P
     }
 
 
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
-@pytest.mark.parametrize("read", [load_rows, lambda path: read_file(path, ("question",))], ids=["training", "task"])
-def test_rows_of_the_same_path_and_time_are_read_again(tmp_path: Path, kind: str, read) -> None:
-    first, again = tmp_path / f"first.{kind}", tmp_path / f"again.{kind}"
-    for path in (first, again):
-        getattr(Dataset.from_list([{"question": path.stem}]), f"to_{kind}")(path)
-    assert read(str(first))["question"] == ["first"]
-    write_at_the_same_time(first, again.read_bytes())
-    assert read(str(first))["question"] == ["again"]
-
-
 # --- Model card -------------------------------------------------------------------------------------------------------
 
 HUB = "GSAI-ML/LLaDA-8B-Instruct"
@@ -164,17 +151,6 @@ def test_the_card_of_a_run_from_a_local_folder_names_the_model_of_the_hub(tmp_pa
     assert entries(card)["base"] == f"second, made from {HUB}"
     (first / file).write_text(json.dumps({"base_model_name_or_path": str(second)}))  # a circle ends
     assert card_of(tmp_path / "rl", RL | {"model_path": str(second)}).data.base_model is None
-
-
-def test_a_relative_path_in_a_record_is_no_name_on_the_hub(tmp_path) -> None:
-    runs = tmp_path / "runs"
-    (runs / "sft").mkdir(parents=True)
-    (runs / "sft/run.json").write_text(json.dumps({"settings": {"model_name": "runs/gone"}}))
-    settings = RL | {"model_path": str(runs / "sft")}
-    assert card_of(runs / "rl", settings).data.base_model is None
-    (runs / "gone").mkdir()
-    (runs / "gone/config.json").write_text(json.dumps({"_name_or_path": HUB}))
-    assert card_of(runs / "rl", settings).data.base_model == HUB
 
 
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:

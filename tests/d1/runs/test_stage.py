@@ -154,18 +154,6 @@ def test_weights_that_are_not_finite_are_not_saved_and_end_the_run_at_its_next_l
         trainer.log({"loss": 1.0, "grad_norm": float("nan")})
 
 
-def test_the_last_line_names_the_folder(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for more in ([], ["--resume"]):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            run(tmp_path / "my run", *more, max_steps=1)
-        kind, command = {"sft": ("adapter", "chat"), "rl": ("model", "eval --model_path")}[run.stage]
-        expected = f"The {kind} is in {tmp_path}/my run: python -m d1 {command} '{tmp_path}/my run'"
-        assert caplog.messages[-1].startswith(expected)
-    if run.stage == "rl":
-        assert caplog.messages[-1].endswith(f"--dataset {TASK} --gen_length 8 --block_length 4 --diffusion_steps 4")
-
-
 def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     run: Run, two_steps: Path, folder: Path
 ) -> None:

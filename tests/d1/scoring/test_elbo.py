@@ -239,7 +239,7 @@ def drawn(estimator, length, rows=1, seed=0, first=0, total=None, blocks=None, *
     return views.noise[..., PROMPT:-1], views.weights[..., :-1]
 
 
-@pytest.mark.parametrize(("length", "mean_weight"), [(1, None), (5, 1.10), (20, 0.96), (1000, 1.0)])
+@pytest.mark.parametrize(("length", "mean_weight"), [(1, None), (5, 1.10), (20, 0.96), (256, 0.99), (1000, 1.0)])
 def test_gauss_hides_exact_counts_with_the_rules_weights_and_is_biased_for_short_answers(length, mean_weight):
     """The floor of t L moves the times of the quadrature rule: a token's weights sum to 1 only for many tokens."""
     hidden, weights = drawn("gauss", length, rows=3)
@@ -282,6 +282,23 @@ def test_the_counts_of_blocks_are_as_far_up_their_lengths_as_one_number_says():
     torch.testing.assert_close(weights[:, 0], hidden[:, 0] * expected.repeat_interleave(torch.tensor([1, 4, 2]), 1))
     # Each count of 1..4 and each set of a count equally often.
     assert_sets(hidden[:, 0, 1:5], lambda size: 1 / (4 * comb(4, size)) if size else 0.0)
+
+
+def test_stratified_counts_are_spread_evenly_over_the_draws_and_blocks_of_a_row():
+    """EBPO's grid: one number per draw and block, equally spaced from a random start (blocks that end early, too)."""
+    blocks, draws = [3] * 5 + [4] * 7 + [5], 4
+    hidden, weights = drawn("counts", 12, rows=40, blocks=blocks, num_views=draws, stratified=True)
+    found = torch.stack([hidden[..., :5].sum(-1), hidden[..., 5:12].sum(-1)], dim=-1)  # (rows, draws, blocks)
+    for row in found.tolist():
+        grids = []
+        for part in range(5 * 7 * 2 * draws):  # parts of [0, 1) in which every start gives the same counts
+            start = (part + 0.5) / (5 * 7 * 2 * draws)
+            grid = [[(start + (2 * draw + block) / (2 * draws)) % 1 for block in (0, 1)] for draw in range(draws)]
+            grids.append(sorted([int(5 * one) + 1, int(7 * two) + 1] for one, two in grid))
+        assert sorted(row) in grids
+    lengths = torch.tensor([5] * 5 + [7] * 7)
+    per_token = found.repeat_interleave(torch.tensor([5, 7]), dim=-1)
+    torch.testing.assert_close(weights[..., :12], hidden[..., :12] * lengths / (draws * per_token))
 
 
 def test_complements_take_each_token_once_a_draw_with_the_weight_one_half():

@@ -150,6 +150,8 @@ def test_an_eos_alone_is_scored_and_a_row_that_takes_no_part_is_not(name):
 @each
 def test_attention_sees_the_whole_canvas_so_that_other_tokens_after_the_end_change_nothing(name):
     """Replay hides them here, too, because none of them was revealed before the others."""
+    if name == "rldf":
+        pytest.skip("shows them, as published (`test_replay.py`)")
     late = SAMPLED.reveal_steps.masked_fill(~SAMPLED.scored, 9)
     sampled = replace(SAMPLED, reveal_steps=late)
     views = updates_of(name, sampled, total=4)[0]

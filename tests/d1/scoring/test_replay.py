@@ -58,17 +58,17 @@ MERGED = {
 }
 
 
-def step_sums(model, parts, everything=False):
-    """For each part (its first step, its last): (rows, canvas) log p of the tokens revealed in it, or of all hidden
-    tokens, in the state at its beginning, state by state. Tokens after the completion's end are shown from their own
-    step on, as the sampler saw them."""
+def step_sums(model, parts):
+    """For each part (its first step, its last): (rows, canvas) log p of the tokens revealed in it, in the state at its
+    beginning, state by state. Tokens after the completion's end are shown from their own step on, as the sampler saw
+    them."""
     found = []
     for first, last in parts:
         rows = []
         for row, length in enumerate(LENGTHS):
             steps = SAMPLED.reveal_steps[row].tolist()
             hidden = [k for k in range(CANVAS) if steps[k] >= first or steps[k] < 0]
-            own = [k for k in hidden if k < length and (everything or first <= steps[k] <= last)]
+            own = [k for k in hidden if k < length and first <= steps[k] <= last]
             rows.append(marked(own) * state_logps(model, row, hidden))
         found.append(torch.stack(rows))
     return torch.stack(found)
@@ -106,7 +106,8 @@ def test_segments_cut_all_steps_of_the_canvas_evenly_and_hide_prompt_tokens_at_r
     for row in range(4):
         for view, first in enumerate(firsts):
             assert torch.equal(views.noise[row, view, 500:], order[row] >= first)
-    noise = views.noise[..., :500]
+    noise = views.noise[:, 0, :500]
+    assert torch.equal(views.noise[..., :500], noise.unsqueeze(1).expand(-1, count, -1))  # the same in all segments
     assert abs(noise.float().mean() - 0.15) < 4 * (0.15 * 0.85 / noise.numel()) ** 0.5
     assert count == 1 or not torch.equal(noise[:, 0], noise[:, 1])  # each view has its own
 
@@ -221,38 +222,57 @@ LOGPS = -torch.tensor([[0.3, 1.0, 0.1, 2.0], [2.0, 0.1, 0.6, 9.0], [0.5, 9.0, 9.
 SURPRISALS = [{0: 0.3, 1: 0.1, 3: 1.5}, {0: 0.6, 1: 0.1, 2: 2.0}, {1: 0.5}]
 
 
+def hidden_in(row, step):
+    """(canvas,) what the state of one of a row's `SURPRISALS` hides: the completion's tokens of this step and later
+    ones. Tokens after the end are hidden only in the row's first step."""
+    after_end = torch.full((CANVAS,), step == min(SURPRISALS[row]))
+    return torch.where(SAMPLED.scored[row], SAMPLED.reveal_steps[row] >= step, after_end)
+
+
+def steps_of(views, number, row):
+    """The step of each view of row `number` of a batch, which is row `row` of `SAMPLED`."""
+    steps = []
+    for hidden, weights in zip(views.noise[number, :, PROMPT:], views.weights[number], strict=True):
+        assert torch.equal(weights, (hidden & SAMPLED.scored[row]).float())
+        steps += [step for step in SURPRISALS[row] if torch.equal(hidden, hidden_in(row, step))]
+    assert len(steps) == views.noise.shape[1]
+    return steps
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_states_are_drawn_by_surprisal_without_replacement_and_all_that_is_hidden_is_scored(count):
+def test_states_are_drawn_by_surprisal_and_those_that_a_row_lacks_with_replacement(count):
     times = 1500
     for row, surprisals in enumerate(SURPRISALS):
         sampled = some_rows(replace(SAMPLED, logps=LOGPS), [row] * times)
         generators = [keyed_generator(7, n) for n in range(times)]
         random = Randomness(generators, keyed_generator(0), 0, times)
         views = ESTIMATORS["states"](sampled, random, settings(num_views=count))
-        steps, found = SAMPLED.reveal_steps[row], Counter()
-        states = {step: (steps >= step) | (steps < 0) for step in surprisals}
-        for noise, weights in zip(views.noise[..., PROMPT:], views.weights, strict=True):
-            drawn = set()
-            for hidden, own in zip(noise, weights, strict=True):
-                if own.any():
-                    (step,) = (step for step, state in states.items() if torch.equal(hidden, state))
-                    assert step not in drawn
-                    drawn.add(step)
-                    assert torch.equal(own, (hidden & SAMPLED.scored[row]).float())
-            found[frozenset(drawn)] += 1
+        found, again, new = Counter(), Counter(), min(count, len(surprisals))
+        for number in range(times):
+            steps = steps_of(views, number, row)
+            assert len({*steps[:new]}) == new
+            found[frozenset(steps[:new])] += 1
+            again.update(steps[new:])
         odds = states_drawn(surprisals, count)
         assert set(found) == set(odds)
         assert_frequencies(torch.tensor([found[key] for key in odds]), torch.tensor([odds[key] for key in odds]))
+        if again:
+            chance = torch.tensor([*surprisals.values()], dtype=torch.float64).softmax(0)
+            assert_frequencies(torch.tensor([again[step] for step in surprisals]), chance)
 
 
-def test_a_state_scores_the_tokens_of_all_later_steps_as_the_sampler_saw_them():
-    sampled = replace(SAMPLED, logps=LOGPS)
-    views = ESTIMATORS["states"](sampled, randomness(4), settings(num_views=4))
+def test_a_state_scores_the_tokens_of_all_later_steps_and_shows_all_that_follow_the_end():
+    views = ESTIMATORS["states"](replace(SAMPLED, logps=LOGPS), randomness(4), settings(num_views=4))
     assert not views.noise[..., :PROMPT].any()
+    assert not views.weights[3].any()
     for model in every_model():
-        each = step_sums(model, MERGED["each step"][2], everything=True)
-        expected = [sum(each[step, row] for step in steps) for row, steps in enumerate(SURPRISALS)]
-        assert_same(model, scores(model, views).logps, torch.stack([*expected, torch.zeros(CANVAS).double()]))
+        expected = torch.zeros(4, CANVAS).double()
+        for row in range(3):
+            for step in steps_of(views, row, row):
+                hidden = hidden_in(row, step)
+                own = hidden & SAMPLED.scored[row]
+                expected[row] += own * state_logps(model, row, hidden.nonzero().flatten().tolist())
+        assert_same(model, scores(model, views).logps, expected)
 
 
 def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies_share():

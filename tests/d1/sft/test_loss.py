@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
-from d1.runs.data import IGNORED, BatchRow
+from d1.runs.data import IGNORED
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
@@ -207,42 +207,6 @@ def test_one_process(tiny_model_dir, tmp_path, expected, split, eos_padding, way
 def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir, tmp_path, expected):
     one_step(tiny_model_dir, tmp_path, 4, 2, block_size=64)
     assert_same(found(tiny_model_dir, tmp_path), expected["full attention", "batch"])
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("block_size", [None, 4])
-def test_packing_changes_no_loss_and_no_gradient_of_an_adapter(tiny_model_dir, tmp_path, block_size, attention):
-    """In fp32, with a row that hides nothing and an empty row; also what is reported for each evaluation row."""
-    tokenizer = load_tokenizer(str(tiny_model_dir))
-    dataset = dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eos_padding=1)
-    held_out = dLLMSFTDataset(rows_of_all_lengths(5), tokenizer, 64, eval=True, eval_draws=3)
-    found = []
-    for packed in (False, True):
-        model = model_of(tiny_model_dir, block_size, torch.float32)
-        model.set_attn_implementation(attention)
-        torch.manual_seed(0)
-        adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-        args = {"use_cpu": True, "report_to": [], "per_device_eval_batch_size": 4, "remove_unused_columns": False}
-        trainer = dLLMTrainer(
-            model=adapter.eval(),
-            args=TrainingArguments(str(tmp_path), **args),
-            data_collator=dLLMDataCollator(tokenizer, block_size=block_size, packed=packed),
-            train_dataset=dataset,
-            eval_dataset=held_out,
-        )
-        chosen = [BatchRow(2, t=0.0), *[BatchRow(row, epoch=3) for row in range(ROWS)], BatchRow(-1)]
-        batch = trainer.data_collator(dataset.__getitems__(chosen))
-        assert batch["attention_mask"].all() == packed
-        loss, outputs = trainer.compute_loss(adapter, batch, return_outputs=True)
-        loss.backward()
-        gradients = {name: weight.grad for name, weight in adapter.named_parameters() if weight.requires_grad}
-        found.append((loss, outputs["row_losses"], gradients, trainer.evaluate()))
-    plain, packed_ones = found
-    assert plain[1][0] == plain[1][-1] == 0
-    torch.testing.assert_close(packed_ones[:3], plain[:3], rtol=1e-6, atol=1e-6)
-    losses = [{name: value for name, value in metrics[3].items() if "loss" in name} for metrics in found]
-    assert len(losses[0]) == 1
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("lora", [False, True])

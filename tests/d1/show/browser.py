@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -101,11 +100,6 @@ class Page:
         )
         for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
-
-    def picture(self, path: Path) -> None:
-        """A PNG of the whole page."""
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextlib.contextmanager

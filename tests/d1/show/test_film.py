@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
-from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
-from d1.show.page import COLUMNS, film_data, film_page, film_svg, flow
+from d1.show.film import FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
+from d1.show.page import film_data, film_page, film_svg
 from d1.show.terminal import picture, play
 from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
 
@@ -105,11 +105,6 @@ def test_what_acts_on_the_text_around_it_is_shown_by_its_number():
     assert visible("é 东京 👩\u200d🔬\n") == "é 东京 👩\u200d🔬↵\n"
 
 
-@pytest.mark.parametrize(("probability", "shade"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.79, 3), (1.0, 4)])
-def test_colours_part_the_unit_interval_equally(probability, shade):
-    assert colour(math.log(probability) if probability else -math.inf) == COLOURS[shade]
-
-
 def test_the_page_holds_text_as_data_alone_and_asks_for_nothing():
     page = film_page(EVIL, [(EVIL, [evil_film(), evil_film("other")])])
     assert page.count("<script") == 2  # its data and its own
@@ -121,19 +116,6 @@ def test_the_page_holds_text_as_data_alone_and_asks_for_nothing():
     assert "\x1b" not in page
     assert not re.search(r"https?://(?!www\.w3\.org)|\bsrc=|@import|url\(|fetch|XMLHttp|innerHTML", page)
     assert "default-src 'none'" in page
-
-
-def test_a_page_of_256_tokens_is_small():
-    film = Film("", "p" * 2000, "", ["token \n"] * 256, list(range(256)), [-1.2345] * 256, [1.2345] * 256)
-    film.fed, film.seconds = [100_000] * 256, [1000.123] * 256
-    assert len(film_page("title", [("", [film, film])]).encode()) < 100_000
-
-
-def test_running_text_breaks_where_lines_end():
-    boxes = flow(["To", " find", ":\n\n", "In", " " * 3, "x" * 99, "ab"], columns=10)
-    expected = [(0, 0, 2, "To"), (0, 3, 4, "find"), (0, 7, 3, ":↵↵"), (2, 0, 2, "In"), (2, 2, 3, "␣␣␣")]
-    assert boxes == [*expected, (3, 0, 10, "x" * 9 + "…"), (4, 0, 2, "ab")]
-    assert all(box.column + box.width <= COLUMNS for box in flow(["wörter "] * 60))
 
 
 def test_a_picture_shows_each_token_in_its_step_and_colour_and_text_as_text():
@@ -183,27 +165,6 @@ def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
     frames = text.split("╭")
     assert [frame.count("░") for frame in frames[1:4]] == [4, 2, 1]
     assert all("underlined: just revealed ─" in frame for frame in frames[1:4])  # and no word on corrected tokens
-
-
-def test_a_canvas_taller_than_the_terminal_shows_where_the_model_is_at_work():
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=40, height=9, legacy_windows=False)
-    steps = [position // 40 for position in range(200)]
-
-    def grown():
-        for done in (1, 3, 5):
-            seen = [step < done for step in steps]
-            tokens = [f" {position:03}" if there else "" for position, there in enumerate(seen)]
-            known = [step if there else HIDDEN for step, there in zip(steps, seen, strict=True)]
-            yield Film("", "", "", tokens, known, [0.0] * 200, [0.0] * 200, [9] * done, [1.0] * done)
-
-    play(grown(), console, total=5)
-    first, second, *_, whole = (re.sub(r"\x1b\[[\d;]*m", "", frame) for frame in file.getvalue().split("step ")[1:])
-    assert re.search(r"039\W*░", first)
-    assert re.search(r"119\W*░", second)
-    assert "039" not in second
-    assert max(frame.count("\n") for frame in (first, second)) <= 9
-    assert all(f"{position:03}" in whole for position in range(200))
 
 
 def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():

@@ -102,15 +102,6 @@ def test_a_token_tells_its_confidence_and_entropy_to_mouse_and_keys(page, path):
     assert "filled without a prediction" in page.ask("document.querySelectorAll('.detail')[1].textContent")
 
 
-def test_up_and_down_move_between_tokens_and_not_the_slider(page, path):
-    page.open(path, "#step=5")
-    for key in ("ArrowDown", "ArrowUp"):
-        page.ask("document.querySelector('.bar input').focus()")
-        page.press(key)
-        assert (page.ask("document.activeElement.dataset.position"), page.ask(STEP)) == ("0", 5)
-        page.press("ArrowDown")
-
-
 def test_a_problem_shows_whether_it_is_solved_at_the_end(page, tmp_path):
     """And one film fills a wide screen."""
     film, file = films()[0], tmp_path / "sudoku.html"
@@ -166,13 +157,6 @@ def test_it_is_readable_on_screens_of_both_kinds(page, path, dark, width):
         assert page.ask(CONTRAST) >= 4.5, view
     page.point("#theme", click=True)
     assert page.ask("document.documentElement.dataset.theme") == ("light" if dark else "dark")
-
-
-def test_the_order_is_a_scale_from_first_to_last(page, path):
-    page.open(path, "#step=20&view=order")
-    of = 'getComputedStyle(document.querySelector(`[data-position="${i}"]`)).backgroundColor'
-    assert len(set(page.ask(f"[0, 20, 38].map(i => {of})"))) == 3
-    assert page.ask("document.querySelector('#legend').textContent") == "firstlast"
 
 
 def test_one_scene_plays_by_itself_unless_motion_is_unwelcome(page, path):

@@ -15,31 +15,6 @@ def test_tables_are_markdown_or_aligned():
     assert aligned_table(["a", "bb"], [["long", "2"], ["x", "333"]]) == "a     bb\nlong  2\nx     333\n"
 
 
-def test_ticks_have_no_offset_and_the_legend_covers_no_axes():
-    figure, axes = panels(1, 2, size=(8, 4))
-    for axis in axes:
-        for name in ("first", "second"):
-            axis.plot([1, 2], [1000.0001, 1000.0002], label=name)
-    legend(figure)
-    figure.canvas.draw()
-    assert [axis.yaxis.get_offset_text().get_text() for axis in axes] == ["", ""]
-    assert len({line.get_color() for line in axes[0].lines}) == 2
-    (box,) = [one.get_window_extent() for one in figure.legends]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["first", "second"]  # once, not once per axis
-    assert not any(box.overlaps(axis.get_tightbbox()) for axis in axes)
-
-
-def test_a_legend_is_no_wider_than_its_figure():
-    figure, (axis,) = panels(1, 1, size=(3, 3))
-    for number in range(4):
-        axis.plot([1, 2], [3, 4], label=f"a name of a run: number {number}")
-    legend(figure)
-    figure.canvas.draw()
-    (box,) = [one.get_window_extent() for one in figure.legends]
-    assert len(figure.legends[0].get_texts()) == 4
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-
-
 @pytest.mark.parametrize(
     ("values", "span"),
     [
