@@ -27,6 +27,7 @@ from d1.sampling.settings import (
     BLOCK_LENGTH,
     EDITING,
     FIRST_TOKENS,
+    ORDER_TEMPERATURE,
     POST_STEPS_RANGE,
     SAMPLERS,
     SamplingSettings,
@@ -121,6 +122,9 @@ class DiffuGRPOConfig(GRPOConfig):
     diffusion_steps: OptionalCount = setting(128, "Forward passes per completion; one per token if unset.")
     cfg_scale: Amount = setting(0.0, "Classifier-free guidance; 0 turns it off.")
     remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
+    order_temperature: Annotated[float | None, POSITIVE | None] = setting(
+        None, f"Of the noise on remasking gumbel, in nats of log-probability ({ORDER_TEMPERATURE} if unset)."
+    )
     sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
     kv_cache: str | None = setting(
         None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset); none: not the method's."
@@ -211,6 +215,13 @@ class DiffuGRPOConfig(GRPOConfig):
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
     sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
         None, "Truncated importance sampling: largest weight of a token (trained probability / sampling probability)."
+    )
+    trajectory_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
+        None,
+        "clipped_places: largest importance weight of a trajectory up to a step (after a cache or old weights).",
+    )
+    log_places: bool = setting(
+        False, "Log the probability of rollouts with their choice of places, at the cost of a scoring of every step."
     )
     p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
     random_masking: bool = setting(True, "A fresh prompt mask for each update; false: one mask for all of them.")
@@ -336,6 +347,16 @@ class DiffuGRPOConfig(GRPOConfig):
         return bool(self.rollout_staleness and exact and self.reads_old_logps and self.sampling_weight_cap is None)
 
     @property
+    def record_exactly(self) -> bool:
+        """`SamplingSettings.record_exactly`: an estimator of places scores the draws themselves."""
+        return ESTIMATORS[self.estimator].with_places
+
+    @property
+    def record_steps(self) -> bool:
+        """`SamplingSettings.record_steps`."""
+        return self.log_places or self.trajectory_weight_cap is not None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss reads log-probs of a reference model."""
         return self.beta != 0.0 and PENALTIES[self.kl].to == "reference"
@@ -392,7 +413,7 @@ class DiffuGRPOConfig(GRPOConfig):
         sampling = self.sampling_settings()
         own = {field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)}
         lengths = {name: getattr(sampling, name) for name in ("gen_length", "block_length")}
-        return ViewSettings(**own | lengths | {"steps": sampling.most_passes()})
+        return ViewSettings(**own | lengths | {"steps": sampling.most_passes(), "sampling": sampling})
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:

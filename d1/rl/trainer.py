@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -56,6 +57,9 @@ from d1.rl.batch import (
     score_batch,
     score_more,
     score_updates,
+    settled_steps,
+    trajectory_gaps,
+    trajectory_metrics,
     updates_are_alike,
     view_logps_as_sampled,
     views_of,
@@ -77,11 +81,11 @@ from d1.rl.engines import (
     states_of,
     unpadded,
 )
-from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
+from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, LossInputs, known, sequence_log_ratios
 from d1.rl.rewards import guarded
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
-from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling import Rollout, SamplingSettings, eos_cut, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
@@ -465,6 +469,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
             self.score_some(batch, everyone)
         self.draw_views(batch, everyone)
+        if self.args.log_places:
+            self.log_trajectories(batch, everyone)
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, everyone)
         self.score_rollout(batch)
@@ -485,7 +491,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def score_some(self, batch: Batch, everyone: Everyone) -> None:
         """Sets which tokens count in the loss."""
         if (name := self.args.scored_tokens) != "ended":
-            score_more(batch, name, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
+            ends = self.eos_token_ids, self.text_tokenizer.pad_token_id
+            score_more(batch, name, *ends, everyone, self.settled(batch))
+
+    def settled(self, batch: Batch) -> Tensor:
+        return settled_steps(batch, self.sampling.block_length, block_size(self.model.config) is not None)
 
     def draw_views(self, batch: Batch, everyone: Everyone) -> None:
         """Adds the views of every update, and how many of them score something."""
@@ -547,18 +557,19 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
             elif args.needs_old_logps:
-                batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
+                batch["old_view_logps"], of_places = score_updates(self.model, batch, score_one, only_first)
+                batch |= {} if of_places is None else {"old_place_logps": of_places}
             if args.needs_reference:
                 with self.reference() as model:
-                    batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
+                    batch["ref_view_logps"], _ = score_updates(model, batch, score_one, only_first)
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
         own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once, "blocks": self.blocks}
-        own |= options
+        own |= {"distribution": self.sampling.record_under(self.mask_token_id), "sampling": self.sampling} | options
         with self.accelerator.autocast():
-            scores = score_batch(model, batch, views, distribution=self.sampling.record_distribution, **own)
+            scores = score_batch(model, batch, views, **own)
         self.compute = self.compute + scores.compute
         return scores
 
@@ -572,7 +583,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, self.blocks
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.turns)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.turns, args.trajectory_weight_cap)
         # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
@@ -596,9 +607,36 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             metrics |= sampling_gap(
                 sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
             )
+        if self.update == 0 and inputs.place_logps is not None and not args.log_places:
+            metrics |= self.of_trajectories(batch, inputs)
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
+
+    def of_trajectories(self, batch: Batch, inputs: LossInputs) -> dict[str, float]:
+        """`trajectory_metrics` of a micro-batch in views with places."""
+        assert inputs.place_old is not None
+        assert inputs.steps is not None
+        tokens = (known(inputs.view_old) * inputs.scored).sum(-1)
+        gaps = trajectory_gaps(inputs, batch, 0) if "step_logps" in batch else None
+        return trajectory_metrics(tokens, inputs.place_old, inputs.steps, gaps, self.accelerator.gather)
+
+    def log_trajectories(self, batch: Batch, everyone: Everyone) -> None:
+        """Logs `trajectory_metrics` of a rollout, whatever the method scores; not counted in `compute_tokens`."""
+        rows, compute, config = dict(batch), self.compute, self.model.config
+        ends = eos_cut(batch["canvas_ids"], self.eos_token_ids)
+        rows["completion_mask"] = ends.long() * batch["completion_mask"].any(-1, keepdim=True)
+        score_more(rows, "completed", self.eos_token_ids, None, everyone, self.settled(batch))
+        unused = Randomness([], torch.Generator(), 0, len(ends))
+        settings = replace(self.args.view_settings(), num_views=None)
+        rows |= draw_updates(sampled_rows(rows, config), unused, 1, ESTIMATORS["places"], settings)
+        rows |= count(rows, everyone)
+        exact = {"distribution": self.sampling.drawn(self.mask_token_id)}
+        with self.without_checkpointing(), evaluating(self.model):
+            scores = self.scores(self.model, rows, views_of(rows, 0), **exact)
+        self.compute = compute
+        for name, value in self.of_trajectories(rows, loss_inputs(rows, scores, 0)).items():
+            self.log_metric(name, value)
 
     def compare_rows(self, model: Any) -> None:
         """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an

@@ -24,7 +24,8 @@ from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Passes
-from d1.sampling.predict import Generators, predict, uniform
+from d1.sampling.places import Steps, score_steps
+from d1.sampling.predict import Generators, gumbel, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SamplingSettings, check_sampler
 
@@ -242,6 +243,7 @@ class Step:
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
     most_writes: int = 1  # `SamplingSettings.most_writes`
+    noted: Tensor | None = None  # (1 or 2, n, k) ranks, and log-probs of steps, where they are recorded (`Rollout`)
 
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
@@ -273,15 +275,22 @@ def keep(
     due: Tensor,
     left: Sequence[int],
     generator: Generators,
-) -> Tensor:
-    """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule."""
+) -> tuple[Tensor, Tensor]:
+    """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule; and
+    their ranks, as in `Rollout`. `logps` are those to order by (`predict`)."""
     draw = partial(uniform, logps.shape, generator, logps, left)
-    scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
-    order = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
+    order = REMASKING[settings.remasking]
+    scores = order.scores(logps, entropies, draw)
+    if order.noisy:
+        scores = scores + settings.noise * gumbel(draw())
+    scores = scores.masked_fill(~hidden, -math.inf)
+    sorted_by = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
+    ranks, certain = sorted_by.argsort(dim=-1), torch.zeros_like(due)
     if settings.rule is not None:  # it counts how many of the best to reveal
-        best = scores.gather(1, order), entropies.gather(1, order)
-        due = RULES[settings.rule].count(*best, settings.level).maximum(due).minimum(hidden.sum(1))
-    return order.argsort(dim=-1) < due.unsqueeze(1)
+        best = scores.gather(1, sorted_by), entropies.gather(1, sorted_by)
+        certain = RULES[settings.rule].count(*best, settings.level)
+        due = certain.maximum(due).minimum(hidden.sum(1))
+    return ranks < due.unsqueeze(1), (ranks + 1 - certain.unsqueeze(1)).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -308,9 +317,9 @@ class Sampler:
         rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
         hidden = asked = batch.hidden[rows]
         if any(opening):
-            others = batch.upload(opening).bool().unsqueeze(1).expand_as(hidden).clone()
-            others[:, 0] = False
-            asked = hidden & ~others
+            waiting = batch.upload(opening).bool().unsqueeze(1).expand_as(hidden).clone()
+            waiting[:, 0] = False
+            asked = hidden & ~waiting
         own_settings = [row.settings or self.settings for row in progress]
         # No probability is above 2: without a threshold, nothing is edited.
         above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
@@ -328,7 +337,7 @@ class Sampler:
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
-        ids, logps, entropies, record_logps, chosen = self.decide(batch, live, found, still, due, left)
+        ids, logps, entropies, record_logps, _, chosen, *noted = self.decide(batch, live, found, still, due, left)
         # Write what was kept. No host sync: a schedule says how many tokens are left, unless a rule or an edit decides.
         at = (rows.unsqueeze(1), positions)
         if editing:
@@ -349,27 +358,56 @@ class Sampler:
             row.left, row.step = count, row.step + 1
         batch.stop(live)
         predicted, so_far = (ids, record_logps, entropies), (canvas.passes, canvas.forward_tokens)
-        return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, self.settings.most_writes)
+        others = self.settings.most_writes, torch.stack(noted) if noted else None
+        return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, *others)
 
     def decide(
         self, batch: Batch, live: list[int], found: Tensor, still: Tensor, due: Tensor, left: Sequence[int]
     ) -> Sequence[Tensor]:
-        """Predictions (n, k) from the states `found`, their log-probs, entropies and log-probs to record, and which of
-        those at hidden positions (`still`) are kept."""
+        """What `predict` gives (n, k), from the states `found`, which of the predictions at hidden positions (`still`)
+        are kept, and what else is recorded, (n, k) each: ranks, and log-probs of steps."""
         alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings: all, except in a stream
         for index, row in enumerate(live):
             alike.setdefault(batch.rows[row].settings or self.settings, []).append(index)
-        parts = []
+        parts, noting = [], max(settings.noting for settings in alike)
         for settings, some in alike.items():
             those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
             counts, own = [left[index] for index in some], batch.generators([live[index] for index in some])
             drawn = (settings, self.mask_token_id, own, self.noise_dtype)
             guessed = predict(self.model, found[:, those], counts, *drawn)
-            parts.append((*guessed, keep(settings, *guessed[1:3], still[those], due[those], counts, own)))
+            of_rows = still[those], due[those], counts
+            kept, ranks = keep(settings, guessed[4], guessed[2], *of_rows, own)
+            noted = [ranks.to(guessed[1])] * (noting > 0)
+            if settings.record_steps:
+                noted.append(self.step_logps(found[0, those], settings, guessed[0], kept, ranks, *of_rows))
+            noted += [torch.zeros_like(guessed[1])] * (noting - len(noted))
+            parts.append((*guessed, kept, *noted))
         if len(parts) == 1:
             return parts[0]
         order = batch.upload([*chain(*alike.values())]).argsort()
         return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
+
+    def step_logps(
+        self,
+        states: Tensor,
+        settings: SamplingSettings,
+        ids: Tensor,
+        kept: Tensor,
+        ranks: Tensor,
+        still: Tensor,
+        due: Tensor,
+        left: Sequence[int],
+    ) -> Tensor:
+        """`Rollout.step_logps` (n, k) of a step, from the states (n, k, hidden) and what `predict` and `keep` gave."""
+        k = kept.shape[1]
+        at = torch.cat([torch.arange(row * k, row * k + count) for row, count in enumerate(left)])
+        at = at.to(kept.device, non_blocking=True)
+        hidden, written, tokens, own_ranks = (of.flatten()[at] for of in (still, kept, ids, ranks))
+        steps = Steps(left, hidden, written, tokens, own_ranks, more=kept.sum(1) > due)
+        drawn = settings.drawn(self.mask_token_id)
+        tokens, log_f, _ = score_steps(self.model, states.flatten(0, 1)[at], steps, settings, drawn)
+        logps = tokens.new_zeros(kept.numel()).index_put((at,), tokens).view_as(kept)
+        return (logps + log_f.unsqueeze(1).where(kept & (kept.cumsum(1) == 1), 0.0)).float()
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
@@ -438,7 +476,8 @@ class Rollout:
 
     Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
     whole vocabulary, in the step that revealed the token or, with editing, wrote it last. Tokens that the EOS stop
-    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from.
+    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from; with
+    `record_exactly`, that has no mask token.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
@@ -448,22 +487,30 @@ class Rollout:
     passes: Tensor  # (rows,) forward passes that the row took part in
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
     writes: Writes | None = None  # None without editing
+    # (rows, gen_length), recorded for an order with noise: the rank of a token among those that its step revealed, from
+    # 1; 0 for tokens that a reveal rule accepts, whatever their number.
+    ranks: Tensor | None = None
+    # (rows, gen_length) fp32 with `record_steps`, else None: the log-probability that the token was drawn; and, at the
+    # first token that a step revealed, also that of the step's choice of places (`places.py`).
+    step_logps: Tensor | None = None
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
         """A rollout from a `record` made by `blank_record`."""
-        logps, entropies, numbers, written = record  # (rows, canvas, writes) each
+        logps, entropies, numbers, written, *noted = record  # (rows, canvas, writes) each
         writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
         last = ((numbers >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
         logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
-        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes)
+        ranks, step_logps = (noted[number][..., 0] if len(noted) > number else None for number in range(2))
+        ranks = None if ranks is None else ranks.long()
+        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes, ranks, step_logps)
 
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The rows of several rollouts in one."""
         fields: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
         writes = fields.pop("writes")
-        fields = {name: torch.cat(values) for name, values in fields.items()}
+        fields = {name: None if values[0] is None else torch.cat(values) for name, values in fields.items()}
         return cls(**fields, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
 
     @property
@@ -507,19 +554,21 @@ def rollout(
     return rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
 
 
-def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
-    """(4, rows, length, writes): log-probs, entropies, steps and ids of a `Rollout` in one tensor, so that a step is
-    one write."""
-    record = torch.zeros(4, rows, length, writes, device=device)
+def blank_record(rows: int, length: int, device: Any, writes: int = 1, noting: int = 0) -> Tensor:
+    """(4 to 6, rows, length, writes): log-probs, entropies, steps, ids and what else is noted of a `Rollout`, in one
+    tensor, so that a step is one write."""
+    record = torch.zeros(4 + noting, rows, length, writes, device=device)
     record[2] = -1
     return record
 
 
 def note(record: Tensor, step: Step, first: int = 0) -> None:
     """Write what a step revealed into a record of the canvas from position `first` on."""
-    at = (slice(None), step.rows.unsqueeze(1), step.positions - first)
     numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
     now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
+    if step.noted is not None:
+        now = torch.cat([now, step.noted])
+    at = (slice(len(now)), step.rows.unsqueeze(1), step.positions - first)
     before = record[at]
     next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] >= 0).sum(-1, keepdim=True)
     record[at] = torch.where(step.revealed.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
@@ -531,7 +580,8 @@ def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
     for step in steps:
         if record is None:
             rows, length = step.canvas.shape
-            record = blank_record(rows, length - first, step.canvas.device, step.most_writes)
+            noting = 0 if step.noted is None else len(step.noted)
+            record = blank_record(rows, length - first, step.canvas.device, step.most_writes, noting)
         note(record, step, first)
     assert record is not None
     return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)

@@ -30,6 +30,13 @@ def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: S
     return numbers
 
 
+def gumbel(numbers: Tensor) -> Tensor:
+    """Gumbel noise from uniform numbers in [0, 1), which it overwrites."""
+    # torch.rand gives multiples of eps/2, zero included; zero, where the log diverges, is replaced by half a grid cell.
+    grid = torch.finfo(numbers.dtype).eps / 2
+    return numbers.clamp_(min=grid / 2).log_().neg_().log_().neg_()
+
+
 def draw_ids(
     logits: Tensor,
     temperature: float,
@@ -70,9 +77,9 @@ def predict(
     mask_token_id: int,
     generator: Generators,
     noise_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A token for each position, its log-probability, the entropy there, and the log-probability to record, which is
-    that under `settings.record_distribution`: (rows, n) each.
+) -> tuple[Tensor, ...]:
+    """A token for each position, its log-probability, the entropy there, the log-probability to record, which is
+    that under `settings.record_under`, and the one to order by: (rows, n) each.
 
     The head runs on a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
     numbers do not depend on its batch.
@@ -86,7 +93,7 @@ def predict(
     at_once = max(1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size)
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
-    logps, entropies, record_logps = torch.empty(3, rows, n, device=states.device)
+    found = torch.empty(4, rows, n, device=states.device)
     run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
@@ -96,10 +103,11 @@ def predict(
             logits = run_head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(states), -1))
             logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
-            found = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
-            ids[part], logps[part], entropies[part], record_logps[part] = found
+            ids[part], *others = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
+            for values, own in zip(found, others, strict=True):
+                values[part] = own
             del logits  # before the next chunk's
-    return ids, logps, entropies, record_logps
+    return ids, *found
 
 
 def predict_from(
@@ -109,21 +117,23 @@ def predict_from(
     mask_token_id: int,
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`predict`, from `logits` (rows, n, vocab) in fp32, which it changes."""
     plain = settings.rule is not None and RULES[settings.rule].plain_entropies
     # Greedy: one pass over the logits gives all three. The mask token is excluded from the choice, not from log p.
     if settings.temperature == 0 and not plain:
         ids, logps, entropies = head.most_likely(logits, mask_token_id)
-        return ids, logps, entropies, logps
+        return ids, logps, entropies, logps, logps
     log_normaliser = logits.logsumexp(-1)
     entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
     # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
-    whole = logits.clone() if settings.record_distribution != OWN else logits
+    recorded_under = settings.record_under(mask_token_id)
+    whole = logits.clone() if recorded_under != OWN else logits
     logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
     left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
     ids = draw_ids(left, settings.temperature, generator, noise_dtype, counts)
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
-    if settings.record_distribution == OWN:
-        return ids, logps, entropies, logps
-    return ids, logps, entropies, head.token_logps(settings.record_distribution.logits(whole, ids), ids)
+    # An order with noise goes by the most likely token, any other one by the drawn token.
+    order_logps = logits.amax(-1) - log_normaliser if settings.noise else logps
+    record_logps = logps if recorded_under == OWN else head.token_logps(recorded_under.logits(whole, ids), ids)
+    return ids, logps, entropies, record_logps, order_logps

@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from d1.masking import draw_masks
 from d1.models.attention import has_causal_context
 from d1.models.kinds import block_size
+from d1.sampling.settings import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ViewSettings:
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
         segments, segment_steps, draw_steps, mean_step: see `replay.py`.
+        sampling: all settings of the sampler, which estimators of places read.
     """
 
     gen_length: int = 256
@@ -40,6 +42,7 @@ class ViewSettings:
     segment_steps: int | None = None
     draw_steps: str = "uniform"
     mean_step: bool = False
+    sampling: SamplingSettings | None = None
 
     @property
     def draws(self) -> int:
@@ -66,6 +69,7 @@ class SampledRows:
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
         write_ids, write_steps, write_entropies, write_logps: (rows, gen_length, writes), of a sampler that edits all
             that it wrote (`d1.sampling.loop.Writes`), the last of which is in the tensors above; None for others.
+        ranks: (rows, gen_length), `Rollout.ranks` of an order with noise; None for other orders.
     """
 
     prompt_ids: Tensor
@@ -81,6 +85,7 @@ class SampledRows:
     write_steps: Tensor | None = None
     write_entropies: Tensor | None = None
     write_logps: Tensor | None = None
+    ranks: Tensor | None = None
 
     @property
     def gen_length(self) -> int:

@@ -18,7 +18,7 @@ from d1.masking import keyed_generator
 from d1.rl.batch import completion_ids_of, evaluating, record_and_costs
 from d1.rl.checks import left_to_right_rows
 from d1.rl.engines import READ, RECORD, STATES, states_of
-from d1.sampling import rollout
+from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from tests.tiny_grpo import clockless, logged, make_method, weights
 
@@ -170,7 +170,8 @@ def test_an_estimators_views_depend_on_what_it_says_alone(name):
     rows, rest = left_to_right_rows(), {}
     noise = torch.rand(3, *rows.logps.shape, generator=torch.Generator().manual_seed(0))
     rows = replace(rows, logps=-noise[0], entropies=noise[1])
-    base = ViewSettings(gen_length=rows.gen_length, steps=rows.gen_length, block_length=4)
+    lengths = {"gen_length": rows.gen_length, "steps": rows.gen_length, "block_length": 4}
+    base = ViewSettings(**lengths, sampling=SamplingSettings(**lengths, temperature=1.0))
     choices = [base, replace(base, num_views=2), replace(base, num_views=2, draw_steps="entropy")]
     for settings in [*choices, replace(base, num_views=2, draw_steps="top")]:
         read = {*ESTIMATORS[name].reads(settings)}

@@ -121,6 +121,34 @@ def test_clipped_views_is_ppos_loss_of_every_token_in_every_view(loss_type, epsi
     assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_clipped_places_has_one_ratio_per_step_and_leaves_impossible_steps_out(weighted):
+    """In a loop over steps; the gradients of tokens and places are those of the formula, also after -inf."""
+    inputs, run = random_inputs(), settings(loss_type="sum")
+    own = 0.5 + torch.rand(6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    inputs = replace(inputs, trajectory_weights=own if weighted else None)
+    with torch.no_grad():
+        inputs.place_logps[0, 1] = inputs.place_old[3, 2] = -math.inf
+    total, tokens, places, dropped = 0.0, torch.zeros_like(inputs.weights), torch.zeros(6, 3).double(), 0
+    for row, view in (inputs.steps * inputs.mask.any(-1, keepdim=True)).nonzero().tolist():
+        scored = [k for k in range(5) if inputs.weights[row, view, k]]
+        gap = inputs.place_logps[row, view].item() - inputs.place_old[row, view].item()
+        gap += sum((inputs.view_logps - inputs.view_old)[row, view, k].item() for k in scored)
+        if not math.isfinite(gap):
+            dropped += 1
+            continue
+        gain, derivative = clipped(math.exp(gap), inputs.advantages[row].item(), run)
+        weight = inputs.steps[row, view].item() * (own[row, view].item() if weighted else 1.0) / 6
+        total -= weight * gain
+        places[row, view] = tokens[row, view, scored] = -weight * derivative * math.exp(gap)
+    loss, metrics = OBJECTIVES["clipped_places"](inputs, run)
+    torch.testing.assert_close(loss.item(), total, **EXACT)
+    torch.testing.assert_close(gradient(loss, inputs), tokens, **EXACT)
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs.place_logps)[0], places, **EXACT)
+    assert metrics["places/dropped"] == pytest.approx(dropped / int(inputs.steps.ne(0).sum()), rel=1e-6)
+    assert dropped == 2
+
+
 @pytest.mark.parametrize("rows", [6, 2])
 def test_a_states_own_advantage_replaces_that_of_its_row(rows):
     """As if each view were a separate rollout; egspo-sa has one advantage for each state."""
@@ -336,7 +364,8 @@ def test_idle_settings_do_nothing_while_the_policy_is_the_one_that_sampled(name)
     found = {}
     for on_policy in (True, False):
         inputs = random_inputs(spread=0.1)
-        inputs = replace(inputs, view_old=inputs.view_logps.detach()) if on_policy else inputs
+        if on_policy:
+            inputs = replace(inputs, view_old=inputs.view_logps.detach(), place_old=inputs.place_logps.detach())
         inputs = of_prompts(inputs)
         changes = [{}, *({setting: OTHER[setting]} for setting in OBJECTIVES[name].idle)]
         found[on_policy] = [gradient(OBJECTIVES[name](inputs, settings(**one))[0], inputs) for one in changes]

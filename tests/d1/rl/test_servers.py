@@ -116,7 +116,9 @@ HOW = {  # of block-causal models ("blocks ...") and of others
     "blocks": {},
     "blocks, parallel": PARALLEL,
     **{name: {"sampler": "cached", "kv_cache": name} for name in CACHES},
-    "dual, parallel": {**PARALLEL, "sampler": "cached+parallel", "kv_cache": "dual"},
+    "dual, parallel": {**PARALLEL, "sampler": "cached+parallel", "kv_cache": "dual", "record_steps": True},
+    "gumbel": {"remasking": "gumbel", "order_temperature": 0.5, "record_steps": True, "record_exactly": True},
+    "blocks, gumbel": {"remasking": "gumbel", "sampler": "parallel", "reveal_level": 0.2},
 }
 
 
@@ -150,6 +152,9 @@ def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, stops, leng
     own = rollout(model, ids, mask, settings, eos_token_ids=ends or None, **options)
     for name in ("ids", "logps", "entropies", "reveal_steps", "passes", "forward_tokens"):
         assert torch.equal(getattr(found, name), getattr(own, name)), name
+    for name, is_noted in (("ranks", settings.noting > 0), ("step_logps", settings.record_steps)):
+        found_of, own_of = getattr(found, name), getattr(own, name)
+        assert torch.equal(found_of, own_of) if is_noted else found_of is own_of is None, name
 
 
 @pytest.mark.parametrize("own_batch", [True, False, None])

@@ -35,6 +35,7 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of a cache and a reveal rule tha
     {"sampler": "cached+parallel", "kv_cache": "delayed", "reveal": "threshold", "reveal_level": 0.6},
     {"sampler": "cached", "kv_cache": "lasting"},
     {"sampler": "cached+parallel", "kv_cache": "lasting", "reveal": "factor", "reveal_level": 1.2},
+    {"sampler": "parallel", "reveal_level": 0.6, "remasking": "gumbel", "order_temperature": 0.3},
 ]
 EDITORS: list[dict[str, Any]] = [  # random models never agree with themselves: budgets end their blocks
     {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.4, "edit_threshold": 0.6},
@@ -60,8 +61,7 @@ def cases(draw, samplers, longest=12, block_length=None, truncated=TRUNCATED, or
         draw(st.integers(-(-gen_length // block_length), gen_length)),
         temperature,
         draw(st.sampled_from([0.0, 0.0, 0.5])),
-        "low_confidence" if "reveal" in sampler else draw(st.sampled_from(orders)),
-        **sampler,
+        **{"remasking": "low_confidence" if "reveal_level" in sampler else draw(st.sampled_from(orders)), **sampler},
         **draw(st.sampled_from([{}, *truncated] if temperature else [{}])),
     )
     return {
@@ -81,6 +81,7 @@ class Row:
     logps: list[float]
     entropies: list[float]
     reveal_steps: list[int]
+    ranks: list[int]
     writes: list[list[tuple[int, int, float, float]]]  # of each position: pass, id, log-probability, entropy
     passes: int = 0
     tokens: int = 0
@@ -181,7 +182,7 @@ def sample(model, text, settings, generator, ends=None, holes=None):
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     ids = [*text, *[MASK] * length] if holes is None else [MASK if i in holes else id for i, id in enumerate(text)]
     positions = list(range(len(text), len(ids))) if holes is None else holes
-    row = Row(ids, [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
+    row = Row(ids, [0.0] * length, [0.0] * length, [-1] * length, [0] * length, [[] for _ in range(length)])
     above, budget = settings.edits, settings.post_steps
     lasting = settings.kv_cache == "lasting"
     delayed = settings.kv_cache == "delayed" or lasting
@@ -222,7 +223,8 @@ def sample(model, text, settings, generator, ends=None, holes=None):
             # position.
             if temperature:
                 uniform = torch.rand(len(left), VOCAB, generator=generator).clamp(min=2.0**-25)
-            ranks = torch.rand(len(left), generator=generator).tolist() if settings.remasking == "random" else None
+            drawn = settings.remasking in ("random", "gumbel")
+            ranks = torch.rand(len(left), generator=generator).tolist() if drawn else None
             guesses = []
             for number, i in enumerate(left):
                 log_softmax = logits[i].log_softmax(-1)
@@ -237,16 +239,23 @@ def sample(model, text, settings, generator, ends=None, holes=None):
                 token = int(scores.argmax())
                 logp, entropy = log_softmax[token].item(), -(log_softmax.exp() * log_softmax).sum().item()
                 rank = {"low_confidence": -logp, "entropy": entropy, "leftmost": i}.get(settings.remasking)
-                guesses.append((-ranks[number] if ranks else rank, i, token, logp, entropy))
+                if settings.remasking == "random":
+                    rank = -ranks[number]
+                elif settings.remasking == "gumbel":
+                    best = max(value for k, value in enumerate(log_softmax.tolist()) if k != MASK)
+                    rank = settings.noise * math.log(-math.log(max(ranks[number], 2.0**-25))) - best
+                guesses.append((rank, i, token, logp, entropy))
             other = [guess for guess in guesses if guess[1] not in masked]
             edits = [guess for guess in other if guess[2] != ids[guess[1]] and math.exp(guess[3]) > above]
             guesses = sorted(guess for guess in guesses if guess[1] in masked)
-            due = scheduled - (size - len(masked))
+            due, accepted = scheduled - (size - len(masked)), 0
             if parallel:
-                confidences, entropies = [math.exp(guess[3]) for guess in guesses], [guess[4] for guess in guesses]
-                due = max(1, due, count_by_rule(settings.rule, settings.level, confidences, entropies))
-            for _, i, token, _, entropy in guesses[:due] + edits:
+                confidences, entropies = [math.exp(-guess[0]) for guess in guesses], [guess[4] for guess in guesses]
+                accepted = count_by_rule(settings.rule, settings.level, confidences, entropies)
+                due = max(1, due, accepted)
+            for rank, (_, i, token, _, entropy) in enumerate(guesses[:due] + edits, start=1 - accepted):
                 at, ids[i] = positions.index(i), token
+                row.ranks[at] = max(rank, 0)
                 row.logps[at] = recorded(logits[i].tolist(), token, settings)
                 row.entropies[at], row.reveal_steps[at] = entropy, row.passes
                 row.writes[at].append((row.passes, token, row.logps[at], entropy))
@@ -285,6 +294,7 @@ def check_row(got, row, width, expected, enlarged=1.0):
     length, close = got.logps.shape[1], {"rtol": 1e-5, "atol": 2e-5 * enlarged}
     assert got.ids[row, -length - width :].tolist() == expected.ids
     assert got.reveal_steps[row].tolist() == expected.reveal_steps
+    assert got.ranks is None or got.ranks[row].tolist() == expected.ranks
     for found, wanted in ((got.logps, expected.logps), (got.entropies, expected.entropies)):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found[row], torch.tensor(wanted), **close)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from d1.masking import keyed_generator
 from d1.scoring import ESTIMATORS, Randomness, Views
 from tests.d1.scoring.enumeration import (
     LENGTHS,
+    ONE_BLOCK,
     PROMPT,
     SAMPLED,
     after_end,
@@ -44,6 +46,8 @@ CHOSEN = {  # estimator and settings: those of methods, and all ways to draw
     "tracerl": ("replay", {"segment_steps": 2}),
     "left_to_right": ("left_to_right", {}),
     "just-grpo-fast": ("left_to_right", {"num_views": 2}),
+    "places": ("places", {"sampling": ONE_BLOCK}),
+    "places, drawn": ("places", {"sampling": ONE_BLOCK, "num_views": 3, "draw_steps": "entropy"}),
 }
 SIX = some_rows(SAMPLED, [0, 1, 2, 3, 0, 1])
 each = pytest.mark.parametrize("name", CHOSEN)
@@ -95,7 +99,7 @@ def test_padding_moves_no_view(name):
 @each
 def test_successive_draws_differ_unless_nothing_is_random(name):
     one, two, three = updates_of(name, SIX)
-    fixed = name in ("replay", "egspo", "tracerl", "left_to_right", "just-grpo-fast")
+    fixed = name in ("replay", "egspo", "tracerl", "left_to_right", "just-grpo-fast", "places")
     for a, b in ((one, two), (two, three), (one, three)):
         assert (torch.equal(a.noise, b.noise) and torch.equal(a.weights, b.weights)) == fixed
     other = updates_of(name, SIX, seed=5)[0]
@@ -182,7 +186,7 @@ def forward_passes(model):
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_forward_passes_are_as_few_as_pairs_of_rows_and_views_that_score_something(name, at_once):
     model, views = tiny(2), updates_of(name, SIX)[0]
-    pairs = int(views.weights.any(-1).sum())
+    pairs = int(views.scoring.sum())
     with forward_passes(model) as rows, torch.no_grad():
         scores(model, views, SIX, views_at_once=at_once)
     assert len(rows) == -(-pairs // (6 * at_once))
@@ -205,5 +209,5 @@ def test_neither_views_at_once_nor_micro_batches_change_values_or_gradients(name
         parts = []
         for start in range(0, 6, size):
             some = slice(start, start + size)
-            parts.append(scores(model, Views(views.noise[some], views.weights[some]), some_rows(SIX, some), 1).logps)
+            parts.append(scores(model, views.each(itemgetter(some)), some_rows(SIX, some), 1).logps)
         assert_same(model, torch.cat(parts), expected)

@@ -1,0 +1,142 @@
+"""The tables of README.md, from data/*.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from scipy import stats
+
+from d1.show.tables import markdown_table
+from pocket.uncertainty import mean_of
+from studies.collapse.run import ARMS, DATA, STAGES, runs
+from studies.collapse.untrained import SAMPLERS, models
+from studies.json_lines import read_lines
+from studies.leaderboard.plan import accuracy
+from studies.reports import holm, p_above, percent, points, scores
+from studies.samplers.rollouts_report import MARGIN, share
+
+LEAST = 0.806  # a run that solves less has collapsed: 8 points below exact rollouts in studies/samplers
+FIRST = 32  # rollouts
+TESTS = (
+    *(("merging", "P", "P8"), ("merging, with a cache", "C", "C8"), ("places", "P+", "P")),
+    *(("places, with a cache", "C+", "C"), ("stale keys", "P+", "C+"), ("weights", "C+w", "C+"), ("jumps", "G", "P+")),
+)
+Lines = Sequence[Mapping[str, Any]]
+
+
+def collapsed(line: Mapping[str, Any]) -> bool:
+    return bool(line["error"]) or accuracy(line["right"]) < LEAST
+
+
+def interval(values: Sequence[float]) -> str:
+    """A mean with its 95% t-interval over models."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return f"{mean:.3g}"
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{mean:.3g} [{mean - half:.3g}, {mean + half:.3g}]"
+
+
+def untrained(lines: Lines) -> str:
+    by = {name: [line for line in lines if line["sampler"] == name] for name in SAMPLERS}
+    by = {name: own for name, own in by.items() if own}
+    if not by:
+        return ""
+    head = ["", *by]
+    plain = ["places_nll", "tokens_nll", "log_weight", "effective", "no_support", "views"]
+    rows = [[name, *(interval([line[name] for line in own]) for own in by.values())] for name in plain]
+    first = next(iter(by.values()))[0]
+    for name in (name for name, value in first.items() if isinstance(value, dict) and "cosine" in value):
+        for what in ("cosine", "norm"):
+            each = (interval([line[name][what] for line in own]) for own in by.values())
+            rows.append([f"{name}: {what}", *each])
+    return markdown_table(head, rows)
+
+
+def early(line: Mapping[str, Any], name: str) -> float:
+    values = line["series"][f"places/{name}"][:FIRST]
+    return fmean(1 - value if name == "effective" else value for value in values)
+
+
+def of_logs(lines: Lines) -> str:
+    """Whether metrics of the first rollouts are larger in runs that collapsed."""
+    bad, good = ([line for line in lines if collapsed(line) == is_bad] for is_bad in (True, False))
+    if not bad or not good:
+        return f"{len(bad)} of {len(lines)} runs collapsed: there is nothing to compare.\n"
+    names = ("nll", "impossible", "effective")
+    values = {name: [[early(line, name) for line in group] for group in (bad, good)] for name in names}
+    p_values = [stats.mannwhitneyu(*values[name], alternative="greater").pvalue for name in names]
+    rows = [
+        [name if name != "effective" else "1 - effective", *map(interval, values[name]), f"{p:.2g}"]
+        for name, p in zip(names, holm(p_values), strict=True)
+    ]
+    head = [f"mean of the first {FIRST} rollouts", f"collapsed ({len(bad)})", f"others ({len(good)})", "p after Holm"]
+    return markdown_table(head, rows)
+
+
+def table(lines: Lines, reference: Lines) -> str:
+    """Accuracy, collapses and costs per arm; differences to exact rollouts are paired by seed and problem."""
+    head = ["arm", "seeds", "solved, % [95%]", "minus exact [95%]", "collapsed [95%]", "updates", "tokens, M"]
+    head += ["processor s", "seconds of the clock"]
+    rows = []
+    for arm in ARMS:
+        own = [line for line in (*lines, *reference) if line["arm"] == arm]
+        seeds = {line["seed"] for line in own} & {line["seed"] for line in reference}
+        pairs = [[line for line in of if line["seed"] in seeds] for of in (own, reference)]
+        if not own:
+            continue
+        gap = points(mean_of(scores(pairs[0]) - scores(pairs[1]))) if seeds and arm != "exact" else ""
+        bad = sum(map(collapsed, own))
+        numbers = [fmean(line[name] for line in own) for name in ("steps", "compute", "processor_seconds", "seconds")]
+        costs = [f"{numbers[0]:.0f}", f"{numbers[1] / 1e6:.2f}", f"{numbers[2]:.1f}", f"{numbers[3]:.1f}"]
+        many = f"{bad}: {percent(share(bad, len(own)))}%"
+        rows.append([arm, str(len(own)), percent(mean_of(scores(own))), gap, many, *costs])
+    return markdown_table(head, rows)
+
+
+def verdicts(lines: Lines) -> str:
+    """The registered tests, given once all runs are there."""
+    by = {arm: [line for line in lines if line["arm"] == arm] for arm in STAGES["test"].arms}
+    bad = {arm: sum(map(collapsed, own)) for arm, own in by.items()}
+    p_values = [
+        stats.fisher_exact([[bad[few], 20 - bad[few]], [bad[many], 20 - bad[many]]], alternative="less").pvalue
+        for _, few, many in TESTS
+    ]
+    each = zip(TESTS, holm(p_values), strict=True)
+    rows = [[what, f"{few}: {bad[few]}", f"{many}: {bad[many]}", f"{p:.2g}"] for (what, few, many), p in each]
+    return markdown_table(["suspect", "fewer collapse in", "than in", "p after Holm"], rows)
+
+
+def goal(lines: Lines, reference: Lines) -> str:
+    """Which arms with at most one collapsed run are not worse than exact rollouts."""
+    by = {arm: [line for line in lines if line["arm"] == arm] for arm in STAGES["tokens"].arms}
+    able = [arm for arm, own in by.items() if sum(map(collapsed, own)) <= 1]
+    p_values = [p_above(scores(by[arm]) - scores(reference), -MARGIN) for arm in able]
+    each = zip(able, holm([1.0 if p is None else p for p in p_values]), strict=True)
+    goals = [f"`{arm}`: p {p:.2g}" for arm, p in each]
+    said = ", ".join(goals) or "none"
+    return f"Not worse than exact by 2 points, of the arms with at most one collapsed run: {said}.\n"
+
+
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    found = {stage: read_lines(DATA / f"{stage}.jsonl") for stage in ("untrained", *STAGES)}
+    planned = {"untrained": len(models())} | {stage: len(runs(stage)) for stage in STAGES}
+    done = ", ".join(f"{len(lines)} of {planned[stage]} ({stage})" for stage, lines in found.items())
+    text = f"Runs that are done: {done}.\n"
+    if found["untrained"]:
+        text += f"\n### Untrained\n\n{untrained(found['untrained'])}"
+    if len(found["logs"]) == planned["logs"]:
+        text += f"\n### Logs of `prefix`\n\n{of_logs(found['logs'])}"
+    titles = {"test": "At equal rollouts", "tokens": "At equal tokens", "seconds": "At equal processor seconds"}
+    for stage, title in titles.items():
+        if found[stage]:
+            text += f"\n### {title}\n\n{table(found[stage], found['reference'])}"
+        if stage == "test" and len(found["test"]) == planned["test"]:
+            text += f"\n{verdicts(found['test'])}"
+        if stage == "tokens" and all(len(found[name]) == planned[name] for name in ("tokens", "reference")):
+            text += f"\n{goal(found['tokens'], found['reference'])}"
+    return {Path(__file__).with_name("README.md"): text}
