@@ -43,7 +43,14 @@ def sample_row(stock: Stock, prompt: list[int], settings: SamplingSettings, gene
     """NVIDIA's rule (`generate` of the released model) for one row: the prompt and finished blocks are read from left
     to right and give the next block's first token; the block's other tokens are revealed one pass after the other."""
     length, temperature = settings.gen_length, settings.temperature
-    row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
+    row = Row(
+        [*prompt, *[MASK] * length],
+        [0.0] * length,
+        [0.0] * length,
+        [-1] * length,
+        [0] * length,
+        [[] for _ in range(length)],
+    )
     causal = settings.first_token != "masked"
     sizes = [min(settings.block_length, length - first) for first in range(0, length, settings.block_length)]
     planned = [size - causal for size in sizes]

@@ -582,5 +582,5 @@ def test_views_that_show_the_completion_score_like_views_that_do_not_say(model):
     said = Views(views.noise, views.weights, ids, ids)
     assert torch.equal(replayed(model, sampled, views).logps, replayed(model, sampled, said).logps)
     for name, wrong in (("shown", ids[..., 1:]), ("targets", ids[:, :1]), ("shown", ids.int())):
-        with pytest.raises(ValueError, match=rf"views.{name} must be \(5, {ids.shape[1]}, 11\) int64 ids, got"):
+        with pytest.raises(ValueError, match=rf"views.{name} must be \(5, {ids.shape[1]}, 11\) of torch.int64, got"):
             replayed(model, sampled, replace(views, **{name: wrong}))
