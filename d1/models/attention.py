@@ -78,6 +78,7 @@ def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
 ATTENTION: dict[str, Attention] = {
     "full": Attention(caches=None),
     "block-causal": Attention(within_blocks, fields=("block_size",)),
+    "canvas": Attention(lambda config, query, key: key <= query, caches=()),  # of the text; `canvas.py` makes its masks
 }
 
 

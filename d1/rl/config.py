@@ -23,7 +23,16 @@ from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import BLOCK_LENGTH, EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings, check_sampler
+from d1.sampling.settings import (
+    BLOCK_LENGTH,
+    EDITING,
+    OUTPUTS,
+    POST_STEPS_RANGE,
+    SAMPLERS,
+    STOP_ENTROPY,
+    SamplingSettings,
+    check_sampler,
+)
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
@@ -130,6 +139,14 @@ class DiffuGRPOConfig(GRPOConfig):
         None, "With editing, passes per block after its last mask, at most; 16 if unset."
     )
     editing: str | None = setting(None, f"Published levels of reveal and edit_threshold: {', '.join(EDITING)}.")
+    end_temperature: Annotated[float | None, POSITIVE | None] = setting(
+        None, "With uniform noise, the temperature falls linearly from --temperature to this in each block."
+    )
+    self_conditioning: bool = setting(True, "With uniform noise, passes see the distributions of the pass before.")
+    output: str = setting("argmax", f"With uniform noise, what the last pass of a block leaves: {', '.join(OUTPUTS)}.")
+    stop_entropy: Annotated[float | None, AMOUNT | None] = setting(
+        None, f"With uniform noise, a block may end below this mean entropy; {STOP_ENTROPY} if unset, 0: never."
+    )
     eos_stop: bool | None = setting(
         None, "Skip the blocks after a completion's EOS. Unset: on, unless they are scored or other processes wait."
     )

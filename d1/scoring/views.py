@@ -35,9 +35,10 @@ from d1.models.attention import (
     require_prepared,
     takes_masks_over_queries,
 )
+from d1.models.canvas import canvas_states
 from d1.models.distribution import OWN, Distribution
-from d1.models.head import body_and_head, calls_in_step, target_logps
-from d1.models.kinds import block_size
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, target_logps, token_entropies
+from d1.models.kinds import block_size, has_masks, vocabulary
 from d1.models.packing import two_stream_states
 
 
@@ -54,6 +55,8 @@ class Views:
         targets: (rows, views, tokens) ids that each view scores; None: the completions.
         sampled_logps: (rows, views, tokens) fp32, what the sampler noted for these targets; None: not known, or that of
             the completions' tokens.
+        temperatures: (rows, views) that the logits of each view are divided by; None: 1.
+        accepted: (rows, views, canvas) bool, for models with uniform noise, what a rule chose in each state.
     """
 
     noise: Tensor
@@ -61,6 +64,8 @@ class Views:
     shown: Tensor | None = None
     targets: Tensor | None = None
     sampled_logps: Tensor | None = None
+    temperatures: Tensor | None = None
+    accepted: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Views:
         """Views of which every tensor is changed: moved to a device, or cut to some rows."""
@@ -83,6 +88,8 @@ class Views:
             found, shape = getattr(self, name), (*self.noise.shape[:2], width)
             if found is not None and (found.shape != shape or found.dtype != dtype):
                 raise ValueError(f"views.{name} must be {shape} of {dtype}, got {tuple(found.shape)} of {found.dtype}")
+        if (given := self.temperatures) is not None and given.shape != self.noise.shape[:2]:
+            raise ValueError(f"views.temperatures must be {tuple(self.noise.shape[:2])}, got {tuple(given.shape)}")
 
 
 def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
@@ -118,12 +125,15 @@ class Scores(NamedTuple):
             the same way, 1 per token of a forward pass (`Rollout.forward_tokens`).
         entropies: (rows, tokens), the same weighted sum of the entropies, in nats, of the model's own distributions,
             without gradients; None unless asked for.
+        canvas_entropies: (rows, views, canvas), with the `temperatures` of the views, at all positions; None without
+            these, or unless entropies were asked for.
     """
 
     logps: Tensor
     view_logps: Tensor
     compute: Tensor
     entropies: Tensor | None = None
+    canvas_entropies: Tensor | None = None
 
 
 def score(
@@ -133,7 +143,7 @@ def score(
     completion_ids: Tensor,
     views: Views,
     *,
-    mask_token_id: int,
+    mask_token_id: int | None,
     gen_length: int,
     with_entropies: bool = False,
     views_at_once: int = 1,
@@ -160,7 +170,9 @@ def score(
     if width > gen_length:
         raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
     views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)
-    rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
+    if mask_token_id is None and (width < gen_length or views.shown is None):
+        raise ValueError("a model with uniform noise is scored on whole canvases, in views that say what they show")
+    rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id or 0)
     clean = torch.cat([prompt_ids, completion_ids, rest], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     padded = padding_mask(visible) is not None  # even a mask that hides nothing excludes the fastest attention kernels
@@ -171,22 +183,30 @@ def score(
     def upload(values: Tensor) -> Tensor:
         return values.to(clean.device, non_blocking=True)
 
-    def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`.
+    def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`; and
+        # the entropies at all positions.
         row, view = pairs.unbind(1)
         hidden = views.noise[row, view] & visible[row].bool()
         text = clean[row]
         shown = None if views.shown is None else torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
         states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
-        states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
+        canvas = states[:, -gen_length:]
+        states = canvas[:, :width].flatten(0, 1)[at]
         options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
+        if views.temperatures is not None:
+            temperatures = views.temperatures[row, view].unsqueeze(1)
+            options["temperatures"] = temperatures.expand(-1, width).flatten()[at]
         targets = completion_ids[row] if views.targets is None else views.targets[row, view]
         logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
 
         def placed(values: Tensor) -> Tensor:
             return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
 
-        return placed(logps), None if entropies is None else placed(entropies)
+        if entropies is None:
+            return placed(logps), None, None
+        everywhere = None if views.temperatures is None else tempered_entropies(model, canvas, temperatures)
+        return placed(logps), placed(entropies), everywhere
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
     pairs = pairs_to_score(scored)
@@ -197,12 +217,13 @@ def score(
     # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
     indices = [scored[some.unbind(1)].flatten().nonzero().squeeze(1) for some in passes]
     computed = [run(upload(some), upload(at)) for some, at in zip(passes, indices, strict=True)]
-    logps, entropies = zip(*computed, strict=True)
+    logps, entropies, everywhere = zip(*computed, strict=True)
     pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
         all_values = torch.cat(values)[: len(pairs)]
-        return all_values.new_zeros(views.weights.shape).index_put(pairs.unbind(1), all_values)
+        shape = *views.weights.shape[:2], all_values.shape[1]
+        return all_values.new_zeros(shape).index_put(pairs.unbind(1), all_values)
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
@@ -213,13 +234,26 @@ def score(
     fed = visible[paid].sum()
     if again := noised_tokens(model, gen_length):
         fed = fed + visible[paid, -again:].sum()
-    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed)
+    at_all = by_view(everywhere) if everywhere[0] is not None else None
+    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed, at_all)
+
+
+@torch.no_grad()
+def tempered_entropies(model: Any, states: Tensor, temperatures: Tensor) -> Tensor:
+    """(n, canvas) entropies in nats of the distributions of `states` (n, canvas, hidden) at `temperatures` (n, 1)."""
+    head, flat = body_and_head(model)[1], temperatures.expand(states.shape[:2]).flatten()
+    at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
+    calls = calls_in_step(model, -(-len(flat) // at_once))
+    parts = zip(states.detach().flatten(0, 1).tensor_split(calls), flat.tensor_split(calls), strict=True)
+    return torch.cat([token_entropies(head(some) / own.unsqueeze(1)) for some, own in parts]).view(states.shape[:2])
 
 
 def noised_tokens(model: Any, gen_length: int) -> int:
     """For a block-causal model, how many of the last tokens of a text are processed again with noise: the canvas, and
     prompt tokens that may share its first block; 0 for other models."""
     size = block_size(model.config)
+    if not has_masks(model.config):
+        return gen_length - (size or 0)  # the encoder does not read the last canvas
     return 0 if size is None else gen_length + size - 1
 
 
@@ -230,11 +264,13 @@ def hidden_states(
     visible: Tensor | None,
     *,
     gen_length: int,
-    mask_token_id: int,
+    mask_token_id: Any,
     shown: Tensor | None = None,
 ) -> Tensor:
     """States (rows, n, hidden) of texts whose `hidden` tokens are masked and whose other tokens are those of `shown`
     (None: of `clean`); the last states are those of the canvas."""
+    if not has_masks(model.config):
+        return canvas_states(model, clean, (clean if shown is None else shown)[:, -gen_length:], visible)
     noised = (clean if shown is None else shown).masked_fill(hidden, mask_token_id)
     again = noised_tokens(model, gen_length)
     if not again:

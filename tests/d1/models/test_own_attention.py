@@ -160,7 +160,9 @@ def test_it_trains_and_what_is_saved_keeps_its_name(folder, tmp_path):
 
 def test_what_it_asks_for_is_checked(folder):
     KINDS["own_window"] = Kind(becomes="llama", attention="windw")
-    with pytest.raises(ValueError, match="own: unknown attention 'windw': known are full, block-causal, window-within"):
+    with pytest.raises(
+        ValueError, match="own: unknown attention 'windw': known are full, block-causal, canvas, window-within"
+    ):
         load_model(folder)
     KINDS["own_window"] = Kind(becomes="llama", attention="window-within-blocks", block_size=SIZE)
     change_config(folder, window=0)

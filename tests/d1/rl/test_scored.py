@@ -34,6 +34,8 @@ def scored_in_a_loop(name, ids, steps):
     for position, (token, step) in enumerate(zip(ids, steps, strict=True)):
         if name == "steps":
             yield 0 <= step <= last
+        elif name == "drawn":
+            yield step >= 0
         elif name == "text":
             yield position <= end and token != PAD
         elif name == "unpadded":
