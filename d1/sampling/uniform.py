@@ -178,19 +178,21 @@ def fill_canvas(
 
 def uniform_stream(
     model: Any,
-    prompts: Iterable[tuple[Sequence[int], Generator | None]],
+    prompts: Iterable[Any],
     settings: SamplingSettings,
     batch_size: int,
     ends: Sequence[int],
 ) -> Iterator[tuple[list[int], Rollout]]:
-    """`rollout_stream`: `batch_size` prompts after the other."""
+    """`rollout_stream`: `batch_size` prompts after the other. ValueError for a prompt with `stops`."""
     waiting, pad = enumerate(prompts), model.config.pad_token_id or 0
     while some := [*islice(waiting, batch_size)]:
-        for number, (_, generator) in some:
+        for number, (_, generator, *stops) in some:
+            if any(stops):
+                raise ValueError("a model with uniform noise has no stops within a completion, which tools need")
             if generator is None:
                 raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-        ids, mask = (values.to(model.device) for values in left_padded([[*ids] for _, (ids, _) in some], pad))
-        own = [generator for _, (_, generator) in some if generator is not None]
+        ids, mask = (values.to(model.device) for values in left_padded([[*prompt[0]] for _, prompt in some], pad))
+        own = [prompt[1] for _, prompt in some]
         try:
             sampled = rollout_of(uniform_steps(model, ids, mask, settings, own, ends), ids.shape[1])
         except NotFiniteError as error:

@@ -170,7 +170,14 @@ def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
     return with_config(make_parser().parse_args(["fit", "--config", str(recipe.path), *words]))
 
 
-@pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
+def marks(path: Path) -> list[Any]:
+    return [needs_class] if path.stem.startswith("diffusiongemma") else []
+
+
+RUNS = [pytest.param(Recipe(path), id=path.stem, marks=marks(path)) for path in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", RUNS)
 def test_the_head_has_the_commands_the_hardware_and_the_hours_of_the_recipe(recipe: Recipe, models: Path) -> None:
     for command in re.findall(r"^#   (.*)$", recipe.text, re.MULTILINE):
         check_script(command)
@@ -185,10 +192,6 @@ def test_the_head_has_the_commands_the_hardware_and_the_hours_of_the_recipe(reci
 
 # The computation takes four seconds each: only those of a dense model and of a mixture in blocks are not slow.
 QUICK = ("llada-8b-instruct", "llada2-mini")
-
-
-def marks(path: Path) -> list[Any]:
-    return [needs_class] if path.stem.startswith("diffusiongemma") else []
 
 
 COMPUTED = [
