@@ -24,6 +24,7 @@ pytestmark = needs_class
 OWN = {"estimator": "accepted", "sampler": "parallel", "reveal": "entropy", "temperature": 0.8, "end_temperature": 0.4}
 OWN |= {"self_conditioning": False, "output": "draw", "reveal_level": 3.0, "p_mask_prompt": 0.0, "beta": 0.0}
 OWN |= {"block_length": CANVAS, "max_completion_length": 3 * CANVAS, "diffusion_steps": 9, "learning_rate": 1e-2}
+OWN |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
 
 
 @pytest.fixture(scope="module")
