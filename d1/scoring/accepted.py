@@ -43,6 +43,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
         counts = (scored.any(-1) * torch.arange(1, passes + 1)).amax(-1, keepdim=True).clamp(min=1)
         chance = (torch.arange(passes) < counts) / counts.double()
         chosen, weights = drawn(chance, random.evenly_spread(settings.num_views))
+    logps = sampled.write_logps
     own = chosen.unsqueeze(-1).expand(-1, -1, ids.shape[2])
     # Where the output is a draw, the last pass of a block has all positions, whatever their entropies: no rule chose.
     blocks, of_pass = ids.shape[2] // settings.block_length, sampled.write_steps.transpose(1, 2)[:, 1:]
@@ -58,6 +59,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
         weights=torch.where(scored.gather(1, own), weights.unsqueeze(-1), 0.0),
         shown=ids[:, :-1].gather(1, own),
         targets=ids[:, 1:].gather(1, own),
+        sampled_logps=None if logps is None else logps.transpose(1, 2)[:, 1:].gather(1, own),
         temperatures=torch.tensor(temperatures)[chosen],
         accepted=by_rule.gather(1, own),
     )
