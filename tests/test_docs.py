@@ -127,7 +127,8 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     writes = {"write_ids", "write_steps", "write_entropies", "write_logps"}  # of samplers that edit
     blocks = {"blocks"} if kind == "tiny_model_dir" else set()
     check_shapes("field of `SampledRows`", sampled, width, writes | blocks | {"ranks"})
-    check_shapes("field of `Views`", views, width, {"shown", "targets", "sampled_logps", "rivals", "ranks"})
+    optional = {"shown", "targets", "sampled_logps", "rivals", "ranks", "temperatures", "accepted"}
+    check_shapes("field of `Views`", views, width, optional)
     assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]

@@ -91,8 +91,13 @@ def of_preference(args: argparse.Namespace) -> dict[str, Any]:
     return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}
 
 
-def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
+UNIFORM_NOISE = {"estimator": "accepted", "p_mask_prompt": 0.0, "self_conditioning": False}  # what RL then needs
+UNIFORM_NOISE |= {"sampler": "parallel", "reveal": "entropy", "temperature": 0.8, "end_temperature": 0.4}
+
+
+def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = False) -> dict[str, Any]:
     """The fields of `FitSettings` for an RL run: views, their stored bytes, and `beta`, 0 without a reference.
+    `uniform`: the model has uniform noise.
 
     The method's own values of the canvas win. Raises ValueError for settings that training refuses.
     """
@@ -108,13 +113,15 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     given |= {} if args.beta is None else {"beta": args.beta}
     if args.edit_threshold is not None:
         given |= {"sampler": "parallel", "reveal": "threshold", "edit_threshold": args.edit_threshold}
+    given |= UNIFORM_NOISE if uniform else {}
     config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **given)
     canvas = min(args.max_completion_length, args.length)
     # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
     # that divide the views among them store all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
-    # With edits, replay also keeps what each view shows and scores, ids of 8 bytes, and the sampler's log-prob of it.
-    ids = 20 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
+    # With edits or uniform noise, replay also keeps what each view shows and scores, ids of 8 bytes, and the sampler's
+    # log-prob of it.
+    ids = 20 if (uniform or args.edit_threshold is not None) and ESTIMATORS[config.estimator].replays_writes else 0
     views = config.num_iterations * drawn_views(config, block_size) * args.steps_per_generation
     stored = views * (args.length + (4 * numbers + ids) * canvas)
     beta = config.beta if config.needs_reference else 0.0
@@ -273,7 +280,7 @@ def run(args: argparse.Namespace) -> None:
     args = with_recipe(args)
     from d1.models.attention import has_causal_context
     from d1.models.fit import FitSettings, fit_table
-    from d1.models.kinds import block_size
+    from d1.models.kinds import block_size, has_masks
 
     if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":
         raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA adapter (--lora_r of at least 1)")
@@ -283,7 +290,8 @@ def run(args: argparse.Namespace) -> None:
         fields |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
     elif args.stage in ("rl", "prefer"):
         size = args.block_length if has_causal_context(config) else block_size(config)
-        fields |= of_preference(args) if args.stage == "prefer" else of_method(args, size)
+        of_stage = of_preference(args) if args.stage == "prefer" else of_method(args, size, not has_masks(config))
+        fields |= of_stage
     settings = FitSettings(**fields)
     shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})
     words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())

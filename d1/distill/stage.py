@@ -16,7 +16,7 @@ from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
 from d1.models.attention import refuse_causal_context
-from d1.models.kinds import check_room
+from d1.models.kinds import check_room, require_masks
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -48,6 +48,7 @@ def prepare(
     """The method's paper and the fingerprint of the prompts, and a function that samples the traces of a model and
     makes its trainer."""
     refuse_causal_context(config, "distillation")
+    require_masks(config, "distillation")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
     prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:

@@ -50,7 +50,7 @@ from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenize
 from d1.runs.record import CONTENTS, of_file, of_model
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.loop import Stops
-from d1.sampling.settings import sampling_settings
+from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 from d1.tools.calls import Functions, Message
 from d1.tools.functions import TOOLS, load_tools
@@ -178,6 +178,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         identity["editing"] = [sampling.edits, sampling.post_steps]
     if sampling.first_token is not None:
         identity["first_token"] = sampling.first_token
+    given = {name: getattr(sampling, name) for name in OF_UNIFORM_NOISE}
+    identity |= {name: value for name, value in given.items() if value != OF_UNIFORM_NOISE[name]}
     if args.dataset not in TASKS:
         identity[CONTENTS + "dataset"] = of_file(args.dataset)
     if args.num_samples > 1:
@@ -410,10 +412,11 @@ def generate_rows(
     if getattr(args, "tools", None):
         toolbox, functions = tools_of(args, tokenizer, model.config)
     rows = Rows(args.seed, prompts, toolbox, functions)
+    how = sampling_settings(vars(args), model.config)
     stream = rollout_stream(
         model,
         rows,
-        sampling_settings(vars(args), model.config),
+        how,
         batch_size=batch_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_ids=ends.tolist() if args.eos_stop else None,
@@ -442,7 +445,7 @@ def generate_rows(
                     "forward_tokens": forward_tokens[row],
                     "seconds": seconds,
                 }
-                if sampled.writes is not None:
+                if how.edits is not None:
                     written = first_ids[row][: first_lengths[row]]
                     entry |= {"edits": edits[row], "first_text": tokenizer.decode(written, skip_special_tokens=True)}
                 yield number, entry

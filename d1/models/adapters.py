@@ -22,8 +22,9 @@ from transformers.utils import find_adapter_config_file
 
 from d1.files import check_files, give_usual_mode, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
+from d1.models.canvas import freeze_vision
 from d1.models.formats.released import rename
-from d1.models.kinds import KINDS, kind_of, learnt_fields, native_config
+from d1.models.kinds import KINDS, has_masks, kind_of, learnt_fields, native_config
 from d1.transformers_bridge import file_of
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,13 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
     """PEFT's `target_modules` (endings of module names) for `--lora_target_modules`: "attention" (its projections),
     "all-linear" (also those of the feed-forward), endings of module names, or several of these. ValueError if no module
     of the model has such a name."""
-    names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
+    kind = kind_of(model.config)
+    names, own = [asked] if isinstance(asked, str) else list(asked), kind.lora
     targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
-    if not any(f".{module}".endswith(f".{end}") for module, _ in model.named_modules() for end in targets):
+    found = [one for one, _ in model.named_modules() if any(f".{one}".endswith(f".{end}") for end in targets)]
+    if kind.lora_in:
+        targets = found = [name for name in found if kind.lora_in in f".{name}"]
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: use {', '.join(own)} or endings of "
             "its module names"
@@ -120,6 +125,13 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
             )
         weights, config.auto_mapping, config.rank_pattern, config.alpha_pattern = native, None, {}, {}
         config.target_modules = modules_of(native)
+    inside = kind_of(model.config).lora_in
+    if inside and (other := [name for name in modules_of(native) if inside not in f".{name}"]):
+        raise ValueError(
+            f"adapter {folder} has weights for {other[0]} ({len(other)} modules outside of {inside}): those of the "
+            "encoder and of the decoder are two adapters on the same weights, which only one can be on here. Train it "
+            "with d1, which has one for both"
+        )
     config.inference_mode = False
     with reading(folder, "PEFT cannot make the adapter of its adapter_config.json"):
         peft = get_peft_model(model, config)
@@ -249,6 +261,8 @@ def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
     """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base."""
     merged = model.merge_and_unload()
     merged.requires_grad_(True)  # PEFT froze the base's weights
+    if not has_masks(merged.config):
+        freeze_vision(merged)
     merged.name_or_path = str(Path(folder).resolve())
     return merged
 

@@ -112,6 +112,7 @@ ATTENTION: dict[str, Attention] = {
     "block-causal": Attention(within_blocks, fields=("block_size",)),
     # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
     "causal-context": Attention(not_later, fields=("block_size",), causal_context=True),
+    "canvas": Attention(lambda config, query, key: key <= query, caches=()),  # of the text; `canvas.py` makes its masks
 }
 
 

@@ -53,3 +53,9 @@ class Distribution:
 
 
 OWN = Distribution()
+
+
+def falling(first: float, last: float | None, number: int, passes: int) -> float:
+    """The temperature of pass `number`, from 0, of `passes`: `first`, and then linearly towards `last`, which would be
+    that of the pass after them (`generation_diffusion_gemma.py` of Transformers 5.24); None: always `first`."""
+    return first if last is None else last + (first - last) * (passes - number) / passes

@@ -26,8 +26,9 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, lora_targets
 from d1.models.attention import has_causal_context
+from d1.models.canvas import canvas_states, decode, encode, soft_embeddings
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
-from d1.models.kinds import block_size, experts, native_config
+from d1.models.kinds import block_size, experts, has_masks, native_config, vocabulary
 from d1.models.load import auto_class, named_dtype, prepare
 from d1.models.packing import two_stream_states
 from d1.transformers_bridge import CACHE
@@ -110,10 +111,30 @@ class Grouped(torch.autograd.Function):
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """A copy of `config` with `layers` layers; the pattern of layer types is repeated from its beginning."""
     config = copy.deepcopy(config)
+    if not has_masks(config):
+        # A later layer is as large as the one with the same place in the period, which is what `depths` returns.
+        text, period = config.text_config, depths(config)[0]
+        fields = text.to_dict() | {"num_hidden_layers": layers}
+        fields["layer_types"] = [text.layer_types[layer % period] for layer in range(layers)]
+        fields["per_layer_config"] = {
+            layer: fields["per_layer_config"][str(layer % period)]
+            for layer in range(layers)
+            if str(layer % period) in fields["per_layer_config"]
+        }
+        config.text_config = type(text).from_dict(fields)
+        return config
     if types := getattr(config, "layer_types", None):
         config.layer_types = [types[layer % len(types)] for layer in range(layers)]
     config.num_hidden_layers = layers
     return config
+
+
+def depths(config: PreTrainedConfig) -> tuple[int, int]:
+    """Two numbers of layers, between whose models memory grows by that of the layers of `config` on average."""
+    if has_masks(config):
+        return 2, 3
+    period = config.text_config.layer_types.index("full_attention") + 1  # its layers differ in size
+    return period, 2 * period
 
 
 def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
@@ -159,7 +180,9 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         body, head = body_and_head(model)
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
         with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
-            if size and training:
+            if not has_masks(config):
+                states = canvas_step(model, ids, settings)
+            elif size and training:
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
                 also = settings.stage == "sft" and has_causal_context(config)  # the clean text is trained, too
                 own = torch.arange(settings.length).expand(rows, -1) if also else None
@@ -168,16 +191,34 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                 )  # makes its own masks
             else:
                 states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
-            if not training:
+            if not training and not has_masks(config):
+                logits = head(states.flatten(0, 1)[: max(1, CHUNK_ELEMENTS // 4 // vocabulary(config))])
+                soft_embeddings(model, logits.double().softmax(-1).cumsum(-1).float())
+            elif not training:
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
                 (logits - 0.5 * exponential.log()).argmax(-1)
             else:
                 flat = states.flatten(0, 1)
-                chunk = max(1, CHUNK_ELEMENTS // config.vocab_size)
+                chunk = max(1, CHUNK_ELEMENTS // vocabulary(config))
                 logps, _ = target_logps(model, flat[:chunk], torch.zeros(len(flat[:chunk]), dtype=torch.long))
                 (flat[chunk:].float().sum() - logps.mean()).backward()
         return storages.peak
+
+
+def canvas_step(model: Any, ids: torch.Tensor, settings: FitSettings) -> torch.Tensor:
+    """The states of a step of a model with uniform noise: in SFT of the text and a canvas, in RL of all canvases, in
+    evaluation of the last canvas."""
+    visible, size = torch.ones_like(ids), model.config.canvas_length
+    if settings.stage == "rl":
+        return canvas_states(model, ids, ids[:, -settings.canvas :], visible)
+    own, start = (ids, 0) if settings.stage == "sft" else (ids[:, :-size], settings.length - size)
+    context, states = encode(model, own, torch.ones_like(own))
+    if settings.stage == "eval":
+        context.forget(model.config)
+    positions = start + torch.arange(size).expand(len(ids), -1)
+    canvas = decode(model, ids[:, :size], positions, positions[:, :1].expand(-1, size), context)
+    return torch.cat([states, canvas], dim=1) if settings.stage == "sft" else canvas
 
 
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
@@ -188,8 +229,9 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     views, peaks = min(settings.views, settings.views_at_once), {}
     asked = settings.batch * views
     for rows in (asked, ROWS, 2 * ROWS):
-        two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
-        peaks[rows] = two + (three - two) * (config.num_hidden_layers - 2)
+        few, more = depths(config)
+        two, three = (step_peak(config, settings, depth, rows) for depth in (few, more))
+        peaks[rows] = two + (three - two) * (config.num_hidden_layers - few) // (more - few)
     # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
@@ -204,7 +246,9 @@ def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
     model = build(config, FitSettings("eval"))
     total = sum(p.numel() for p in model.parameters())
     stacks = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    few = stacks * config.num_experts_per_tok // experts(config) if stacks else 0
+    text = config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", 0)
+    few = stacks * chosen // experts(config) if stacks else 0
     return total, total - stacks + few
 
 
@@ -214,9 +258,13 @@ def flops_per_token(config: PreTrainedConfig, context: int) -> float:
     positions and adapters are left out."""
     _, active = total_and_active(config)
     if not config.tie_word_embeddings:
-        active -= config.vocab_size * config.hidden_size  # looked up, not multiplied
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        active -= vocabulary(config) * config.hidden_size  # looked up, not multiplied
+    text, layers = config.get_text_config(), config.num_hidden_layers
+    heads = text.num_attention_heads
+    if has_masks(config):
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    else:  # heads differ between layers
+        width = heads * sum(text.per_layer_config[layer].head_dim for layer in range(layers)) / layers
     return 2.0 * active + 4.0 * config.num_hidden_layers * width * context
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from d1.models.distribution import OWN, Distribution
-from d1.models.kinds import is_encoder, kind_of
+from d1.models.kinds import is_encoder, kind_of, vocabulary
 from d1.transformers_bridge import CACHE, attention_kernel, recomputes_activations, rotate_half
 
 CHUNK_ELEMENTS = 2**24  # logits in memory at once, positions x vocabulary: 67 MB in fp32
@@ -91,9 +91,13 @@ def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor],
     """
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
 
+    kind = kind_of(inner.config)
+
     def body(
         input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
+        if kind.uniform_noise:
+            raise ValueError(f"{inner.config.model_type} has no pass over a whole text: use d1.models.canvas")
         narrowed = positions is not None and can_narrow(inner)
         if narrowed:
             kwargs["state_positions"] = positions
@@ -103,8 +107,10 @@ def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor],
         return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
     def head(states: Tensor) -> Tensor:
-        for name in kind_of(inner.config).head:
+        for name in kind.head:
             states = getattr(inner, name)(states)
+        if kind.uniform_noise and states.dtype != torch.float64:
+            states = states.float()  # Transformers caps these logits in fp32
         return states if cap is None else torch.tanh(states / cap) * cap
 
     cap = getattr(inner.config, "final_logit_softcapping", None)
@@ -141,7 +147,13 @@ def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def target_logps(
-    model: Any, states: Tensor, targets: Tensor, *, with_entropies: bool = False, distribution: Distribution = OWN
+    model: Any,
+    states: Tensor,
+    targets: Tensor,
+    *,
+    with_entropies: bool = False,
+    distribution: Distribution = OWN,
+    temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `targets`, with the logits of at most one chunk of positions in memory at once.
 
@@ -152,17 +164,19 @@ def target_logps(
         targets: (n,) ids.
         with_entropies: also the entropies of the model's own distributions, without gradients.
         distribution: the distribution whose log-probabilities are returned.
+        temperatures: (n,) that the logits are divided by first; None: 1.
 
     Returns:
         (n,) each, in nats, fp32 (fp64 for a model in fp64); None for entropies that were not asked for.
     """
     head = body_and_head(model)[1]
-    at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
+    at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
 
-    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def chunk(states: Tensor, targets: Tensor, divide_by: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logps = token_logps(distribution.logits(logits, targets), targets)
+        divided = logits if divide_by is None else logits / divide_by.unsqueeze(-1)
+        logps = token_logps(distribution.logits(divided, targets), targets)
         # Entropies come last: the recomputation stops when it has what the gradient needs, and so leaves them out.
         with torch.no_grad():
             return logps, token_entropies(logits) if with_entropies else None
@@ -173,7 +187,8 @@ def target_logps(
     def split(values: Tensor) -> list[Tensor]:
         return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
 
-    *others, last = zip(split(states), split(targets), strict=True)
+    given = (states, targets) if temperatures is None else (states, targets, temperatures)
+    *others, last = zip(*map(split, given), strict=True)
     again = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
     done: list[Any] = [(again if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
     logps, entropies = zip(*done, strict=True)
@@ -261,7 +276,7 @@ def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
     body, run_head = body_and_head(model)
     try:
         states = body(text.unsqueeze(0))[0]
-        for some in states.split(max(1, CHUNK_ELEMENTS // model.config.vocab_size)):
+        for some in states.split(max(1, CHUNK_ELEMENTS // vocabulary(model.config))):
             logits = run_head(some)
             if found or not logits.isfinite().all():
                 return found[0] if found else ("the head", model)

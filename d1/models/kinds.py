@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from d1.files import check_files, reading
+from d1.models.formats.diffusion_gemma import check_config, lift, own_weights
 from d1.models.formats.llada import (
     FROM_LLADA,
     FROM_LLADA2,
@@ -51,6 +55,11 @@ class Kind:
     # For an export: config of the class -> released `config.json`; None: there is no released format.
     release: Callable[[Any], dict[str, Any]] | None = None
     code: str = ""  # the hub repository of the code that an `auto_map` points to
+    model: str = ""  # the auto class of Transformers with its head, if not that of causal or masked LMs
+    since: str = ""  # the first version of Transformers with this class, if some supported versions lack it
+    # True: hidden tokens become uniform ids, not mask tokens, and a text is an encoded context and a canvas, which a
+    # decoder fills (`d1/models/canvas.py`). Its `base_model` is then not called with a whole text.
+    uniform_noise: bool = False
     encoder: bool = False  # a masked LM; others are decoders: causal LMs, which also have a key-value cache
     attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; with "full", a `block_size` decides
     block_size: int | None = None  # tokens per block, if the released config does not say
@@ -60,6 +69,7 @@ class Kind:
     # Name -> endings of the names of the modules that get LoRA, never the head. In a mixture, PEFT 0.21 applies the
     # three names of the feed-forward to the stacks of experts, and not to dense layers and shared experts.
     lora: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DECODER_LORA)
+    lora_in: str = ""  # LoRA goes into modules whose names contain this only
     positions_after_padding: bool = False  # position ids begin after the id of the padding token
     tokenizer: str = "AutoTokenizer"  # the Transformers class for a released tokenizer that has its own code
 
@@ -118,6 +128,15 @@ KINDS: dict[str, Kind] = {
         mask_token_id=100,
         tokenizer="PreTrainedTokenizerFast",
     ),
+    "diffusion_gemma": Kind(
+        release=as_released,
+        apart=own_weights,
+        model="AutoModelForImageTextToText",
+        since="5.24",
+        uniform_noise=True,
+        attention="canvas",
+        lora_in=".decoder.layers.",  # the encoder runs the same modules
+    ),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma", "gemma2", "gemma3_text"), Kind()),
     "ministral3": Kind(fields=without_window),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
@@ -139,9 +158,28 @@ def kind_of(config: Any) -> Kind:
     return KINDS[config.model_type]
 
 
+def has_masks(config: Any) -> bool:
+    """Whether hidden tokens are mask tokens; else they are uniform ids (`Kind.uniform_noise`)."""
+    return not kind_of(config).uniform_noise
+
+
+def require_masks(config: Any, what: str) -> None:
+    """Raise ValueError if `what` is asked of a model without a mask token."""
+    if not has_masks(config):
+        raise ValueError(
+            f"{what} hides tokens by a mask token, and {config.model_type} has none: its noise is uniform ids. It can "
+            "be sampled (eval), fine-tuned (sft) and trained by rl with --estimator accepted"
+        )
+
+
 def is_encoder(config: Any) -> bool:
     """Whether this is the config of a masked LM, which has no key-value cache; others are causal LMs."""
     return kind_of(config).encoder
+
+
+def vocabulary(config: Any) -> int:
+    """The number of token ids."""
+    return getattr(config, "vocab_size", None) or config.text_config.vocab_size  # type: ignore[no-any-return]
 
 
 def block_size(config: Any) -> int | None:
@@ -176,7 +214,8 @@ def learnt_fields(config: Any) -> dict[str, Any]:
 
 def experts(config: Any) -> int:
     """The number of routed experts in a layer of a mixture; 0 for other models."""
-    return getattr(config, "num_local_experts", 0)  # the config of every mixture has this name
+    text = config.get_text_config()  # whose fields have the first name, or in a DiffusionGemma the second
+    return getattr(text, "num_local_experts", 0) or (getattr(text, "num_experts", 0) if not has_masks(config) else 0)
 
 
 def check_kind(model_type: str, name: str) -> None:
@@ -185,6 +224,16 @@ def check_kind(model_type: str, name: str) -> None:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in KINDS:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
+
+
+def check_since(kind: Kind, model_type: str, name: str) -> None:
+    """Raise ValueError if the installed Transformers is too old for a kind."""
+    found = version("transformers")
+    if kind.since and Version(found) < Version(kind.since):
+        raise ValueError(
+            f"{name}: {model_type} needs Transformers {kind.since} or newer, and {found} is installed: "
+            f"pip install 'transformers>={kind.since}'"
+        )
 
 
 def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
@@ -202,6 +251,10 @@ def attend_both_ways(config: Any, name: str) -> None:
     Decoders read `is_causal` in every forward pass (Transformers 5.23, `masking_utils.create_causal_mask`); encoders
     read `is_decoder` only when they are built.
     """
+    if kind_of(config).uniform_noise:
+        check_config(config, name)
+        lift(config)
+        return  # its encoder is causal, and its decoder never is
     if windowed(config) and "full_attention" not in config.layer_types:
         raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")
     if is_encoder(config):
@@ -253,6 +306,7 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     model_type = released_kind(raw)
     check_kind(model_type, path)
     kind = KINDS[model_type]
+    check_since(kind, model_type, path)
     with reading(path, f"its config.json describes no {model_type}"):
         config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(native_fields(kind, raw))
     if kind.attention not in ("full", attention_name(config)) and not hasattr(config, "attention_pattern"):

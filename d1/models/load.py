@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import (
@@ -35,8 +36,9 @@ from d1.models.attention import (
     check_rule,
     keep_states,
 )
+from d1.models.canvas import share_weights
 from d1.models.head import narrow, take_computations
-from d1.models.kinds import attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
+from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
 from d1.models.selfcheck import check_environment
 from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading_weights
@@ -62,10 +64,17 @@ def prepare(model: Model) -> Model:
     name, config = type(inner).__name__, inner.config
     check_kind(config.model_type, name)
     kind, body = kind_of(config), inner.base_model
+    check_since(kind, config.model_type, name)
     if kind.becomes:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
+    if kind.uniform_noise:
+        attend_both_ways(config, name)
+        share_weights(inner)
+        take_computations(inner)
+        setattr(inner, PREPARED, True)
+        return model
     check_attention(config, name)
     check_rule(config, name)
     missing = [module for module in kind.head if not hasattr(inner, module)]
@@ -162,6 +171,11 @@ def named_dtype(name: str | None) -> torch.dtype:
 def load_base(path: str, options: dict[str, Any]) -> Any:
     """The model without adapters; `options` are for `from_pretrained`."""
     config, kind = native_config(path)
+    if kind.uniform_noise and "quantization_config" in options:
+        raise ValueError(
+            f"{path}: 4-bit weights are for linear layers, and most weights of a {config.model_type} are stacks of "
+            "experts, which would stay in 16 bits: leave load_in_4bit out"
+        )
     attention_of(config)  # an unknown name is an error before the weights are read
     if not Path(path).is_dir() and (index := file_of(path, "model.safetensors.index.json")):
         check_index(Path(index), complete=False)
@@ -191,6 +205,8 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """The class of Transformers that builds a model of this config with its head."""
+    if name := kind_of(config).model:
+        return getattr(transformers, name)
     return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
 
 

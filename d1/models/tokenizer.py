@@ -17,8 +17,8 @@ from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
-# LLaDA and Llama 3, Qwen with Dream, SDAR and Fast-dLLM v2, LLaDA-MoE and LLaDA2, Gemma
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|role_end|>", "<end_of_turn>")
+# LLaDA and Llama 3, Qwen with Dream, SDAR and Fast-dLLM v2, LLaDA-MoE and LLaDA2, Gemma, DiffusionGemma
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|role_end|>", "<end_of_turn>", "<turn|>")
 MASKS = ("<|mask|>", "<|MASK|>", "|<MASK>|")  # LLaDA2 and LLaDA-MoE, SDAR, Fast-dLLM v2
 PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -89,7 +89,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
     if raw.get("mask_token_id") is None:
         usual["mask_token"] = [*MASKS, *own]
     found: dict[str, str] = {}
-    for name in ("mask_token", "eos_token", "pad_token", "eot_token"):
+    for name in ("mask_token", "eos_token", "pad_token", "eot_token")[kind.uniform_noise :]:  # uniform ids: no mask
         token = getattr(tokenizer, name, None)
         if token is None and isinstance(raw.get(f"{name}_id"), int):
             token = tokenizer.convert_ids_to_tokens(raw[f"{name}_id"])
@@ -107,6 +107,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
         if vocab[token] >= rows:
             raise ValueError(f"{folder}: {name} {token!r} has id {vocab[token]}, outside the model's embedding")
         found[name] = token
+    if kind.uniform_noise:
+        return found
     mask, named = found["mask_token"], raw.get("mask_token_id")
     if named is not None and named != vocab[mask]:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from d1.models.attention import refuse_causal_context
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import block_size, check_room, require_masks
 from d1.preference.config import PreferenceConfig
 from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
 from d1.preference.methods import METHODS
@@ -39,6 +39,7 @@ def prepare(
 ) -> tuple[Mapping[str, Any], Callable[[Any], PreferenceTrainer]]:
     """The method's paper and the fingerprint of the run's rows, and a function that makes the trainer of a model."""
     refuse_causal_context(config, "preference training")
+    require_masks(config, "preference training")
     method = METHODS[args.method]
     with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
         given = load_rows(args.train_data), tokenizer, args.max_prompt_length, args.max_completion_length

@@ -24,7 +24,7 @@ from d1.lazy import module_in
 from d1.masking import keyed_generator
 from d1.models.attention import has_causal_context
 from d1.models.distribution import OWN
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.ranges import nearest
 from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
@@ -137,11 +137,12 @@ def try_entries(settings: Settings) -> None:
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     canvas = {"gen_length": TRIAL_CANVAS, "steps": TRIAL_CANVAS, "block_length": TRIAL_CANVAS // 2}
     whole = settings.view_settings()
-    small = replace(whole, **canvas, sampling=replace(whole.sampling, **canvas))
+    small = replace(whole, temperature=1.0, **canvas, sampling=replace(whole.sampling, **canvas))
+    rows = noised_rows() if estimator.uniform_noise else left_to_right_rows()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
             random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
-            views, most = estimator(left_to_right_rows(), random, small), estimator.views(small)
+            views, most = estimator(rows, random, small), estimator.views(small)
             if (count := views.noise.shape[1]) > most:
                 raise ValueError(f"gave {count} views, but its entry says at most {most}: set Estimator(..., views=)")
         if objective.loss is not None:
@@ -172,6 +173,15 @@ def left_to_right_rows() -> SampledRows:
         logps=-torch.ones(positions.shape),
         entropies=torch.ones(positions.shape),
     )
+
+
+def noised_rows() -> SampledRows:
+    """The same completions of a sampler with uniform noise, whose passes accept the next token of each block."""
+    rows, size = left_to_right_rows(), TRIAL_CANVAS // 2
+    numbers = torch.arange(TRIAL_CANVAS).unsqueeze(1)
+    steps = torch.where(numbers % size == torch.arange(size), numbers, -2)
+    steps = torch.cat([torch.full_like(numbers, -2), steps], dim=1).repeat(len(LENGTHS), 1, 1)
+    return replace(rows, write_ids=torch.ones_like(steps), write_steps=steps, write_entropies=torch.ones(steps.shape))
 
 
 def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
@@ -590,8 +600,11 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     Returns the tokens per block of a model with blocks, which become `block_length` if it is not set."""
     sampling = args.sampling_settings(config)
     check_first_token(sampling, args)
-    if args.mask_id is not None and args.mask_id >= config.vocab_size:
-        raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has {config.vocab_size} tokens, numbered from 0")
+    check_noise(config, args)
+    if args.mask_id is not None and args.mask_id >= vocabulary(config):
+        raise ValueError(
+            f"--mask_id {args.mask_id}: {args.model_path} has {vocabulary(config)} tokens, numbered from 0"
+        )
     by_default = f" (its default is {args.max_completion_length})" if args.canvas_is_unset else ""
     check_room(config, prompt, int(args.max_completion_length or 0), f": lower --max_completion_length{by_default}")
     return sampling.block_length if has_causal_context(config) else block_size(config)
@@ -605,6 +618,28 @@ def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
             f"--estimator {args.estimator} hides the first token of a block, which this model takes from the clean "
             f"text: use {able}, or --first_token masked"
         )
+
+
+def check_noise(config: Any, args: Settings) -> None:
+    """Refuses an estimator for another kind of noise, and what RL of a model with uniform noise does not have."""
+    name, kind, uniform = args.estimator, config.model_type, not has_masks(config)
+    if ESTIMATORS[name].uniform_noise != uniform:
+        able = names(ESTIMATORS, lambda entry: entry.uniform_noise == uniform)
+        noise = "uniform ids for noise" if uniform else "mask tokens"
+        raise ValueError(f"--estimator {name} does not fit {kind}, which has {noise}: use {able}")
+    if not uniform:
+        return
+    wrong = {
+        f"{name} scores passes without self-conditioning: set --self_conditioning false": args.self_conditioning,
+        "--rollout_mode server: a server sends no states of uniform noise": args.rollout_mode == "server",
+        f"--sampling_weight_cap: {name} scores in the sampler's states": args.sampling_weight_cap is not None,
+        f"--objective {args.objective} reads the one step that revealed a token, and here a token is accepted in "
+        "several": OBJECTIVES[args.objective].reads_steps,
+        "--state_reward finishes a state by filling its mask tokens": args.state_reward,
+        f"--mask_id {args.mask_id}: {kind} has no mask token": args.mask_id is not None,
+    }
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise ValueError(what)
 
 
 def check_prompts(lengths: Sequence[int], args: Settings) -> int:

@@ -28,8 +28,10 @@ from d1.sampling.settings import (
     EDITING,
     FIRST_TOKENS,
     ORDER_TEMPERATURE,
+    OUTPUTS,
     POST_STEPS_RANGE,
     SAMPLERS,
+    STOP_ENTROPY,
     SamplingSettings,
     check_sampler,
 )
@@ -146,6 +148,14 @@ class DiffuGRPOConfig(GRPOConfig):
         f"With a causal context, how a block's first token is predicted: {' (the default) or '.join(FIRST_TOKENS)}.",
     )
     editing: str | None = setting(None, f"Published levels of reveal and edit_threshold: {', '.join(EDITING)}.")
+    end_temperature: Annotated[float | None, POSITIVE | None] = setting(
+        None, "With uniform noise, the temperature falls linearly from --temperature to this in each block."
+    )
+    self_conditioning: bool = setting(True, "With uniform noise, passes see the distributions of the pass before.")
+    output: str = setting("argmax", f"With uniform noise, what the last pass of a block leaves: {', '.join(OUTPUTS)}.")
+    stop_entropy: Annotated[float | None, AMOUNT | None] = setting(
+        None, f"With uniform noise, a block may end below this mean entropy; {STOP_ENTROPY} if unset, 0: never."
+    )
     eos_stop: bool | None = setting(
         None, "Skip the blocks after a completion's EOS. Unset: on, unless they are scored or other processes wait."
     )

@@ -18,7 +18,7 @@ from trl import ModelConfig, get_peft_config
 from d1.files import write_atomically
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.models.kinds import native_config
+from d1.models.kinds import kind_of, native_config
 from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
 from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import (
@@ -167,6 +167,8 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     config: Any = get_peft_config(model_args)
     if config is not None and config.target_modules is not None:  # TRL 1.16 turns a list of one name into a pattern
         config.target_modules = set(lora_targets(model, config.target_modules))
+    if config is not None and kind_of(model.config).model:
+        config.task_type = None  # PEFT's wrapper of causal LMs calls methods that other classes lack
     return config
 
 

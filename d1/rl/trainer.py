@@ -29,12 +29,13 @@ from transformers import TrainerCallback
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
-from d1.models.kinds import block_size
+from d1.models.kinds import block_size, has_masks, require_masks, vocabulary
 from d1.rl.batch import (
     SCORED,
     Batch,
     Everyone,
     RolloutRecord,
+    accepted_flips,
     as_turns,
     completion_ids_of,
     count,
@@ -65,7 +66,7 @@ from d1.rl.batch import (
     views_of,
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, own_calls, reference_from, rollout_buffer
-from d1.rl.checks import check_tools_of_trainer, check_trainer
+from d1.rl.checks import check_noise, check_tools_of_trainer, check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.engines import (
     STATES,
@@ -134,12 +135,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     ) -> None:
         with_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
         check_tools_of_trainer(args, with_tools, rollout_func is not None, kwargs.get("environment_factory"))
-        self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
-        if self.mask_token_id is None:
-            raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         require_prepared(model)
+        own, masks = processing_class.mask_token_id, has_masks(model.config)
+        self.mask_token_id = cast(Any, None if not masks else own if args.mask_id is None else args.mask_id)
+        if self.mask_token_id is None and masks:
+            raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
+        check_noise(model.config, args)
         self.sampling = args.sampling_settings(model.config)
         if rollout_func is not None:
+            require_masks(model.config, "a rollout_func")
             check_rollout_func(args)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None), own_calls():
@@ -360,7 +364,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def prompts(self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]]) -> Prompts:
         """Rows for servers, with the keys of their generators."""
         config = self.model.config
-        of_model = block_size(config) is not None, config.vocab_size, self.mask_token_id
+        of_model = block_size(config) is not None, vocabulary(config), self.mask_token_id
         return Prompts(ids.cpu(), mask.cpu(), keys, self.sampling, self.ends, *of_model)
 
     def prompts_of(self, number: int) -> Prompts | None:
@@ -392,7 +396,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started = time.perf_counter()
         given, others = read_returned(function(prompts, trainer), len(prompts), self.args)
         config, ends = self.model.config, self.eos_token_ids
-        of_model = config.vocab_size, self.mask_token_id, ends, self.sampling, block_size(config) is not None
+        of_model = vocabulary(config), self.mask_token_id, ends, self.sampling, block_size(config) is not None
         self.record = record_of(given, self.args, Expected(*of_model, by_our_rules=False), self.accelerator.device)
         completions = completion_ids_of(self.record["canvas_ids"], ends)
         self.log_rollout(started, self.record, {})
@@ -603,6 +607,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.require_finite(loss.detach(), lambda: rows_to_blame(batch, inputs.logps.detach(), decode))
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
+        if scores.canvas_entropies is not None:
+            of_sampler = self.sampling.level, self.sampling.block_length
+            views = views_of(batch, self.update)
+            metrics |= accepted_flips(views, scores.canvas_entropies, *of_sampler, self.accelerator.gather)
         if self.update == 0 and "rollout_logps" in batch:
             metrics |= sampling_gap(
                 sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from d1.models.attention import count_positions, has_causal_context, require_prepared
-from d1.models.kinds import block_size
+from d1.models.kinds import block_size, require_masks
 from d1.sampling.caches import NO_CACHE
 from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, check_generator, rollout_of
 from d1.sampling.predict import Generators
@@ -69,6 +69,7 @@ def fill_steps(
         NotFiniteError: as `fill`.
     """
     require_prepared(model)
+    require_masks(model.config, "filling in")
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:

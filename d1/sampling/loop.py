@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 
 from d1.models.attention import has_causal_context, require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
-from d1.models.kinds import block_size
+from d1.models.kinds import block_size, has_masks
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Passes
 from d1.sampling.places import Steps, score_steps
@@ -244,6 +244,7 @@ class Step:
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
     most_writes: int = 1  # `SamplingSettings.most_writes`
     noted: Tensor | None = None  # (1 or 2, n, k) ranks, and log-probs of steps, where they are recorded (`Rollout`)
+    noised: Tensor | None = None  # (n, k) bool, with uniform noise: what it wrote there is no draw of the model
 
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
@@ -462,10 +463,15 @@ class Sampler:
 
 
 class Writes(NamedTuple):
-    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order."""
+    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order.
+
+    With uniform noise (`uniform.py`), each position has a write per pass of its block, after that of the first noise:
+    before pass k, from 0, it showed write k."""
 
     ids: Tensor  # 0 where a position was written less often
-    steps: Tensor  # the number, from 0, of the row's own forward pass; -1 where a position was written less often
+    # The number, from 0, of the row's own forward pass; -1 where a position was written less often; -2 where what was
+    # written is no draw of the model: uniform noise, or the argmax of a block's last pass
+    steps: Tensor
     logps: Tensor  # as in `Rollout`
     entropies: Tensor  # as in `Rollout`
 
@@ -499,10 +505,12 @@ class Rollout:
         """A rollout from a `record` made by `blank_record`."""
         logps, entropies, numbers, written, *noted = record  # (rows, canvas, writes) each
         writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
-        last = ((numbers >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+        index = torch.arange(record.shape[-1], device=record.device)
+        last = index.where(numbers >= 0, 0).amax(-1, keepdim=True)
         logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
         ranks, step_logps = (noted[number][..., 0] if len(noted) > number else None for number in range(2))
         ranks = None if ranks is None else ranks.long()
+        numbers = numbers.clamp(min=-1)
         return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes, ranks, step_logps)
 
     @classmethod
@@ -518,7 +526,8 @@ class Rollout:
         """(rows,) how many tokens replaced one that was revealed before."""
         if self.writes is None:
             return torch.zeros_like(self.passes)
-        return (self.writes.steps[..., 1:] >= 0).sum((1, 2))
+        drawn = self.writes.steps >= 0
+        return (drawn.sum(-1) - drawn.any(-1).long()).sum(1)
 
     @property
     def first_ids(self) -> Tensor:
@@ -532,7 +541,7 @@ class Rollout:
     @property
     def most_writes(self) -> Tensor:
         """(rows,) how often the position that was written most often was."""
-        return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps >= 0).sum(-1).amax(-1)
+        return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps != -1).sum(-1).amax(-1)
 
 
 def rollout(
@@ -565,13 +574,16 @@ def blank_record(rows: int, length: int, device: Any, writes: int = 1, noting: i
 def note(record: Tensor, step: Step, first: int = 0) -> None:
     """Write what a step revealed into a record of the canvas from position `first` on."""
     numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
+    written = step.revealed
+    if step.noised is not None:
+        numbers, written = numbers.masked_fill(step.noised, -2), written | step.noised
     now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
     if step.noted is not None:
         now = torch.cat([now, step.noted])
     at = (slice(len(now)), step.rows.unsqueeze(1), step.positions - first)
     before = record[at]
-    next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] >= 0).sum(-1, keepdim=True)
-    record[at] = torch.where(step.revealed.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
+    next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] != -1).sum(-1, keepdim=True)
+    record[at] = torch.where(written.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
 
 
 def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
@@ -598,7 +610,7 @@ def rollout_steps(
     attention_mask: Tensor,
     settings: SamplingSettings | None = None,
     *,
-    mask_token_id: int,
+    mask_token_id: Any,
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
@@ -612,6 +624,7 @@ def rollout_steps(
     A block-causal model completes the rows group by group: in a group, all prompts end at the same position of a block.
 
     Args:
+        mask_token_id: None for a model with uniform noise.
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         noise_dtype: data type of the Gumbel noise, float32 or float64.
         eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
@@ -634,6 +647,11 @@ def rollout_steps(
     settings = settings.suited(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
+    if not has_masks(model.config):
+        from d1.sampling.uniform import uniform_steps  # it uses this module
+
+        generators = generator if isinstance(generator, Sequence) else []
+        return uniform_steps(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or ())
     masked = not bool(attention_mask.all())
     sampler = Sampler(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)

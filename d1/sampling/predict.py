@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from d1.models import head
 from d1.models.distribution import OWN
+from d1.models.kinds import vocabulary
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import SamplingSettings
 
@@ -90,7 +91,7 @@ def predict(
     """
     rows, n = states.shape[1:3]
     # Half as many elements as in scoring: the noise of a draw is as large as its logits.
-    at_once = max(1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size)
+    at_once = max(1, head.CHUNK_ELEMENTS // 2 // vocabulary(model.config))
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     found = torch.empty(4, rows, n, device=states.device)

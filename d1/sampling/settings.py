@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
@@ -13,8 +14,8 @@ from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-from d1.models.distribution import OWN, Distribution
-from d1.models.kinds import attention_name, block_size, is_encoder, windowed
+from d1.models.distribution import OWN, Distribution, falling
+from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
@@ -27,6 +28,12 @@ POST_STEPS_RANGE = Range(0, 256, integer=True)
 # LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
 ORDER_TEMPERATURE = 0.1
 EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
+
+
+OUTPUTS = ("argmax", "draw")
+STOP_ENTROPY = 0.005  # DiffusionGemma's
+# Of models with uniform noise alone, with the values that mean "unset"
+OF_UNIFORM_NOISE = {"end_temperature": None, "self_conditioning": True, "output": "argmax", "stop_entropy": None}
 
 
 def setting(default: Any, help: str, **flag: Any) -> Any:
@@ -82,6 +89,25 @@ class SamplingSettings:
     )
     # Without flags; RL sets them. Draw from the `top_k` most likely tokens (0: from all), and from the most likely ones
     # whose probabilities sum to `top_p`.
+    # Of models with uniform noise (`uniform.py`)
+    end_temperature: Annotated[float | None, POSITIVE | None] = setting(
+        None, "with uniform noise, the temperature falls linearly from --temperature to this in each block"
+    )
+    self_conditioning: bool = setting(
+        True,
+        "with uniform noise, a pass also sees the distributions of the pass before (default: yes)",
+        action=argparse.BooleanOptionalAction,
+    )
+    output: str = setting(
+        "argmax",
+        "with uniform noise, what the last pass of a block leaves there: its argmax or its draw",
+        choices=OUTPUTS,
+    )
+    stop_entropy: Annotated[float | None, AMOUNT | None] = setting(
+        None,
+        "with uniform noise, a block ends when its argmax repeats and its mean entropy in nats is below this (default: "
+        f"{STOP_ENTROPY}); 0: never",
+    )
     top_k: Annotated[int, NATURAL] = 0
     top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own
@@ -242,6 +268,20 @@ class SamplingSettings:
         """How often a position of the canvas may be written, at most: in every pass of its block."""
         return 1 if self.edits is None else max(2, self.block_length + self.post_steps)
 
+    @property
+    def passes_per_block(self) -> int:
+        """Of a model with uniform noise, whose blocks all have the same number of passes, at most."""
+        return self.steps * self.block_length // self.gen_length
+
+    def temperature_of(self, number: int) -> float:
+        """The temperature of pass `number`, from 0, of a block of a model with uniform noise."""
+        return falling(self.temperature, self.end_temperature, number, self.passes_per_block)
+
+    @property
+    def stops_below(self) -> float:
+        """The mean entropy below which a block of a model with uniform noise may end."""
+        return STOP_ENTROPY if self.stop_entropy is None else self.stop_entropy
+
     def most_passes(self, filled: int | None = None) -> int:
         """Maximum number of forward passes per completion; `filled` as for `schedule`."""
         return sum(len(block) + self.post_steps for block in self.schedule(filled))
@@ -277,6 +317,14 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
     from d1.models.attention import attention_of, has_causal_context  # needs torch
 
     kind, size = config.model_type, block_size(config)
+    if has_masks(config):
+        for name, unset in OF_UNIFORM_NOISE.items():
+            if getattr(settings, name) != unset:
+                raise ValueError(
+                    f"{name} {getattr(settings, name)} is for models with uniform noise, and {kind} has masks"
+                )
+    else:
+        check_uniform(settings, kind)
     if settings.cache is not None:
         caches = attention_of(config).caches
         wrong = {
@@ -304,6 +352,29 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
             f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
             f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"
         )
+
+
+def check_uniform(settings: SamplingSettings, kind: str) -> None:
+    """Raise ValueError for settings that the sampler of a model with uniform noise does not have."""
+    blocks = settings.gen_length // settings.block_length
+    released = "--sampler parallel --reveal entropy --temperature 0.8 --end_temperature 0.4"
+    wrong = {
+        f"reveals by the entropy bound alone: {released}": settings.rule != "entropy",
+        f"draws from tempered distributions: {released}": not settings.temperature,
+        "has no guidance: leave cfg_scale out": settings.cfg_scale,
+        "draws from the whole vocabulary: leave top_k and top_p out": settings.drawn_from.truncates,
+        "records log-probabilities of what it draws from in any case: leave record_as_sampled (in RL "
+        "score_as_sampled) out": settings.record_as_sampled,
+        "accepts or renoises each token anew: leave edit_threshold and editing out": settings.edits is not None,
+        f"fills whole blocks: gen_length must be a multiple of {settings.block_length}, not {settings.gen_length}": (
+            settings.gen_length % settings.block_length
+        ),
+        f"takes equal steps in each block: steps must be a multiple of {blocks}, not {settings.steps}": (
+            settings.steps % max(blocks, 1)
+        ),
+    }
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise ValueError(f"the sampler of {kind} {what}")
 
 
 # --- Flags of every command that loads a model and samples ------------------------------------------------------------

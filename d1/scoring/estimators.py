@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from d1.scoring import elbo, masks, replay, spg
+from d1.scoring import accepted, elbo, masks, replay, spg
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views
 
@@ -45,6 +45,7 @@ class Estimator:
         linear: whether the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
         replays: whether tokens are scored in the sampler's own states, which must then be exact.
         replays_writes: of a rollout with edits, it replays all that was written, not what was written last.
+        uniform_noise: whether it is for models with uniform noise, and for no others.
         clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
         with_places: whether views have `rivals`: the choice of places is scored, too, and tokens as they are drawn.
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
@@ -67,6 +68,7 @@ class Estimator:
     linear: bool = True
     replays: bool = False
     replays_writes: bool = False
+    uniform_noise: bool = False
     clean_prompt: bool = False
     with_places: bool = False
     partial: Asked = lambda settings: False
@@ -173,6 +175,18 @@ ESTIMATORS: dict[str, Estimator] = {
         clean_prompt=True,
         partial=always,
         reads=lambda settings: ("reveal_steps", "logps"),
+        settings=("num_views",),
+    ),
+    "accepted": Estimator(
+        accepted.draw,
+        lambda settings: settings.num_views or accepted.passes_per_block(settings),
+        draws=draws_some,
+        replays=True,
+        replays_writes=True,
+        uniform_noise=True,
+        clean_prompt=True,
+        partial=draws_some,
+        reads=lambda settings: ("reveal_steps",),
         settings=("num_views",),
     ),
     # With blocks of one token, the sampler also goes from left to right: its record has the log-probabilities.

@@ -27,6 +27,7 @@ class ViewSettings:
         p_mask_prompt: the probability to hide each maskable token of the prompt.
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
+        temperature, end_temperature: of the sampler; see `accepted.py`.
         segments, segment_steps, draw_steps, mean_step: see `replay.py`.
         sampling: all settings of the sampler, which estimators of places read.
     """
@@ -43,6 +44,8 @@ class ViewSettings:
     draw_steps: str = "uniform"
     mean_step: bool = False
     sampling: SamplingSettings | None = None
+    temperature: float = 1.0
+    end_temperature: float | None = None
 
     @property
     def draws(self) -> int:

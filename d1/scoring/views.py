@@ -41,9 +41,10 @@ from d1.models.attention import (
     require_prepared,
     takes_masks_over_queries,
 )
+from d1.models.canvas import canvas_states
 from d1.models.distribution import OWN, Distribution
-from d1.models.head import body_and_head, calls_in_step, target_logps
-from d1.models.kinds import block_size
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, target_logps, token_entropies
+from d1.models.kinds import block_size, has_masks, vocabulary
 from d1.models.packing import two_stream_states
 from d1.sampling.places import Steps, score_steps
 from d1.sampling.settings import SamplingSettings
@@ -67,6 +68,8 @@ class Views:
             their block, from 1, negative if the step revealed more than its schedule asked for; 0 elsewhere. Of these
             places, those with a weight are revealed. None: places are not scored.
         ranks: (rows, views, tokens) int64, `Rollout.ranks`, for rivals under an order with noise; else None.
+        temperatures: (rows, views) that the logits of each view are divided by; None: 1.
+        accepted: (rows, views, canvas) bool, for models with uniform noise, what a rule chose in each state.
     """
 
     noise: Tensor
@@ -76,6 +79,8 @@ class Views:
     sampled_logps: Tensor | None = None
     rivals: Tensor | None = None
     ranks: Tensor | None = None
+    temperatures: Tensor | None = None
+    accepted: Tensor | None = None
 
     @property
     def scoring(self) -> Tensor:
@@ -112,6 +117,8 @@ class Views:
                 raise ValueError(f"views.{name} must be {shape} of {dtype}, got {tuple(found.shape)} of {found.dtype}")
         if self.rivals is not None and tokens != canvas:
             raise ValueError(f"views with rivals need completions as long as the canvas, {canvas}, got {tokens}")
+        if (given := self.temperatures) is not None and given.shape != self.noise.shape[:2]:
+            raise ValueError(f"views.temperatures must be {tuple(self.noise.shape[:2])}, got {tuple(given.shape)}")
 
 
 def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
@@ -149,6 +156,8 @@ class Scores(NamedTuple):
             without gradients; None unless asked for.
         place_logps: (rows, views) log-probabilities of the choice of places in each view, over all its blocks; -inf if
             it is impossible, 0 where not scored. Differentiable. None for views without rivals.
+        canvas_entropies: (rows, views, canvas), with the `temperatures` of the views, at all positions; None without
+            these, or unless entropies were asked for.
     """
 
     logps: Tensor
@@ -156,6 +165,7 @@ class Scores(NamedTuple):
     compute: Tensor
     entropies: Tensor | None = None
     place_logps: Tensor | None = None
+    canvas_entropies: Tensor | None = None
 
 
 class Rivals(NamedTuple):
@@ -192,7 +202,7 @@ def score(
     completion_ids: Tensor,
     views: Views,
     *,
-    mask_token_id: int,
+    mask_token_id: int | None,
     gen_length: int,
     with_entropies: bool = False,
     views_at_once: int = 1,
@@ -223,7 +233,9 @@ def score(
     if width > gen_length:
         raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
     views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)
-    rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
+    if mask_token_id is None and (width < gen_length or views.shown is None):
+        raise ValueError("a model with uniform noise is scored on whole canvases, in views that say what they show")
+    rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id or 0)
     clean = torch.cat([prompt_ids, completion_ids, rest], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     padded = padding_mask(visible) is not None  # even a mask that hides nothing excludes the fastest attention kernels
@@ -234,26 +246,30 @@ def score(
     def upload(values: Tensor) -> Tensor:
         return values.to(clean.device, non_blocking=True)
 
-    def compute(pairs: Tensor, at: Tensor, planned: Rivals | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`; and
-        # log-probs of places (n,).
+    def compute(pairs: Tensor, at: Tensor, planned: Rivals | None) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`;
+        # log-probs of places (n,); the entropies at all positions (n, canvas).
         row, view = pairs.unbind(1)
         hidden = views.noise[row, view] & visible[row].bool()
         text = clean[row]
         shown = None if views.shown is None else torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
         states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
-        states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
+        canvas = states[:, -gen_length:]
+        states = canvas[:, :width].flatten(0, 1)[at]
         of_places = None
         options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
+        if views.temperatures is not None:
+            temperatures = views.temperatures[row, view].unsqueeze(1)
+            options["temperatures"] = temperatures.expand(-1, width).flatten()[at]
         targets = completion_ids[row] if views.targets is None else views.targets[row, view]
         if planned is None:
             logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
         else:
             assert sampling is not None
             # Where nothing was written: what stands there.
-            canvas = (text if shown is None else shown)[:, -gen_length:].flatten()[at]
+            standing = (text if shown is None else shown)[:, -gen_length:].flatten()[at]
             written, more = upload(planned.written), upload(planned.more)
-            ids, masked = targets.flatten()[at].where(written, canvas), hidden[:, -gen_length:].flatten()[at]
+            ids, masked = targets.flatten()[at].where(written, standing), hidden[:, -gen_length:].flatten()[at]
             ranks = ids if views.ranks is None else views.ranks[row, view].flatten()[at]
             steps = Steps(planned.counts, masked, written, ids, ranks, more)
             logps, of_steps, entropies = score_steps(model, states, steps, sampling, distribution)
@@ -263,7 +279,10 @@ def score(
         def placed(values: Tensor) -> Tensor:
             return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
 
-        return placed(logps), None if entropies is None else placed(entropies), of_places
+        if entropies is None:
+            return placed(logps), None, of_places, None
+        everywhere = None if views.temperatures is None else tempered_entropies(model, canvas, temperatures)
+        return placed(logps), placed(entropies), of_places, everywhere
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id, blocks=blocks)
     pairs = pairs_to_score(scored if rivals is None else scored | rivals.ne(0))
@@ -281,7 +300,7 @@ def score(
             plan = Rivals.of(rivals[some.unbind(1)], own)
             at = plan.at
         computed.append(run(upload(some), upload(at), plan))
-    logps, entropies, of_places = zip(*computed, strict=True)
+    logps, entropies, of_places, everywhere = zip(*computed, strict=True)
     pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
@@ -299,13 +318,26 @@ def score(
     fed = visible[paid].sum()
     if again := noised_tokens(model, gen_length):
         fed = fed + visible[paid, -again:].sum()
-    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed, place_logps)
+    at_all = by_view(everywhere) if everywhere[0] is not None else None
+    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed, place_logps, at_all)
+
+
+@torch.no_grad()
+def tempered_entropies(model: Any, states: Tensor, temperatures: Tensor) -> Tensor:
+    """(n, canvas) entropies in nats of the distributions of `states` (n, canvas, hidden) at `temperatures` (n, 1)."""
+    head, flat = body_and_head(model)[1], temperatures.expand(states.shape[:2]).flatten()
+    at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
+    calls = calls_in_step(model, -(-len(flat) // at_once))
+    parts = zip(states.detach().flatten(0, 1).tensor_split(calls), flat.tensor_split(calls), strict=True)
+    return torch.cat([token_entropies(head(some) / own.unsqueeze(1)) for some, own in parts]).view(states.shape[:2])
 
 
 def noised_tokens(model: Any, gen_length: int) -> int:
     """For a model with blocks, how many of the last tokens of a text are processed again with noise: the canvas and,
     without a causal context, prompt tokens that may share its first block; 0 for other models."""
     size = block_size(model.config)
+    if not has_masks(model.config):
+        return gen_length - (size or 0)  # the encoder does not read the last canvas
     return 0 if size is None else gen_length + (0 if has_causal_context(model.config) else size - 1)
 
 
@@ -316,12 +348,14 @@ def hidden_states(
     visible: Tensor | None,
     *,
     gen_length: int,
-    mask_token_id: int,
+    mask_token_id: Any,
     shown: Tensor | None = None,
     blocks: CanvasBlocks | None = None,
 ) -> Tensor:
     """States (rows, n, hidden) of texts whose `hidden` tokens are masked and whose other tokens are those of `shown`
     (None: of `clean`); the last states are those of the canvas. `blocks` as for `score`."""
+    if not has_masks(model.config):
+        return canvas_states(model, clean, (clean if shown is None else shown)[:, -gen_length:], visible)
     noised = (clean if shown is None else shown).masked_fill(hidden, mask_token_id)
     again = noised_tokens(model, gen_length)
     if not again:

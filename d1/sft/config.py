@@ -9,6 +9,7 @@ from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE
 from d1.runs.cli import TrainingSettings, setting
 
 EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
+OF_CANVASES = ("self_conditioning", "causal_weight")  # `d1/sft/canvases.py`
 EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 
 
@@ -80,6 +81,13 @@ class SFTConfig(TrainingSettings):
     row_noise: bool = setting(
         CausalLoss.row_noise,
         "as Automodel: one t per row, blocks from the row's start, and the masks' loss divided by hidden tokens",
+    )
+    # Models with uniform noise
+    self_conditioning: Annotated[float, SHARE] = setting(
+        0.5, "with uniform noise, share of the rows that also see a first pass's distributions"
+    )
+    causal_weight: Annotated[float, AMOUNT] = setting(
+        1.0, "with uniform noise, weight of the encoder's loss on the next token of the whole text"
     )
 
     # Model and precision

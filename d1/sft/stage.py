@@ -11,12 +11,13 @@ from typing import Any
 from transformers import TrainingArguments
 
 from d1.models.attention import has_causal_context
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.runs.checkpoints import read_state
 from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, of_rows, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
-from d1.sft.config import EDIT_SETTINGS, CausalLoss, SFTConfig
+from d1.sft.canvases import CanvasCollator, CanvasTrainer
+from d1.sft.config import EDIT_SETTINGS, OF_CANVASES, CausalLoss, SFTConfig
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
 from d1.sft.editing import EditNoise
 from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
@@ -24,7 +25,7 @@ from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 ON_RESUME = on_resume(
     *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
-    *("edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise"),
+    *("edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
 )
 
 
@@ -54,23 +55,30 @@ def prepare(
         raise ValueError(EDITS_AND_CONTEXT)
     if causal != CausalLoss() and not has_causal_context(config):
         raise ValueError("--masked_weight and --row_noise would do nothing: this model has no causal context")
+    check_noise(args, config)
     with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
         data = load_rows(args.train_data)
         function = load_function(args.data_function) if args.data_function else None
         options: dict[str, Any] = {name: getattr(args, name) for name in SAME_IN_DATA}
         rows = preprocess_dataset(data, tokenizer, function=function, **options)
-    shared: dict[str, Any] = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
+    filling = args.eos_padding if has_masks(config) else 0  # canvases are filled by their collator
+    shared: dict[str, Any] = {"eos_padding": filling, "seed": args.seed, "eval_draws": args.eval_draws}
     datasets = [dLLMSFTDataset(rows[0], tokenizer, args.max_length, **shared)]
     if args.test_split:
         datasets.append(dLLMSFTDataset(rows[1], tokenizer, args.max_length, eval=True, **shared))
     check_room(config, max(max(one.rows["length"]) for one in datasets), 0, ": lower --max_length")
-    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
-    check_room(config, max(max(one.lengths) for one in datasets), 0, filling)
+    advice = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
+    check_room(config, max(max(one.lengths) for one in datasets), 0, advice)
     cap_batch(training, len(datasets[0]))
     read = of_values([of_rows(one.rows) for one in datasets])
     facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
 
     def make_trainer(model: Any) -> dLLMTrainer:
+        given: dict[str, Any] = {"model": model, "args": training, "train_dataset": datasets[0]}
+        given |= {"eval_dataset": datasets[1] if args.test_split else None, "processing_class": tokenizer}
+        if not has_masks(model.config):
+            sizes = model.config.canvas_length, vocabulary(model.config), args.self_conditioning
+            return CanvasTrainer(args.causal_weight, data_collator=CanvasCollator(tokenizer, *sizes), **given)
         how: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         if has_causal_context(model.config):
             how["causal"] = causal
@@ -78,15 +86,19 @@ def prepare(
             model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
             how["edits"] = EditNoise(args.edit_noise, *(getattr(args, name) for name in EDIT_SETTINGS))
         return dLLMTrainer(
-            model=model,
-            args=training,
-            data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), **how),
-            train_dataset=datasets[0],
-            eval_dataset=datasets[1] if args.test_split else None,
-            processing_class=tokenizer,
+            data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), **how), **given
         )
 
     return facts, make_trainer
+
+
+def check_noise(args: SFTConfig, config: Any) -> None:
+    """Raise ValueError for settings of another kind of noise than the model's."""
+    uniform, kind = not has_masks(config), config.model_type
+    idle = ("packing", "complementary_masks", "edit_noise", "eos_padding") if uniform else OF_CANVASES
+    for name in (name for name in idle if getattr(args, name) != getattr(SFTConfig, name)):
+        noise = "has uniform noise, in canvases that EOS fills" if uniform else "hides tokens by masks"
+        raise ValueError(f"--{name} {getattr(args, name)} would do nothing: {kind} {noise}")
 
 
 def kept_step(folder: Path, keep_last: bool) -> list[str]:

@@ -25,6 +25,7 @@ from d1.rl.train import make_parser as rl_parser
 from d1.sft.config import SFTConfig
 from d1.sft.train import make_parser as sft_parser
 from tests.commands import ROOT, check_script
+from tests.d1.diffusion_gemma import HAS_CLASS, needs_class
 from tests.d1.released import config_of
 
 FOLDER = ROOT / "recipes"
@@ -44,6 +45,12 @@ MOE = {"num_experts": 64, "expert_intermediate_size": 1024, "dense_intermediate_
 MOE |= {"num_experts_per_tok": 8, "moe_layer_freq": [1] * 16}
 SMALL = {"model_type": "qwen2", "mask_token_id": 151665, "tie_word_embeddings": True}
 SMALL |= shape(24, 896, 14, 2, 4864, 151936)
+TEXT = shape(30, 2816, 16, 8, 2112, 262144, model_type="diffusion_gemma_text", head_dim=256, global_head_dim=512)
+TEXT |= {"num_global_key_value_heads": 2, "sliding_window": 1024, "num_experts": 128, "top_k_experts": 8}
+TEXT |= {"moe_intermediate_size": 704, "use_bidirectional_attention": "vision", "tie_word_embeddings": True}
+GEMMA = {"model_type": "diffusion_gemma", "canvas_length": 256, "tie_word_embeddings": True, "text_config": TEXT}
+GEMMA |= {"vision_config": {"model_type": "gemma4_vision"}}
+NEW = "google/diffusiongemma-26B-A4B-it"  # which an older Transformers has not
 CONFIGS = {  # path of the model -> its config.json
     **dict.fromkeys(("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), LLADA),
     "Dream-org/Dream-v0-Instruct-7B": DREAM,
@@ -52,6 +59,7 @@ CONFIGS = {  # path of the model -> its config.json
     "JetLM/SDAR-8B-Chat": SDAR | shape(36, 4096, 32, 8, 12288, 151936, tie_word_embeddings=False),
     "inclusionAI/LLaDA2.0-mini": LLADA2,
     "nvidia/Nemotron-Labs-Diffusion-3B": NEMOTRON,
+    NEW: GEMMA,
     "Efficient-Large-Model/Fast_dLLM_v2_7B": config_of(
         "Fast_dLLM_Qwen", **shape(28, 3584, 28, 4, 18944, 152064, bd_size=32)
     ),
@@ -66,6 +74,7 @@ DOCUMENTED = {  # row of docs/models.md -> path
     "LLaDA-MoE-7B-A1B": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     "LLaDA2 mini": "inclusionAI/LLaDA2.0-mini",
     "Nemotron-Labs-Diffusion-3B": "nvidia/Nemotron-Labs-Diffusion-3B",
+    "DiffusionGemma": NEW,
 }
 
 
@@ -163,7 +172,14 @@ def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
     return with_config(make_parser().parse_args(["fit", "--config", str(recipe.path), *words]))
 
 
-@pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
+def marks(path: Path) -> list[Any]:
+    return [needs_class] if path.stem.startswith("diffusiongemma") else []
+
+
+RUNS = [pytest.param(Recipe(path), id=path.stem, marks=marks(path)) for path in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", RUNS)
 def test_the_head_has_the_commands_the_hardware_and_the_hours_of_the_recipe(recipe: Recipe, models: Path) -> None:
     for command in re.findall(r"^#   (.*)$", recipe.text, re.MULTILINE):
         check_script(command)
@@ -178,8 +194,12 @@ def test_the_head_has_the_commands_the_hardware_and_the_hours_of_the_recipe(reci
 
 # The computation takes four seconds each: only those of a dense model and of a mixture in blocks are not slow.
 QUICK = ("llada-8b-instruct", "llada2-mini")
+
+
 COMPUTED = [
-    pytest.param(Recipe(path), id=path.stem, marks=() if path.stem.startswith(QUICK) else pytest.mark.slow)
+    pytest.param(
+        Recipe(path), id=path.stem, marks=marks(path) + ([] if path.stem.startswith(QUICK) else [pytest.mark.slow])
+    )
     for path in RECIPES
 ]
 
@@ -266,7 +286,8 @@ def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() ->
 
 def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    for row, name in DOCUMENTED.items():
+    rows = {row: name for row, name in DOCUMENTED.items() if name != NEW or HAS_CLASS}
+    for row, name in rows.items():
         billions, active = re.search(rf"^\| {row} \| ([\d.]+) \| ([\d.]*) \|", page, re.MULTILINE).groups()
         total, used = total_and_active(native_config(str(models / name))[0])
         assert (f"{total / 1e9:.2f}", f"{used / 1e9:.2f}") == (billions, active or billions), row

@@ -36,6 +36,8 @@ def scored_in_a_loop(name, ids, steps):
             yield 0 <= step <= last
         elif name == "completed":
             yield 0 <= step <= max(steps[: end + 1])
+        elif name == "drawn":
+            yield step >= 0
         elif name == "text":
             yield position <= end and token != PAD
         elif name == "unpadded":

@@ -1,0 +1,199 @@
+"""Models of an encoder and a decoder with the same weights, whose noise is uniform ids (DiffusionGemma).
+
+A text is read in two passes. The *encoder* is causal and reads clean text. The *decoder* predicts canvases: each of a
+canvas's tokens sees the whole canvas and the encoded text before it. Canvases begin where the prompt ends. Layers with
+a window see in the encoder the last `sliding_window` tokens, and in the decoder the last `sliding_window` - 1 tokens
+before the *canvas*, as `generate` does.
+
+The masks are written out here by positions, as in `attention.py`, so several canvases of a row share one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from d1.models.attention import KERNELS, count_positions
+from d1.models.formats.diffusion_gemma import ENCODER
+from d1.transformers_bridge import CACHE, attention_kernel
+
+Masks = dict[str, Tensor]  # the type of a layer -> its mask over queries, (rows, 1, queries, keys)
+
+
+class SharedModule(nn.Module):
+    """Runs a module of the decoder in the encoder's place. It has no weights: the decoder's module, with its adapter if
+    it has one, is found at every call."""
+
+    def __init__(self, parent: nn.Module, name: str) -> None:
+        super().__init__()
+        self.shared = (parent, name)  # in a tuple, so that it is no submodule of this one
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(*self.shared)(*args, **kwargs)
+
+
+def share_weights(model: Any) -> None:
+    """Make the encoder of a DiffusionGemma run the decoder's modules; changes it in place.
+
+    Transformers ties their weights, but the modules are two: an adapter would be two, and merging would add both to the
+    one weight (huggingface/trl, examples/scripts/sft_diffusion_gemma.py). The vision tower, which text does not reach,
+    is frozen.
+    """
+    encoder, decoder = model.model.encoder, model.model.decoder
+    for own, other in zip(encoder.language_model.layers, decoder.layers, strict=True):
+        for parent, source in ((own.self_attn, other.self_attn), (own, other)):
+            for name in [name for name, _ in parent.named_children() if name != "self_attn"]:
+                pair = (getattr(side, name).parameters() for side in (parent, source))
+                if any(mine is not its for mine, its in zip(*pair, strict=True)):
+                    raise ValueError(f"the encoder's {name} has weights of its own: tie them to the decoder's first")
+                setattr(parent, name, SharedModule(source, name))
+    own = model.model  # `tie_weights` must not look for what the encoder has no more
+    own._tied_weights_keys = {to: of for to, of in own._tied_weights_keys.items() if ".layers" not in to}
+    left = model.all_tied_weights_keys.items()
+    model.all_tied_weights_keys = {to: of for to, of in left if not to.startswith(f"{ENCODER}layers.")}
+    freeze_vision(model)
+    for table in (encoder.language_model.embed_tokens, decoder.embed_tokens):
+        table.padding_idx = None  # nn.Embedding would give this row no gradient
+
+
+def freeze_vision(model: Any) -> None:
+    """Freeze what only images reach."""
+    for part in (model.model.encoder.vision_tower, model.model.encoder.embed_vision):
+        part.requires_grad_(False)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model without a `PeftModel` around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@dataclass
+class Context:
+    """Encoded text, (rows, tokens): what the decoder reads of it.
+
+    Attributes:
+        cache: keys and values of each layer; layers with a window may have lost those of the first tokens.
+        visible: bool, false at padding.
+    """
+
+    cache: Any
+    visible: Tensor
+
+    def rows(self, rows: Tensor) -> Context:
+        """These rows alone."""
+        cache = DynamicCache()
+        for number, layer in enumerate(self.cache.layers):
+            cache.update(layer.keys[rows], layer.values[rows], number)
+        return Context(cache, self.visible[rows])
+
+    def forget(self, config: Any) -> None:
+        """Drop keys and values that no later token sees, if all rows go on after the last token."""
+        for layer, kind in zip(self.cache.layers, config.text_config.layer_types, strict=True):
+            seen = config.text_config.sliding_window - 1
+            if kind == "sliding_attention" and layer.keys.shape[2] > seen:
+                layer.keys, layer.values = layer.keys[:, :, -seen:], layer.values[:, :, -seen:]
+
+
+def masks_of(model: Any, keys: int, full: Tensor, windowed: Tensor, cache: Any) -> Masks:
+    """The masks of each type of layer from those (rows, queries, all keys) bool, without the first keys where a layer
+    of this type has fewer; `keys` are those that this pass adds to the cache's."""
+    inner, found = unwrapped(model), {}
+    if attention_kernel(inner.config.text_config) not in KERNELS:
+        raise ValueError(f"{inner.config.model_type} runs under {', '.join(KERNELS)}, not another attention kernel")
+    types = inner.config.text_config.layer_types
+    for kind, seen in (("full_attention", full), ("sliding_attention", windowed)):
+        if kind not in types:
+            continue
+        number = types.index(kind)
+        stored = cache.layers[number].keys.shape[2] if number < len(cache.layers) else 0
+        mask = seen[..., seen.shape[-1] - stored - keys :].unsqueeze(1)
+        if attention_kernel(inner.config.text_config) == "eager":  # it adds the mask to the scores
+            dtype = inner.dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        found[kind] = mask
+    return found
+
+
+def encode(model: Any, ids: Tensor, visible: Tensor, before: Context | None = None) -> tuple[Context, Tensor]:
+    """Read text (rows, tokens) with the causal encoder; `visible` is 1 at real tokens.
+
+    Args:
+        before: the text before, whose cache is extended in place. Padding then lies left of it.
+
+    Returns:
+        The context, and the last states (rows, tokens, hidden), which predict the next token.
+    """
+    inner = unwrapped(model)
+    cache = DynamicCache() if before is None else before.cache
+    real = visible.bool() if before is None else torch.cat([before.visible, visible.bool()], dim=1)
+    position, new = count_positions(real), ids.shape[1]
+    query, key = position[:, -new:, None], position[:, None]
+    own = torch.eye(new, dtype=torch.bool, device=ids.device)
+    own = torch.cat([own.new_zeros(new, real.shape[1] - new), own], dim=1)  # padding sees itself: it must see a key
+    causal = real[:, None] & (key <= query)
+    near = causal & (query - key < inner.config.text_config.sliding_window)
+    output = inner.model.encoder.language_model(
+        input_ids=ids,
+        attention_mask=masks_of(model, new, causal | own, near | own, cache),
+        position_ids=position[:, -new:],
+        **{CACHE: cache},
+    )
+    return Context(cache, real), output.last_hidden_state
+
+
+def decode(
+    model: Any, ids: Tensor, positions: Tensor, starts: Tensor, context: Context, soft: Tensor | None = None
+) -> Tensor:
+    """The decoder's last states (rows, n, hidden) of canvases.
+
+    Args:
+        ids: (rows, n), of one or several canvases per row.
+        positions: (rows, n), of each token in its text, from 0.
+        starts: (rows, n), the position of the first token of each token's canvas. It sees the text before, and the
+            tokens with the same `starts`.
+        soft: (rows, n, hidden) soft embeddings for self-conditioning (`soft_embeddings`); None: zeros.
+    """
+    inner = unwrapped(model)
+    decoder, config, n = inner.model.decoder, inner.config.text_config, ids.shape[1]
+    key, start = count_positions(context.visible)[:, None], starts.unsqueeze(-1)
+    text = context.visible[:, None] & (key < start)
+    canvas = start == starts.unsqueeze(1)
+    full = torch.cat([text, canvas], dim=-1)
+    near = torch.cat([text & (key > start - config.sliding_window), canvas], dim=-1)
+    masks = masks_of(model, n, full, near, context.cache)
+    embedded = decoder.embed_tokens(ids)
+    states = decoder.self_conditioning(embedded, torch.zeros_like(embedded) if soft is None else soft)
+    turned = {kind: decoder.rotary_emb(states, positions, kind) for kind in masks}
+    for layer, kind in zip(decoder.layers, config.layer_types, strict=True):
+        options = {"position_embeddings": turned[kind], "attention_mask": masks[kind], CACHE: context.cache}
+        states = layer(states, position_ids=positions, **options)
+    return decoder.norm(states)  # type: ignore[no-any-return]
+
+
+def soft_embeddings(model: Any, logits: Tensor) -> Tensor:
+    """The mean embedding (n, hidden) of the distribution of `logits` (n, vocab), rounded as Transformers does."""
+    decoder = unwrapped(model).model.decoder
+    weight = decoder.embed_tokens.weight
+    probabilities = logits.to(weight.dtype).softmax(-1, dtype=torch.promote_types(weight.dtype, torch.float32))
+    return probabilities.to(weight.dtype) @ weight * decoder.embed_tokens.embed_scale.to(weight.dtype)
+
+
+def canvas_states(model: Any, clean: Tensor, canvas: Tensor, visible: Tensor | None) -> Tensor:
+    """States (rows, canvas, hidden) of all canvases of a row in one pass.
+
+    Args:
+        clean: (rows, prompt + canvas) ids, padded on the left; each canvas sees the clean text before it.
+        canvas: (rows, canvas) ids that the decoder reads, whole canvases of the model's length.
+        visible: (rows, prompt + canvas), 1 at real tokens; None: all are.
+    """
+    size, length = unwrapped(model).config.canvas_length, canvas.shape[1]
+    visible = torch.ones_like(clean) if visible is None else visible
+    context, _ = encode(model, clean[:, :-size], visible[:, :-size])
+    prompt = visible[:, : clean.shape[1] - length].sum(1, keepdim=True)
+    own = torch.arange(length, device=clean.device)
+    return decode(model, canvas, prompt + own, prompt + own // size * size, context)

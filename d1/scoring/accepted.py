@@ -1,0 +1,65 @@
+"""The exact log-probability of a rollout with uniform noise (`d1/sampling/uniform.py`), without self-conditioning.
+
+A pass from the state (text before the canvas, ids x) to ids x' has the probability
+
+    prod over accepted positions of d(x' | x) x vocabulary^-(other positions),
+
+with d at the pass's temperature, once discarded candidates are summed out. So the log-probability of a rollout is the
+sum over passes of log d(x') at the accepted positions, and a constant. A last pass whose draw is the output ("draw")
+counts all positions; one whose argmax is the output counts none.
+
+A view is one pass of every canvas: it shows what the pass saw, and scores what it accepted. Which positions are
+accepted, and when a canvas ends, depends on the weights, but has no gradient. Frozen as they were sampled, value and
+gradient are exact for the weights that sampled. After an update, the accepted set of a state can differ: then a term
+of the exact ratio would move between log d and -log(vocabulary). Such flips are counted
+(`d1.rl.batch.accepted_flips`).
+
+With `num_views`, that many passes of each row are drawn, with the inverse of their probabilities as weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from d1.models.distribution import falling
+from d1.scoring.replay import drawn
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
+from d1.scoring.views import Views
+
+
+def passes_per_block(settings: ViewSettings) -> int:
+    return settings.steps * settings.block_length // settings.gen_length
+
+
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """Views of all passes or, with `num_views`, of some; ValueError without a record of all writes."""
+    if sampled.write_ids is None or sampled.write_steps is None:
+        raise ValueError("accepted needs what each pass wrote: the rollout of a model with uniform noise")
+    ids, takes = sampled.write_ids.transpose(1, 2), sampled.write_steps.transpose(1, 2)[:, 1:] >= 0
+    scored = takes & sampled.scored.unsqueeze(1)  # (rows, passes, canvas)
+    rows, passes, _ = takes.shape
+    chosen, weights = torch.arange(passes).expand(rows, -1), torch.ones(rows, passes)
+    if settings.num_views:
+        counts = (scored.any(-1) * torch.arange(1, passes + 1)).amax(-1, keepdim=True).clamp(min=1)
+        chance = (torch.arange(passes) < counts) / counts.double()
+        chosen, weights = drawn(chance, random.evenly_spread(settings.num_views))
+    logps = sampled.write_logps
+    own = chosen.unsqueeze(-1).expand(-1, -1, ids.shape[2])
+    # Where the output is a draw, the last pass of a block has all positions, whatever their entropies: no rule chose.
+    blocks, of_pass = ids.shape[2] // settings.block_length, sampled.write_steps.transpose(1, 2)[:, 1:]
+    ran = (of_pass != -1).unflatten(2, (blocks, -1)).all(-1)
+    is_last = ran & ~torch.cat([ran[:, 1:], torch.zeros_like(ran[:, :1])], dim=1)
+    by_rule = takes & ~is_last.repeat_interleave(settings.block_length, dim=2)
+    temperatures = [
+        falling(settings.temperature, settings.end_temperature, number, passes_per_block(settings))
+        for number in range(passes)
+    ]
+    return Views(
+        noise=torch.zeros(rows, chosen.shape[1], sampled.prompt_ids.shape[1] + ids.shape[2], dtype=torch.bool),
+        weights=torch.where(scored.gather(1, own), weights.unsqueeze(-1), 0.0),
+        shown=ids[:, :-1].gather(1, own),
+        targets=ids[:, 1:].gather(1, own),
+        sampled_logps=None if logps is None else logps.transpose(1, 2)[:, 1:].gather(1, own),
+        temperatures=torch.tensor(temperatures)[chosen],
+        accepted=by_rule.gather(1, own),
+    )
