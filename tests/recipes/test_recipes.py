@@ -278,7 +278,7 @@ def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() ->
     assert sorted(found) == sorted(hours)
     found = re.findall(r"^\| .* \| (\w+) \| .* \| \[(.+?)\]\(\2\) \| (.*) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert sorted(found) == sorted(models)
-    assert len(found) == 20
+    assert len(found) == 22
     names = [path.stem.rpartition("-") for path in RECIPES]
     assert {(name, stage) for name, _, stage in names} == {(name, s) for name, *_ in names for s in ("sft", "rl")}
     assert {expected_fit(Recipe(path))["model_path"] for path in RECIPES} == {*CONFIGS}
