@@ -3,7 +3,7 @@
     python -m studies.tools.run                   # what is missing of both kinds of attention and five seeds
     python -m studies.tools.run --seeds 0 --attention full
 
-A run appends a line to data/runs.jsonl: right answers to test problems, turns and calls, and both over training.
+A run appends a line to data/runs.jsonl: right answers to sealed problems, turns and calls, and both over training.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 import shutil
 import time
 from collections.abc import Sequence
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from d1.ranges import SEED
 from d1.rl import train as rl_train
 from d1.runs.cli import run_script
 from d1.sft import train as sft_train
-from dataset.make_problems import product_calls
+from dataset.make_problems import PRODUCTS, product_calls, product_problems, write_rows
 from pocket.make_base import build_model
 from pocket.recipes import ROOT
 from pocket.tokenizer import build_tokenizer
@@ -81,10 +82,12 @@ def reinforce(start: Path, folder: Path, arm: str, seed: int) -> list[dict[str, 
 
 
 def judged(model: Path, folder: Path, tools: Sequence[str]) -> dict[str, Any]:
-    """Greedy answers to the test problems."""
+    """Greedy answers to the sealed problems: those that the dataset's generator gives after all of its splits."""
     settings: dict[str, Any] = {"tools": [*tools], "max_turns": 2} if tools else {}
-    settings |= {"block_length": BLOCK, "diffusion_steps": LENGTH, "batch_size": 64, "limit": PROBLEMS}
+    settings |= {"block_length": BLOCK, "diffusion_steps": LENGTH, "batch_size": 64}
     shutil.rmtree(folder, ignore_errors=True)
+    settings["data_file"], used = folder.with_name("sealed.jsonl"), sum(PRODUCTS.values())
+    write_rows(settings["data_file"], [*islice(product_problems(random.Random(0)), used, used + PROBLEMS)])
     evaluate(model, "products", gen_length=[LENGTH], output_dir=str(folder), eos_stop=True, **settings)
     (file,) = folder.glob("*_generations.json")
     items = json.loads(file.read_text())["generations"]
