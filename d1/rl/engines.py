@@ -621,7 +621,7 @@ def record_of(
 FOLDER = "rollouts_ahead"  # of a checkpoint
 
 
-class Sampled(NamedTuple):
+class SampledAhead(NamedTuple):
     """A rollout that was requested: the rows of all processes, and the step of its weights."""
 
     prompts: Prompts
@@ -646,7 +646,7 @@ class Ahead:
         self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
         self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
         self.kept: dict[int, tuple[int, Path, Path | None]] = {}
-        self.requests: dict[int, Future[Sampled]] = {}
+        self.requests: dict[int, Future[SampledAhead]] = {}
         self.thread = ThreadPoolExecutor(1)
         self.at_work, self.stale_steps = False, 0
 
@@ -680,10 +680,10 @@ class Ahead:
         written = folder.write(model, version, self.servers.servers, given)
         self.kept[number] = step, written, folder.frozen
 
-    def sample(self, prompts: Prompts, weights: Weights, step: int) -> Sampled:
+    def sample(self, prompts: Prompts, weights: Weights, step: int) -> SampledAhead:
         """In the thread: the rollout of `prompts` by servers that take `weights`, those of a `step`, first."""
         self.servers.weights = weights
-        return Sampled(prompts, self.servers.sample([prompts])[0], step)
+        return SampledAhead(prompts, self.servers.sample([prompts])[0], step)
 
     def finish(self) -> None:
         """Waits for all requests, so that something else can be sampled with other weights."""
