@@ -72,6 +72,8 @@ BLOCKS = EVAL.replace("pocket/base", "pocket/block_base")
 SAMPLERS = {
     "exact": f"{EVAL} --block_length 8",
     "random": f"{EVAL} --block_length 16 --temperature 0.9 --remasking random --num_samples 2",
+    "gumbel": f"{EVAL} --block_length 16 --temperature 0.9 --remasking gumbel",
+    "leftmost": f"{EVAL} --block_length 16 --remasking leftmost",
     "entropy": f"{EVAL} --block_length 32 --temperature 0.5 --remasking entropy --eos_stop",
     "guided": f"{EVAL} --block_length 32 --cfg_scale 0.5",
     **{f"parallel_{rule}": f"{EVAL} --sampler parallel --reveal {rule}" for rule in ("threshold", "factor", "entropy")},

@@ -54,7 +54,8 @@ from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 from d1.tools.calls import Functions, Message
 from d1.tools.functions import TOOLS, load_tools
-from d1.tools.turns import Episode, Toolbox, TurnSettings
+from d1.tools.settings import TurnSettings
+from d1.tools.turns import Episode, Toolbox
 
 logger = logging.getLogger("eval")
 

@@ -41,7 +41,7 @@ def share_weights(model: Any) -> None:
     """Make the encoder of a DiffusionGemma run the decoder's modules; changes it in place.
 
     Transformers ties their weights, but the modules are two: an adapter would be two, and merging would add both to the
-    one weight (huggingface/trl, examples/scripts/sft_diffusion_gemma.py). The vision tower, which text does not reach,
+    one weight (huggingface/trl, sft_diffusion_gemma.py). The vision tower, which text does not reach,
     is frozen.
     """
     encoder, decoder = model.model.encoder, model.model.decoder

@@ -40,7 +40,7 @@ from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
 from d1.tools.calls import FORMATS
 from d1.tools.functions import TOOLS
-from d1.tools.turns import TurnSettings
+from d1.tools.settings import TurnSettings
 from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)

@@ -631,13 +631,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log_trajectories(self, batch: Batch, everyone: Everyone) -> None:
         """Logs `trajectory_metrics` of a rollout, whatever the method scores; not counted in `compute_tokens`."""
-        rows, compute, config = dict(batch), self.compute, self.model.config
+        rows, compute = dict(batch), self.compute
         ends = eos_cut(batch["canvas_ids"], self.eos_token_ids)
         rows["completion_mask"] = ends.long() * batch["completion_mask"].any(-1, keepdim=True)
         score_more(rows, "completed", self.eos_token_ids, None, everyone, self.settled(batch))
         unused = Randomness([], torch.Generator(), 0, len(ends))
         settings = replace(self.args.view_settings(), num_views=None)
-        rows |= draw_updates(sampled_rows(rows, config), unused, 1, ESTIMATORS["places"], settings)
+        rows |= draw_updates(sampled_rows(rows, self.blocks), unused, 1, ESTIMATORS["places"], settings)
         rows |= count(rows, everyone)
         exact = {"distribution": self.sampling.drawn(self.mask_token_id)}
         with self.without_checkpointing(), evaluating(self.model):

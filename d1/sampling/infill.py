@@ -13,8 +13,9 @@ from torch import Tensor
 from d1.models.attention import count_positions, has_causal_context, require_prepared
 from d1.models.kinds import block_size, require_masks
 from d1.sampling.caches import NO_CACHE
-from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, check_generator, rollout_of
+from d1.sampling.loop import Batch, Row, Sampler, check_generator
 from d1.sampling.predict import Generators
+from d1.sampling.record import Canvas, Rollout, Step, rollout_of
 from d1.sampling.reveal import schedule_of
 from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings
 

@@ -95,7 +95,7 @@ class SamplingSettings:
     )
     self_conditioning: bool = setting(
         True,
-        "with uniform noise, a pass also sees the distributions of the pass before (default: yes)",
+        "with uniform noise, a pass also sees the distributions of the pass before (default: True)",
         action=argparse.BooleanOptionalAction,
     )
     output: str = setting(

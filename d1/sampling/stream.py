@@ -15,7 +15,8 @@ from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size, has_masks
 from d1.sampling.caches import cache_of
-from d1.sampling.loop import Batch, Canvas, Rollout, Row, Sampler, Step, Stops, blank_record, note, start_canvas
+from d1.sampling.loop import Batch, Row, Sampler, Stops
+from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 
 # Ids without padding, the row's generator where sampling draws, and perhaps `stops` as in `rollout`

@@ -28,7 +28,7 @@ from d1.models.attention import left_padded
 from d1.models.canvas import Context, decode, encode, soft_embeddings
 from d1.models.head import NotFiniteError
 from d1.models.kinds import vocabulary
-from d1.sampling.loop import Canvas, Rollout, Step, rollout_of, start_canvas
+from d1.sampling.record import Canvas, Rollout, Step, rollout_of, start_canvas
 from d1.sampling.reveal import entropy_bound
 from d1.sampling.settings import SamplingSettings
 

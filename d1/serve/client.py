@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d1.sampling.loop import Rollout
+from d1.sampling.record import Rollout
 from d1.sampling.settings import SamplingSettings
 from d1.serve import KEY
 

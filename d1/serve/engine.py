@@ -33,7 +33,7 @@ from d1.masking import keyed_generator
 from d1.models.adapters import add_adapter
 from d1.models.kinds import block_size, native_config
 from d1.models.load import load_model
-from d1.sampling.loop import Rollout, Step
+from d1.sampling.record import Rollout, Step
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
 from d1.transformers_bridge import attention_kernel

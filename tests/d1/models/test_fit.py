@@ -278,7 +278,8 @@ def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_refere
     assert found(*stepwise, *canvas)["views"] == 16
     assert found(*stepwise, *canvas, block_size=8)["views"] == 4  # a step of every block
     edits = found(*stepwise, *canvas, "--edit_threshold", "0.5")
-    assert (edits["views"], edits["stored"]) == (16 + 16, 32 * (token + 32 * 16))  # passes after the last mask; ids
+    passes = 16 + 16  # those after the last mask, too; ids and log-probs of each
+    assert (edits["views"], edits["stored"]) == (passes, passes * (token + 32 * 20))
     LLADA.save_pretrained(tmp_path)
     for method, kept in (("espo", True), ("tracerl", False)):
         words = ["--stage", "rl", "--method", method, "--lora_r", "0", "--length", "64"]

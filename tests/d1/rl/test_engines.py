@@ -51,7 +51,7 @@ def engine(*keys, cut=False):
     [
         ("d1", (), {"eval_strategy": "steps", "eval_steps": 2}),  # tokens alone, cut after their EOS
         ("agrpo-entropy", ("steps", "entropies"), {}),
-        ("rldf", ("steps", "logprobs"), {"sampler": "exact", "reveal": None, "reveal_level": None}),
+        ("rldf", ("steps", "logprobs"), {"sampler": "exact", "reveal": None, "reveal_level": None, "kv_cache": None}),
     ],
 )
 def test_our_own_sampler_behind_it_gives_the_built_in_run(tiny_model_dir, tmp_path, method, keys, changes):
@@ -165,7 +165,7 @@ def test_an_engine_that_lies_about_a_row_is_found_by_its_log_probabilities(tiny_
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name, entry in ESTIMATORS.items() if not entry.uniform_noise])
 def test_an_estimators_views_depend_on_what_it_says_alone(name):
     rows, rest = left_to_right_rows(), {}
     noise = torch.rand(3, *rows.logps.shape, generator=torch.Generator().manual_seed(0))

@@ -39,7 +39,7 @@ def train(launcher, model, folder, adapter, options):
     trainer.train()
     trainer.save_model(str(folder / "saved"))
     ids, mask = trainer.padded(trainer.encoded(trainer.train_dataset[:4]["prompt"]))
-    prompts = trainer.prompts(ids, mask, KEY, trainer.first_row(4))
+    prompts = trainer.prompts(ids, mask, [(*KEY, trainer.first_row(4) + row) for row in range(4)])
     sampled = trainer.servers.rollout(trainer.accelerator.unwrap_model(trainer.model), 99, prompts)
     rank = trainer.accelerator.process_index
     save_file({"prompt": ids, "mask": mask, "ids": sampled.ids, "logps": sampled.logps}, folder / f"{rank}.safetensors")

@@ -120,7 +120,7 @@ def test_a_canvas_that_was_given_is_not_made_shorter():
         ({"max_completion_length": 128, "diffusion_steps": 3}, "between 4 and 128 steps, got 3"),
         ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
         ({"num_generations": 3}, "divisible by num_generations"),
-        ({"remasking": "margin"}, "low_confidence, random, entropy"),
+        ({"remasking": "margin"}, "low_confidence, random, leftmost, entropy"),
         ({"min_p": 0.1}, "min_p=0.1 would be ignored here: leave it at None"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 would"),
         ({"cache_implementation": "static"}, "cache_implementation='static' would"),

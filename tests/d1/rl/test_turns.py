@@ -18,6 +18,7 @@ from d1.rl.losses import MEANS, OBJECTIVES, PENALTIES, LossInputs
 from d1.rl.stage import ShowProblems
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
+from d1.scoring.rollouts import CanvasBlocks
 from d1.tools.calls import FORMATS
 from d1.tools.turns import Episode
 from tests import forks
@@ -198,7 +199,7 @@ def test_the_likelihood_of_two_turns_and_its_gradient_equal_those_of_an_enumerat
     batch = as_turns(batch, record, 2, Everyone(lambda value: value, 0))
     random = Randomness([keyed_generator(row) for row in range(2 * count)], keyed_generator(0), 0, 2 * count)
     settings = ViewSettings(gen_length=length, steps=length, block_length=block)
-    views = ESTIMATORS["left_to_right"](sampled_rows(batch, model.config), random, settings)
+    views = ESTIMATORS["left_to_right"](sampled_rows(batch, CanvasBlocks.of(model.config)), random, settings)
     batch |= {"view_weights": views.weights.unsqueeze(1), "scoring_views": torch.ones(2 * count, 1)}
     batch |= {"active_rows": torch.ones(2 * count)}
     scores = score_batch(model, batch, views, mask_token_id=3)

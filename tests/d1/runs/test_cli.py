@@ -178,7 +178,11 @@ def test_help_shows_the_default_of_every_flag_that_has_one() -> None:
     for module in (sft_train, preference, distillation, evaluation, rl_train):
         parser = module.make_parser()
         parts = re.split(r"\n  (?=-)", parser.format_help())
-        helps = {flag: " ".join(part.split()) for part in parts for flag in re.findall(r"--\w+", part.splitlines()[0])}
+        helps = {
+            flag: " ".join(part.split())
+            for part in parts
+            for flag in re.findall(r"--\w+(?![\w-])", part.splitlines()[0])
+        }
         defaults = {flag: parser.get_default(flag.removeprefix("--")) for flag in helps}
         given = {flag: value for flag, value in defaults.items() if value not in (None, False, "", argparse.SUPPRESS)}
         assert len(given) > 7

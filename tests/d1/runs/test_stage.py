@@ -23,7 +23,7 @@ TASK = Path(__file__).parents[1] / "rl" / "letters_task.py"
 
 RL = f"""--task {TASK} --per_device_train_batch_size 4 --num_generations 4 --num_iterations 1 --max_completion_length 8
     --block_length 4 --diffusion_steps 4 --save_steps 1 --report_to none --gradient_checkpointing false
-    --use_cpu true"""
+    --use_cpu true --lr_scheduler_type linear"""
 SFT = "--batch_size 4 --grad_accum_steps 1 --eval_steps 1 --lora_r 2 --test_split 0 --debugging --job_name ."
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt, trained_ids
 from d1.tools.functions import calculator
-from d1.tools.turns import Episode, Toolbox, TurnSettings
+from d1.tools.settings import TurnSettings
+from d1.tools.turns import Episode, Toolbox
 from pocket.tokenizer import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[3] / "dataset"

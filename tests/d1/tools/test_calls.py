@@ -4,7 +4,8 @@ import pytest
 
 from d1.models import load_tokenizer
 from d1.tools.calls import FORMATS, format_of, instructions
-from d1.tools.turns import Toolbox, TurnSettings
+from d1.tools.settings import TurnSettings
+from d1.tools.turns import Toolbox
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}CALL<|im_end|>\n"

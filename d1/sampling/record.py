@@ -1,0 +1,184 @@
+"""What sampling works on and returns: the canvas, what a step did to it, and the rollout that all steps make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Canvas:
+    """The rows of a text that is being filled."""
+
+    ids: Tensor  # (rows, length), with the mask token where a token is hidden
+    visible: Tensor  # (rows, length), 1 at real tokens
+    given: Tensor  # (rows, length) bool, the real tokens that were there at the start
+    to_fill: Tensor  # (rows, n) the positions to fill: block after block, each from left to right
+    passes: Tensor  # (rows,), as in `Rollout`
+    forward_tokens: Tensor  # (rows,), as in `Rollout`
+    # (rows,) fp32, the sum of the log-probs and entropies of all that was written: not finite once one of them was not.
+    sums: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, to_fill: Tensor) -> Canvas:
+        passes, forward_tokens = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
+        return cls(ids, visible, given, to_fill, passes, forward_tokens, torch.zeros(len(ids), device=ids.device))
+
+    @property
+    def start(self) -> int:
+        """The position after the prompt, if all positions after the prompt are to be filled."""
+        return self.ids.shape[1] - self.to_fill.shape[1]
+
+
+def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
+    """The canvas of a completion: mask tokens after the prompt."""
+    (rows, width), device = prompt_ids.shape, prompt_ids.device
+    real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
+    return Canvas.of(
+        ids=torch.cat([prompt_ids, masks], dim=1),
+        visible=torch.cat([real, torch.ones_like(masks)], dim=1),
+        given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
+        to_fill=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass did to the n rows that took part in it."""
+
+    rows: Tensor  # (n,) which rows of the batch
+    numbers: Tensor  # (n,) how many earlier passes each of these rows took part in
+    positions: Tensor  # (n, k) masked positions of the canvas, left to right; short rows are padded with revealed ones.
+    # With editing, all positions of the block.
+    revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked position or as an edit
+    ids: Tensor  # (n, k) the predictions; log-probs and entropies are those of `Rollout`
+    logps: Tensor  # (n, k)
+    entropies: Tensor  # (n, k)
+    canvas: Tensor  # (rows, length) ids after this pass; later passes change this tensor and the next two in place
+    passes: Tensor  # (rows,) so far, as in `Rollout`
+    forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
+    most_writes: int = 1  # `SamplingSettings.most_writes`
+    noted: Tensor | None = None  # (1 or 2, n, k) ranks, and log-probs of steps, where they are recorded (`Rollout`)
+    noised: Tensor | None = None  # (n, k) bool, with uniform noise: what it wrote there is no draw of the model
+
+
+class Writes(NamedTuple):
+    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order.
+
+    With uniform noise (`uniform.py`), each position has a write per pass of its block, after that of the first noise:
+    before pass k, from 0, it showed write k."""
+
+    ids: Tensor  # 0 where a position was written less often
+    # The number, from 0, of the row's own forward pass; -1 where a position was written less often; -2 where what was
+    # written is no draw of the model: uniform noise, or the argmax of a block's last pass
+    steps: Tensor
+    logps: Tensor  # as in `Rollout`
+    entropies: Tensor  # as in `Rollout`
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The result of sampling and its cost. In fp32 a row's values do not depend on its batch.
+
+    Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
+    whole vocabulary, in the step that revealed the token or, with editing, wrote it last. Tokens that the EOS stop
+    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from; with
+    `record_exactly`, that has no mask token.
+    """
+
+    ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
+    logps: Tensor  # (rows, gen_length) fp32, in nats
+    reveal_steps: Tensor  # (rows, gen_length) long, the row's own forward pass that revealed the token, from 0
+    entropies: Tensor  # (rows, gen_length) fp32, in nats
+    passes: Tensor  # (rows,) forward passes that the row took part in
+    forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
+    writes: Writes | None = None  # None without editing
+    # (rows, gen_length), recorded for an order with noise: the rank of a token among those that its step revealed, from
+    # 1; 0 for tokens that a reveal rule accepts, whatever their number.
+    ranks: Tensor | None = None
+    # (rows, gen_length) fp32 with `record_steps`, else None: the log-probability that the token was drawn; and, at the
+    # first token that a step revealed, also that of the step's choice of places (`places.py`).
+    step_logps: Tensor | None = None
+
+    @classmethod
+    def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
+        """A rollout from a `record` made by `blank_record`."""
+        logps, entropies, numbers, written, *noted = record  # (rows, canvas, writes) each
+        writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
+        index = torch.arange(record.shape[-1], device=record.device)
+        last = index.where(numbers >= 0, 0).amax(-1, keepdim=True)
+        logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
+        ranks, step_logps = (noted[number][..., 0] if len(noted) > number else None for number in range(2))
+        ranks = None if ranks is None else ranks.long()
+        numbers = numbers.clamp(min=-1)
+        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes, ranks, step_logps)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The rows of several rollouts in one."""
+        fields: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        writes = fields.pop("writes")
+        fields = {name: None if values[0] is None else torch.cat(values) for name, values in fields.items()}
+        return cls(**fields, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
+
+    @property
+    def edits(self) -> Tensor:
+        """(rows,) how many tokens replaced one that was revealed before."""
+        if self.writes is None:
+            return torch.zeros_like(self.passes)
+        drawn = self.writes.steps >= 0
+        return (drawn.sum(-1) - drawn.any(-1).long()).sum(1)
+
+    @property
+    def first_ids(self) -> Tensor:
+        """(rows, prompt + gen_length) `ids` with the token that was written first at each position, before edits."""
+        if self.writes is None:
+            return self.ids
+        start = self.ids.shape[1] - self.logps.shape[1]
+        own = torch.where(self.writes.steps[..., 0] < 0, self.ids[:, start:], self.writes.ids[..., 0])
+        return torch.cat([self.ids[:, :start], own], dim=1)
+
+    @property
+    def most_writes(self) -> Tensor:
+        """(rows,) how often the position that was written most often was."""
+        return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps != -1).sum(-1).amax(-1)
+
+
+def blank_record(rows: int, length: int, device: Any, writes: int = 1, noting: int = 0) -> Tensor:
+    """(4 to 6, rows, length, writes): log-probs, entropies, steps, ids and what else is noted of a `Rollout`, in one
+    tensor, so that a step is one write."""
+    record = torch.zeros(4 + noting, rows, length, writes, device=device)
+    record[2] = -1
+    return record
+
+
+def note(record: Tensor, step: Step, first: int = 0) -> None:
+    """Write what a step revealed into a record of the canvas from position `first` on."""
+    numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
+    written = step.revealed
+    if step.noised is not None:
+        numbers, written = numbers.masked_fill(step.noised, -2), written | step.noised
+    now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
+    if step.noted is not None:
+        now = torch.cat([now, step.noted])
+    at = (slice(len(now)), step.rows.unsqueeze(1), step.positions - first)
+    before = record[at]
+    next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] != -1).sum(-1, keepdim=True)
+    record[at] = torch.where(written.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
+
+
+def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
+    """The rollout that all `steps` make, at every position of the text from `first` on."""
+    record = None
+    for step in steps:
+        if record is None:
+            rows, length = step.canvas.shape
+            noting = 0 if step.noted is None else len(step.noted)
+            record = blank_record(rows, length - first, step.canvas.device, step.most_writes, noting)
+        note(record, step, first)
+    assert record is not None
+    return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)
