@@ -218,14 +218,8 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
                 ours.callback(os.close, descriptor)
             return ends
 
-        def start(more: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
-            rules = holding(refusals(os.uname().machine), ours)
-            words = [*command(python, limits, rules), *map(str, more)]
-            # A session of its own is a group of processes to kill, and Ctrl-C does not reach it.
-            options: Any = {"pass_fds": (*more, rules), "start_new_session": True, "bufsize": 0, "cwd": "/", **streams}
-            process = subprocess.Popen(words, **options)
-            processes.callback(end, process)
-            return process
+        def start(pipes: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
+            return launch(python, limits, [*map(str, pipes)], pipes, ours, processes, **streams)
 
         # The program's side reads calls and writes replies, and has no other pipe; only the tests' side gets the tests.
         errors = [holding(b"", processes) for _ in range(2)]  # bubblewrap writes a message in pieces: one file each
@@ -237,15 +231,41 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
         assert judge.stdout is not None
         in_time = bool(wait([judge.stdout.fileno()], START_SECONDS))
         if not in_time or judge.stdout.readline() != READY:
-            texts = [os.pread(file, 1 << 16, 0).decode(errors="replace").strip() for file in errors]
-            silent = "it ended without a message" if in_time else f"no interpreter ran after {START_SECONDS:g} s"
-            raise OSError(next((text.splitlines()[-1] for text in texts if text), silent))
+            raise OSError(last_words(errors, SILENT if in_time else f"no interpreter ran after {START_SECONDS:g} s"))
         try:
             said, _ = judge.communicate(timeout=seconds_now(limits))
         except subprocess.TimeoutExpired:
             end(judge)
             said, _ = judge.communicate()
     return frozenset(map(int, said.split()))
+
+
+def launch(
+    python: str,
+    limits: Limits,
+    words: Sequence[str],
+    pipes: Sequence[int],
+    files: ExitStack,
+    processes: ExitStack,
+    **streams: Any,
+) -> subprocess.Popen[bytes]:
+    """A sandbox that runs `inside.py` with these `words` and may use the descriptors `pipes`. It ends with `processes`;
+    the file that it is started with is closed with `files`."""
+    rules = holding(refusals(os.uname().machine), files)
+    # A session of its own is a group of processes to kill, and Ctrl-C does not reach it.
+    options: Any = {"pass_fds": (*pipes, rules), "start_new_session": True, "bufsize": 0, "cwd": "/", **streams}
+    process = subprocess.Popen([*command(python, limits, rules), *words], **options)
+    processes.callback(end, process)
+    return process
+
+
+SILENT = "it ended without a message"
+
+
+def last_words(errors: Sequence[int], otherwise: str) -> str:
+    """The last line of the first of these files that has one."""
+    texts = [os.pread(file, 1 << 16, 0).decode(errors="replace").strip() for file in errors]
+    return next((text.splitlines()[-1] for text in texts if text), otherwise)
 
 
 def holding(data: bytes, until: ExitStack) -> int:
@@ -267,12 +287,9 @@ def output_of(program: str, most: int, limits: Limits = DEFAULT) -> str:
 def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
     """As `output_of`, with one try. Raises OSError if the sandbox did not start."""
     with ExitStack() as ours:
-        rules, errors = holding(refusals(os.uname().machine), ours), holding(b"", ours)
-        orders = holding(pack(program, None).encode() + b"\n", ours)
-        options: Any = {"pass_fds": (rules,), "start_new_session": True, "bufsize": 0, "cwd": "/"}
-        words = [*command(python, limits, rules), "show"]
-        process = subprocess.Popen(words, stdin=orders, stdout=subprocess.PIPE, stderr=errors, **options)
-        ours.callback(end, process)
+        errors, orders = holding(b"", ours), holding(pack(program, None).encode() + b"\n", ours)
+        streams: Any = {"stdin": orders, "stdout": subprocess.PIPE, "stderr": errors}
+        process = launch(python, limits, ["show"], (), ours, ours, **streams)
         assert process.stdout is not None
         pipe, said, until = process.stdout.fileno(), b"", time.monotonic() + START_SECONDS
         running = False
@@ -288,8 +305,7 @@ def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
             if not running and said.startswith(READY):
                 running, said, until = True, said[len(READY) :], time.monotonic() + seconds_now(limits)
         if not running:
-            text = os.pread(errors, 1 << 16, 0).decode(errors="replace").strip()
-            raise OSError(text.splitlines()[-1] if text else "it ended without a message")
+            raise OSError(last_words([errors], SILENT))
         return said.decode(errors="replace")[:most].strip()
 
 
