@@ -137,7 +137,7 @@ def try_entries(settings: Settings) -> None:
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     canvas = {"gen_length": TRIAL_CANVAS, "steps": TRIAL_CANVAS, "block_length": TRIAL_CANVAS // 2}
     whole = settings.view_settings()
-    small = replace(whole, temperature=1.0, **canvas, sampling=replace(whole.sampling, **canvas))
+    small = replace(whole, **canvas, sampling=replace(whole.sampling, **canvas))
     rows = noised_rows() if estimator.uniform_noise else left_to_right_rows()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):

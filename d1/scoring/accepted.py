@@ -21,14 +21,9 @@ from __future__ import annotations
 
 import torch
 
-from d1.models.distribution import falling
 from d1.scoring.replay import drawn
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views
-
-
-def passes_per_block(settings: ViewSettings) -> int:
-    return settings.steps * settings.block_length // settings.gen_length
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -50,10 +45,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     ran = (of_pass != -1).unflatten(2, (blocks, -1)).all(-1)
     is_last = ran & ~torch.cat([ran[:, 1:], torch.zeros_like(ran[:, :1])], dim=1)
     by_rule = takes & ~is_last.repeat_interleave(settings.block_length, dim=2)
-    temperatures = [
-        falling(settings.temperature, settings.end_temperature, number, passes_per_block(settings))
-        for number in range(passes)
-    ]
+    temperatures = [settings.sampler.temperature_of(number) for number in range(passes)]
     return Views(
         noise=torch.zeros(rows, chosen.shape[1], sampled.prompt_ids.shape[1] + ids.shape[2], dtype=torch.bool),
         weights=torch.where(scored.gather(1, own), weights.unsqueeze(-1), 0.0),

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, ranks_in_blocks
 from d1.scoring.views import Views, views_of_canvas
 
 # Shapes: times and counts (rows, draws); numbers and ranks of tokens, and what a draw hides, (rows, draws, canvas);
@@ -110,19 +110,13 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block.
     If stratified, it is shifted from block to block: evenly over all draws and scored blocks of a row."""
     scored, device = sampled.scored, sampled.scored.device
-    blocks = torch.zeros_like(scored, dtype=torch.long) if sampled.blocks is None else sampled.blocks
-    blocks = blocks - blocks[:, :1]  # numbered from 0; `lengths` are the scored tokens of each token's own block
+    blocks = sampled.block_numbers  # `lengths` are the scored tokens of each token's own block
     per_block = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long())
     lengths, reached = per_block.gather(1, blocks), (per_block > 0).sum(1, keepdim=True).clamp(min=1)
     shift = blocks * settings.stratified / (reached * settings.draws)
     up = (spread(random, settings).to(device).unsqueeze(-1) + shift.unsqueeze(1)) % 1
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
-    # Sort block after block, each in random order: a token's rank in its block is its index in this order, less the
-    # tokens of the blocks before.
-    numbers = numbers_of_tokens(sampled, random, settings.draws).double() + 2 * blocks.unsqueeze(1)  # each is <= 1
-    before = torch.zeros_like(blocks).scatter_add(1, blocks, torch.ones_like(blocks)).cumsum(1).roll(1, 1)
-    before[:, 0] = 0
-    ranks = numbers.argsort(dim=-1, stable=True).argsort(-1) - before.gather(1, blocks).unsqueeze(1)
+    ranks = ranks_in_blocks(numbers_of_tokens(sampled, random, settings.draws), blocks)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
     weights = lengths.unsqueeze(1) / (settings.draws * counts.clamp(min=1))
     return views_of_canvas(noise, ranks < counts, scored, weights)

@@ -179,7 +179,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "accepted": Estimator(
         accepted.draw,
-        lambda settings: settings.num_views or accepted.passes_per_block(settings),
+        lambda settings: settings.num_views or settings.sampler.passes_per_block,
         draws=draws_some,
         replays=True,
         replays_writes=True,

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.sampling.settings import SamplingSettings
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, ranks_in_blocks, within_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy", "top")
@@ -181,10 +181,8 @@ def every_segment(last: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def draw_places(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """`draw` of single steps, with the places that each of them decided on. In each block, steps count up to the last
     one that revealed a scored token or, with edits, up to the pass that ended the block, which may write nothing."""
-    sampling = settings.sampling
-    if sampling is None:
-        raise ValueError("an estimator of places needs ViewSettings(sampling=...): how the rows were sampled")
-    written, edits = Written.of(sampled), sampling.edits is not None
+    sampling, written = settings.sampler, Written.of(sampled)
+    edits = sampling.edits is not None
     block, later = scheduled(sampled, sampling)
     # Per block (rows, blocks): the first step, the one that revealed the last mask, and the last one that counts.
     reveals, last = written.steps[..., 0], torch.where(written.scored, written.steps, -1).amax(-1)
@@ -294,13 +292,10 @@ def least_likely(sampled: SampledRows, steps: Tensor, count: int) -> Views:
     """`count` views. View v scores, in each block, the v-th from the left of its `count` least likely scored tokens (in
     a tie, the first ones) and hides this token and all after it in the block; `steps` (rows, canvas) number its tokens.
     """
-    scored = sampled.scored
-    blocks = torch.zeros_like(steps) if sampled.blocks is None else sampled.blocks - sampled.blocks[:, :1]
-    # Block after block, the least likely first; the index in this order, less the tokens of earlier blocks, is a rank.
-    by_logp = sampled.logps.masked_fill(~scored, torch.inf).argsort(dim=1, stable=True)
-    order = by_logp.gather(1, blocks.gather(1, by_logp).argsort(dim=1, stable=True))
+    scored, blocks = sampled.scored, sampled.block_numbers
+    logps = sampled.logps.masked_fill(~scored, torch.inf)
+    chosen = scored & (ranks_in_blocks(logps.unsqueeze(1), blocks).squeeze(1) < count)
     first_of_block = torch.arange(steps.shape[1], device=steps.device) - steps
-    chosen = scored & (order.argsort(1) - first_of_block < count)
     before = chosen.cumsum(1) - chosen.long()
     number = before - before.gather(1, first_of_block)  # among the block's chosen tokens, from the left
     # (rows, views, canvas): whether a view scores a token, and the number in its block of the one that it scores there.

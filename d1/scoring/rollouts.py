@@ -27,9 +27,8 @@ class ViewSettings:
         p_mask_prompt: the probability to hide each maskable token of the prompt.
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
-        temperature, end_temperature: of the sampler; see `accepted.py`.
         segments, segment_steps, draw_steps, mean_step: see `replay.py`.
-        sampling: all settings of the sampler, which estimators of places read.
+        sampling: all settings of the sampler, which estimators of its own probability read (`sampler`).
     """
 
     gen_length: int = 256
@@ -44,8 +43,13 @@ class ViewSettings:
     draw_steps: str = "uniform"
     mean_step: bool = False
     sampling: SamplingSettings | None = None
-    temperature: float = 1.0
-    end_temperature: float | None = None
+
+    @property
+    def sampler(self) -> SamplingSettings:
+        """`sampling`; ValueError if it is not there."""
+        if self.sampling is None:
+            raise ValueError("this estimator needs ViewSettings(sampling=...): how the rows were sampled")
+        return self.sampling
 
     @property
     def draws(self) -> int:
@@ -71,7 +75,7 @@ class SampledRows:
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
         write_ids, write_steps, write_entropies, write_logps: (rows, gen_length, writes), of a sampler that edits all
-            that it wrote (`d1.sampling.loop.Writes`), the last of which is in the tensors above; None for others.
+            that it wrote (`d1.sampling.record.Writes`), the last of which is in the tensors above; None for others.
         ranks: (rows, gen_length), `Rollout.ranks` of an order with noise; None for other orders.
     """
 
@@ -89,6 +93,13 @@ class SampledRows:
     write_entropies: Tensor | None = None
     write_logps: Tensor | None = None
     ranks: Tensor | None = None
+
+    @property
+    def block_numbers(self) -> Tensor:
+        """(rows, gen_length), `blocks` numbered from 0; all 0 without blocks."""
+        if self.blocks is None:
+            return torch.zeros_like(self.canvas_ids)
+        return self.blocks - self.blocks[:, :1]
 
     @property
     def gen_length(self) -> int:
@@ -130,6 +141,15 @@ def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None, after_p
         return None
     positions = torch.arange(gen_length, device=attention_mask.device)
     return (attention_mask.long().sum(-1, keepdim=True) * (not after_prompt) + positions) // size
+
+
+def ranks_in_blocks(values: Tensor, numbers: Tensor) -> Tensor:
+    """The rank, from 0, of each of `values` (rows, draws, canvas) within its block, the lowest first and in a tie the
+    left one; `numbers` (rows, canvas) are those of the blocks, from left to right."""
+    by_value, blocks = values.argsort(dim=-1, stable=True), numbers.unsqueeze(1).expand_as(values)
+    order = by_value.gather(-1, blocks.gather(-1, by_value).argsort(dim=-1, stable=True))  # block after block
+    firsts = torch.searchsorted(numbers.contiguous(), numbers.contiguous())  # of each token's block
+    return order.argsort(-1) - firsts.unsqueeze(1)
 
 
 def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:

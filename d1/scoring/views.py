@@ -266,7 +266,7 @@ def score(
             logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
         else:
             assert sampling is not None
-            # Where nothing was written: what stands there.
+            # The token that a position keeps if the step writes nothing there.
             standing = (text if shown is None else shown)[:, -gen_length:].flatten()[at]
             written, more = upload(planned.written), upload(planned.more)
             ids, masked = targets.flatten()[at].where(written, standing), hidden[:, -gen_length:].flatten()[at]

@@ -99,8 +99,7 @@ def rows_of(rollouts, takes):
 
 
 def settings(**changes):
-    own = ViewSettings(gen_length=SIZE, steps=PASSES, block_length=SIZE, temperature=HOT, end_temperature=COLD)
-    return replace(own, **changes)
+    return replace(ViewSettings(gen_length=SIZE, steps=PASSES, block_length=SIZE, sampling=sampling()), **changes)
 
 
 def views_of(rows, seed=0, **changes):
