@@ -90,11 +90,17 @@ class Attention:
 
     def mask_for(self, body: PreTrainedModel, visible: Tensor, noised: int, queries: int, **blocks: Any) -> Tensor:
         """The same mask in the form that the kernel of `body` takes."""
-        mask = self.mask(body.config, visible, noised, queries, **blocks)
-        if attention_kernel(body.config) == "sdpa":
-            return mask
-        # Eager attention adds the mask to the scores.
-        return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
+        return for_kernel(
+            attention_kernel(body.config), self.mask(body.config, visible, noised, queries, **blocks), body
+        )
+
+
+def for_kernel(kernel: str | None, mask: Tensor, body: PreTrainedModel) -> Tensor:
+    """A mask, true where a query sees a key, in the form that a kernel of `KERNELS` takes."""
+    if kernel == "sdpa":
+        return mask
+    # Eager attention adds the mask to the scores.
+    return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -112,7 +118,7 @@ ATTENTION: dict[str, Attention] = {
     "block-causal": Attention(within_blocks, fields=("block_size",)),
     # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
     "causal-context": Attention(not_later, fields=("block_size",), causal_context=True),
-    "canvas": Attention(lambda config, query, key: key <= query, caches=()),  # of the text; `canvas.py` makes its masks
+    "canvas": Attention(not_later, caches=()),  # of the text; `canvas.py` makes its masks
 }
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from d1.models.attention import KERNELS, count_positions
+from d1.models.attention import KERNELS, count_positions, for_kernel
 from d1.models.formats.diffusion_gemma import ENCODER
+from d1.models.head import unwrapped
 from d1.transformers_bridge import CACHE, attention_kernel
 
 Masks = dict[str, Tensor]  # the type of a layer -> its mask over queries, (rows, 1, queries, keys)
@@ -67,11 +67,6 @@ def freeze_vision(model: Any) -> None:
         part.requires_grad_(False)
 
 
-def unwrapped(model: Any) -> Any:
-    """The model without a `PeftModel` around it."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
 @dataclass
 class Context:
     """Encoded text, (rows, tokens): what the decoder reads of it.
@@ -103,7 +98,7 @@ def masks_of(model: Any, keys: int, full: Tensor, windowed: Tensor, cache: Any) 
     """The masks of each type of layer from those (rows, queries, all keys) bool, without the first keys where a layer
     of this type has fewer; `keys` are those that this pass adds to the cache's."""
     inner, found = unwrapped(model), {}
-    if attention_kernel(inner.config.text_config) not in KERNELS:
+    if (kernel := attention_kernel(inner.config.text_config)) not in KERNELS:
         raise ValueError(f"{inner.config.model_type} runs under {', '.join(KERNELS)}, not another attention kernel")
     types = inner.config.text_config.layer_types
     for kind, seen in (("full_attention", full), ("sliding_attention", windowed)):
@@ -111,11 +106,7 @@ def masks_of(model: Any, keys: int, full: Tensor, windowed: Tensor, cache: Any) 
             continue
         number = types.index(kind)
         stored = cache.layers[number].keys.shape[2] if number < len(cache.layers) else 0
-        mask = seen[..., seen.shape[-1] - stored - keys :].unsqueeze(1)
-        if attention_kernel(inner.config.text_config) == "eager":  # it adds the mask to the scores
-            dtype = inner.dtype
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        found[kind] = mask
+        found[kind] = for_kernel(kernel, seen[..., seen.shape[-1] - stored - keys :].unsqueeze(1), inner)
     return found
 
 

@@ -26,6 +26,7 @@ from d1.files import give_usual_mode, writing
 from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter
 from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
+from d1.models.head import unwrapped
 from d1.models.kinds import KINDS, is_encoder, learnt_fields, native_config, raw_config, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
@@ -187,7 +188,7 @@ class Noted(Mapping[str, Tensor]):
 
 def learnt_names(model: Any, state: Mapping[str, Tensor]) -> set[str]:
     """Names in `state`, as `merged` gives it, of the weights that training changes."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = unwrapped(model)
     own = {name for name, weight in base.named_parameters() if weight.requires_grad}
     layers = tuple(f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
     memory = {weight.data_ptr() for name, weight in state.items() if name in own or name.startswith(layers)}
@@ -209,7 +210,7 @@ def write_weights(
     folder.mkdir(parents=True)
 
     def parts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        noted, base = Noted(state), model.get_base_model() if isinstance(model, PeftModel) else model
+        noted, base = Noted(state), unwrapped(model)
         changed = set[str]() if learnt is None else learnt_names(model, state)
         tied = dict(base.named_parameters(remove_duplicate=False)).keys() - dict(base.named_parameters()).keys()
         for name in state:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import psutil
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from d1.models.adapters import adapter_chain, lora_targets
 from d1.models.attention import has_causal_context
 from d1.models.canvas import canvas_states, decode, encode, soft_embeddings
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps, unwrapped
 from d1.models.kinds import block_size, experts, has_masks, native_config, vocabulary
 from d1.models.load import auto_class, named_dtype, prepare
 from d1.models.packing import two_stream_states
@@ -170,7 +170,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     with FakeTensorMode(), grouped:
         # On meta tensors attention would take another kernel than on fake tensors of a CPU.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner = unwrapped(model)
         inner.tie_weights()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -186,9 +186,8 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
                 also = settings.stage == "sft" and has_causal_context(config)  # the clean text is trained, too
                 own = torch.arange(settings.length).expand(rows, -1) if also else None
-                states = two_stream_states(
-                    model, ids, noised, torch.ones_like(ids), clean_at=own
-                )  # makes its own masks
+                visible = torch.ones_like(ids)  # masks over queries are made from it
+                states = two_stream_states(model, ids, noised, visible, clean_at=own)
             else:
                 states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training and not has_masks(config):
@@ -230,8 +229,8 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     asked = settings.batch * views
     for rows in (asked, ROWS, 2 * ROWS):
         few, more = depths(config)
-        two, three = (step_peak(config, settings, depth, rows) for depth in (few, more))
-        peaks[rows] = two + (three - two) * (config.num_hidden_layers - few) // (more - few)
+        low, high = (step_peak(config, settings, layers, rows) for layers in (few, more))
+        peaks[rows] = low + (high - low) * (config.num_hidden_layers - few) // (more - few)
     # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views

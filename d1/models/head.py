@@ -80,6 +80,11 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     return (torch.take_along_dim(states, at, 1), *args[1:]), kwargs
 
 
+def unwrapped(model: Any) -> Any:
+    """The model without a `PeftModel` around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
     """The two parts of a prepared model, for work without the logits of all positions at once.
 
@@ -89,7 +94,7 @@ def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor],
         their last layer only at these.
         `head(states)` -> logits (..., vocab). `head(body(...))` equals `model(...).logits` for every kind.
     """
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = unwrapped(model)
 
     kind = kind_of(inner.config)
 
@@ -195,12 +200,18 @@ def target_logps(
     return torch.cat(logps), torch.cat(entropies) if with_entropies else None
 
 
+def runs_in_step(model: Any) -> bool:
+    """Whether each process holds a part of the weights (ZeRO-3, FSDP2), so that a forward pass waits for the others."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    split = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
+    return split or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())  # FSDP2's
+
+
 def calls_in_step(model: Any, calls: int) -> int:
     """The number of calls to make to a part of the model, at least one: under ZeRO-3 and FSDP2, the maximum over
     processes."""
-    sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
-    sharded = sharded or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())  # FSDP2's
-    if not (sharded and torch.distributed.is_initialized()):
+    if not runs_in_step(model):
         return max(1, calls)
     most = torch.tensor(max(1, calls), device=model.device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)

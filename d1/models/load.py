@@ -37,7 +37,7 @@ from d1.models.attention import (
     keep_states,
 )
 from d1.models.canvas import share_weights
-from d1.models.head import narrow, take_computations
+from d1.models.head import narrow, take_computations, unwrapped
 from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
 from d1.models.selfcheck import check_environment
@@ -58,7 +58,7 @@ def prepare(model: Model) -> Model:
     Raises:
         ValueError: The kind is not supported, the model has no head, or it is an encoder that was built to be causal.
     """
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = unwrapped(model)
     if getattr(inner, PREPARED, False):
         return model
     name, config = type(inner).__name__, inner.config

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -32,7 +31,7 @@ from d1.models.attention import (
     require_prepared,
     with_copies,
 )
-from d1.models.head import body_and_head
+from d1.models.head import body_and_head, unwrapped
 from d1.models.kinds import block_size, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_mask, takes_packed_rows
 
@@ -59,7 +58,7 @@ def take_packed_rows(model: Any) -> None:
     """Let a prepared model (or an adapter on one) take packed rows, with their `segments`; nothing else changes.
     ValueError if the model's kernel cannot keep texts apart."""
     require_prepared(model)
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = unwrapped(model)
     kernel = attention_kernel(inner.config)
     if kernel in ("sdpa", "eager"):
         inner.set_attn_implementation(PACKED + kernel)

@@ -89,7 +89,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
     if raw.get("mask_token_id") is None:
         usual["mask_token"] = [*MASKS, *own]
     found: dict[str, str] = {}
-    for name in ("mask_token", "eos_token", "pad_token", "eot_token")[kind.uniform_noise :]:  # uniform ids: no mask
+    for name in (*(() if kind.uniform_noise else ("mask_token",)), "eos_token", "pad_token", "eot_token"):
         token = getattr(tokenizer, name, None)
         if token is None and isinstance(raw.get(f"{name}_id"), int):
             token = tokenizer.convert_ids_to_tokens(raw[f"{name}_id"])

@@ -105,11 +105,9 @@ def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, promp
             why = f"-1 and token {expected.ends[0]}: the EOS stop fills the blocks after the EOS"
             refuse(where, "steps", steps, inside & ((steps >= 0) | (canvas != expected.ends[0])), why)
         elif by_our_rules:
-            left = inside & (steps < 0)
-            # With a causal context, a block ends once nothing before its EOS is hidden.
-            stops = (
-                left & after_eos & (canvas == expected.ends[0]) if settings.first_token is not None else left & False
-            )
+            left, stops = inside & (steps < 0), torch.zeros_like(inside)
+            if settings.first_token is not None:  # a causal context: a block ends once nothing before its EOS is hidden
+                stops = left & after_eos & (canvas == expected.ends[0])
             refuse(where, "steps", steps, left & ~stops, "a step: the block of the first EOS is sampled whole")
             if settings.edits is None:
                 taken, due = torch.bincount(steps[revealed].long() - before), torch.tensor(counts)

@@ -97,9 +97,7 @@ class CanvasTrainer(dLLMTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Any]:
         """Trainer's, whose count is that of `labels`; and the count of the encoder's loss."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = [next_tokens(batch).sum() for batch in batches]
-        total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long)
-        self.pairs = self.accelerator.gather(total.to(self.args.device)).sum()
+        self.pairs = self.in_step(next_tokens(batch).sum() for batch in batches)
         return batches, items
 
     def losses(self, model: Any, inputs: dict[str, Any], causal: bool) -> Losses:
@@ -124,8 +122,7 @@ class CanvasTrainer(dLLMTrainer):
         """Soft embeddings (rows, canvas, hidden) of a first pass; 0 in rows that are not conditioned. As in TRL, only
         the table of embeddings gets a gradient, if it is trained."""
         conditioned = inputs["conditioned"]
-        split = any(hasattr(weight, "ds_id") for weight in model.parameters())  # then processes stay in step
-        if not split and not conditioned.any():
+        if not (conditioned.any() or head.runs_in_step(model)):
             return None
         run_head, at_once = head.body_and_head(model)[1], max(1, head.CHUNK_ELEMENTS // 4 // vocabulary(model.config))
         with torch.no_grad():

@@ -319,12 +319,8 @@ class dLLMDataCollator(DefaultDataCollator):
             return batch | own
         # (rows, length) -> (1, all visible tokens)
         by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
-        return (
-            batch
-            | {name: values[visible.bool()][None] for name, values in by_token.items()}
-            | {"lengths": lengths}
-            | own
-        )
+        joined = {name: values[visible.bool()][None] for name, values in by_token.items()}
+        return batch | joined | {"lengths": lengths} | own
 
 
 def row_numbers(batch: dict[str, Any]) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -183,9 +184,13 @@ class dLLMTrainer(RunTrainer, Trainer):
         """Trainer's batches of an optimizer step and their number of labels; counts their hidden tokens, too."""
         batches, labels = super().get_batch_samples(*args)
         if getattr(self.data_collator, "per_row", False):
-            hidden = sum((batch["masked"].sum() for batch in batches), torch.zeros((), dtype=torch.long))
-            self.hidden_in_step = self.accelerator.reduce(hidden.to(self.args.device), "sum")
+            self.hidden_in_step = self.in_step(batch["masked"].sum() for batch in batches)
         return batches, labels
+
+    def in_step(self, counts: Iterable[Tensor]) -> Tensor:
+        """The sum of the counts of all batches of an optimizer step, over all processes."""
+        own = sum(counts, torch.zeros((), dtype=torch.long))
+        return self.accelerator.reduce(own.to(self.args.device), "sum")  # type: ignore[no-any-return]
 
     def masked_scale(self, inputs: dict[str, Tensor], answers: Tensor | int | None) -> Tensor | float:
         """What divides the loss of masks by the hidden tokens of the step, not by its `answers`, as `CausalLoss` with

@@ -1,4 +1,4 @@
-"""DiffusionGemma's config: text, vision and the canvas in one file, of which this library reads the text."""
+"""DiffusionGemma's config, which describes text, vision and canvas. This library reads text and canvas."""
 
 from __future__ import annotations
 
