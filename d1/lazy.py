@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -35,3 +36,12 @@ def module_in(path: Path, name: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def functions_in(path: Path, name: str) -> list[Callable[..., Any]]:
+    """The public functions that a user's `.py` file defines, in their order in the file, which runs as `module_in`."""
+    return [
+        value
+        for key, value in vars(module_in(path, name)).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    ]

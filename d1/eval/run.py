@@ -35,6 +35,7 @@ from d1.sampling.settings import BLOCK_LENGTH, add_model_flags, add_sampling_fla
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 from d1.tools.calls import FORMATS
 from d1.tools.functions import TOOLS, load_tools
+from d1.tools.settings import TurnSettings
 
 logger = logging.getLogger("eval")
 
@@ -79,9 +80,12 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     turns.add_argument("--tools", nargs="+", help=f"{', '.join(TOOLS)}, or .py files of functions (docs/tools.md)")
     turns.add_argument("--max_turns", type=COUNT, help="canvases per problem (default: 2 with tools)")
     turns.add_argument("--tool_format", choices=FORMATS, help="how calls are written (default: by the chat template)")
-    turns.add_argument("--calls_per_turn", type=COUNT, default=1, help="the canvas is cut after the last of them")
-    turns.add_argument("--tool_seconds", type=POSITIVE, default=10.0, help="seconds per call (default: %(default)s)")
-    turns.add_argument("--result_length", type=COUNT, default=256, help="tokens of a result that the model reads")
+    for name, allowed, about in (
+        ("calls_per_turn", COUNT, "the canvas is cut after the last of them"),
+        ("tool_seconds", POSITIVE, "seconds per call (default: %(default)s)"),
+        ("result_length", COUNT, "tokens of a result that the model reads"),
+    ):
+        turns.add_argument(f"--{name}", type=allowed, default=getattr(TurnSettings, name), help=about)
     turns.add_argument(
         "--max_turn_prompt", type=COUNT, help="longest prompt of a later turn (default: what the model has room for)"
     )

@@ -180,9 +180,11 @@ class DiffuGRPOConfig(GRPOConfig):
     tool_format: str | None = setting(
         None, f"How calls are written: {', '.join(FORMATS)}; by the chat template if unset."
     )
-    calls_per_turn: Count = setting(1, "Calls per canvas, which is cut after the last of them.")
-    tool_seconds: Annotated[float, POSITIVE] = setting(10.0, "Seconds per call.")
-    result_length: Count = setting(256, "Tokens of a result that the model reads.")
+    calls_per_turn: Count = setting(
+        TurnSettings.calls_per_turn, "Calls per canvas, which is cut after the last of them."
+    )
+    tool_seconds: Annotated[float, POSITIVE] = setting(TurnSettings.tool_seconds, "Seconds per call.")
+    result_length: Count = setting(TurnSettings.result_length, "Tokens of a result that the model reads.")
     max_turn_prompt: OptionalCount = setting(
         None, "Longest prompt of a later turn, in tokens; unset: what the model's positions leave."
     )

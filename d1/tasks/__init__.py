@@ -22,7 +22,6 @@ settings): the question with at most one line of instructions, after four solved
 from __future__ import annotations
 
 import importlib
-import inspect
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from d1.hub import closest
-from d1.lazy import module_in
+from d1.lazy import functions_in, module_in
 
 if TYPE_CHECKING:  # it takes a second to import, and parsers need only the names
     from datasets import Dataset
@@ -116,12 +115,7 @@ def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
         raise ValueError(f"--reward_file {file}: expected the path of a .py file with reward functions")
     if not path.is_file():
         raise FileNotFoundError(f"no reward file {path}")
-    name = f"d1_user_rewards_{path.stem}"
-    found = [
-        value
-        for key, value in vars(module_in(path, name)).items()
-        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
-    ]
+    found = functions_in(path, f"d1_user_rewards_{path.stem}")
     if not found:
         raise ValueError(f"reward file {path} defines no function: write f(completions, **columns) -> list of numbers")
     return _changed(task, REWARDS=[*task.REWARDS, *found])

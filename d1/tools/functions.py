@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from d1.hub import closest
-from d1.lazy import module_in
+from d1.lazy import functions_in
 from d1.sandbox import Limits, output_of
 
 MAX_TEXT = 10_000  # characters of a result that are read; `TurnSettings.result_length` is in tokens
@@ -128,12 +128,7 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
             raise ValueError(f"--tools {name}: expected {known}, or the path of a .py file{closest(name, TOOLS)}")
         if not path.is_file():
             raise FileNotFoundError(f"no file of tools {path}")
-        module = f"d1_user_tools_{path.stem}"
-        own = [
-            value
-            for key, value in vars(module_in(path, module)).items()
-            if inspect.isfunction(value) and value.__module__ == module and not key.startswith("_")
-        ]
+        own = functions_in(path, f"d1_user_tools_{path.stem}")
         if not own:
             raise ValueError(f"the file of tools {path} defines no function")
         found += own

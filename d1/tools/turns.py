@@ -8,18 +8,19 @@ of the episode, so a canvas is never a prefix of the next prompt. Ids are joined
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from d1.models.tokenizer import encode_prompt, first_end, render_prompt
 from d1.sandbox import WORKERS
-from d1.tools.calls import FORMATS, Call, Functions, Message, format_of, instructions, renders_tools
+from d1.tools.calls import FORMATS, Call, CallFormat, Functions, Message, format_of, instructions, renders_tools
 from d1.tools.functions import Outcome, call
 from d1.tools.settings import TurnSettings
 
@@ -37,9 +38,10 @@ class Turn:
 
 @dataclass
 class Episode:
-    """A conversation that goes on until `end` says why it ended.
+    """A conversation, which is over once `end` is set.
 
     Attributes:
+        end: why it ended, one of `ENDS`.
         prompt: the messages before the first canvas.
         next_ids: the prompt of the next canvas.
         functions: the tools of this episode by name.
@@ -124,11 +126,24 @@ class Toolbox:
         if form is not None and form not in FORMATS:
             raise ValueError(f"--tool_format must be one of {', '.join(FORMATS)}, got {form!r}")
         self.tokenizer, self.ends, self.settings, self.options = tokenizer, ends, settings, options or {}
-        self.form = FORMATS[form or format_of(tokenizer)]
-        self.pattern = self.form.pattern
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.form_name = form
         self.rendered: dict[tuple[str, ...], bool] = {}  # names of tools -> whether the template tells about them
-        self.special = sorted({*special, *tokenizer.all_special_tokens}, key=len, reverse=True)
+
+    # They read the whole vocabulary, which nobody needs without tools.
+
+    @cached_property
+    def form(self) -> CallFormat:
+        return FORMATS[self.form_name or format_of(self.tokenizer)]
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        return self.form.pattern
+
+    @cached_property
+    def special(self) -> list[str]:
+        """The special tokens, the longest first."""
+        flagged = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return sorted({*flagged, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
 
     # --- Prompts ------------------------------------------------------------------------------------------------------
 
@@ -173,8 +188,7 @@ class Toolbox:
 
     def take(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
         """Adds a canvas to an episode; returns the texts of the calls that need results. Without any, it has ended."""
-        number = len(episode.turns)
-        is_last = number + 1 >= self.settings.max_turns
+        is_last = self.stop_of(len(episode.turns)) is None
         kept = list(canvas_ids[: self.cut(canvas_ids, is_last)])
         episode.turns.append(Turn(episode.next_ids, kept))
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
