@@ -537,14 +537,18 @@ def with_choice(
     return replace(inputs, trajectory_weights=trajectory_weights(inputs, batch, update, trajectory_weight_cap))
 
 
+def token_sums(inputs: LossInputs) -> Tensor:
+    """(rows, views) log-probabilities of the tokens of each step, under the policy before the first update."""
+    return (known(inputs.view_old) * inputs.scored).sum(-1)
+
+
 def trajectory_gaps(inputs: LossInputs, batch: Batch, update: int) -> Tensor:
     """(rows, views) log P - log P' of each step that is scored, else 0: P under the policy before the first update, in
     exact states, P' as the sampler noted it; -inf if P is 0."""
     noted = torch.where(batch["view_weights"][:, update] != 0, batch["step_logps"].unsqueeze(1), 0.0).sum(-1)
-    tokens = (known(inputs.view_old) * inputs.scored).sum(-1)
     assert inputs.place_old is not None
     assert inputs.steps is not None
-    return (tokens + inputs.place_old - noted).where(inputs.steps > 0, 0.0)
+    return (token_sums(inputs) + inputs.place_old - noted).where(inputs.steps > 0, 0.0)
 
 
 def trajectory_weights(inputs: LossInputs, batch: Batch, update: int, cap: float) -> Tensor:
@@ -553,31 +557,27 @@ def trajectory_weights(inputs: LossInputs, batch: Batch, update: int, cap: float
     return trajectory_gaps(inputs, batch, update).cumsum(1).clamp(max=math.log(cap)).exp()
 
 
-def trajectory_metrics(
-    tokens: Tensor, of_places: Tensor, steps: Tensor, gaps: Tensor | None, gather: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Means per completion of the negative log-probabilities, in nats, of tokens and of the choice of places, and the
-    share of steps that are impossible (P = 0: confidences crossed, or were rounded differently).
+def trajectory_metrics(inputs: LossInputs, batch: Batch, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Of a micro-batch in views with places: means per completion of the negative log-probabilities, in nats, of tokens
+    and of the choice of places, and the share of steps that are impossible (P = 0: confidences crossed, or were rounded
+    differently).
 
-    With `gaps`, those of the sampler: the mean log weight of a trajectory, the effective sample size of the weights,
-    as a share of all trajectories, and the share of trajectories whose weight is 0.
-
-    Args:
-        tokens, of_places: (rows, views) log-probabilities.
-        steps: (rows, views) weight of each view's step.
-        gaps: `trajectory_gaps`, if every step is scored.
+    If the sampler noted its steps: the mean log weight of a trajectory, the effective sample size of the weights, as a
+    share of all trajectories, and the share of trajectories whose weight is 0.
     """
+    of_places, steps = inputs.place_old, inputs.steps
+    assert of_places is not None
+    assert steps is not None
     possible, rows = of_places.isfinite(), steps.ne(0).any(1)
-    sums = [-(tokens * steps).sum(), -(of_places.where(possible, 0.0) * steps).sum(), rows.sum()]
+    sums = [-(token_sums(inputs) * steps).sum(), -(of_places.where(possible, 0.0) * steps).sum(), rows.sum()]
     sums += [(~possible & steps.ne(0)).sum(), steps.ne(0).sum()]
     found = gather(torch.stack([value.double() for value in sums])).view(-1, len(sums)).sum(0).tolist()
     count = max(found[2], 1)
     metrics = {"places/tokens_nll": found[0] / count, "places/nll": found[1] / count}
     metrics["places/impossible"] = found[3] / max(found[4], 1)
-    if gaps is None:
+    if "step_logps" not in batch:
         return metrics
-    log_weights = torch.where(rows, gaps.double().sum(1), torch.nan)
-    log_weights = gather(log_weights)
+    log_weights = gather(torch.where(rows, trajectory_gaps(inputs, batch, 0).double().sum(1), torch.nan))
     log_weights = log_weights[~log_weights.isnan()]
     finite = log_weights[log_weights.isfinite()]
     if len(finite):

@@ -59,7 +59,6 @@ from d1.rl.batch import (
     score_more,
     score_updates,
     settled_steps,
-    trajectory_gaps,
     trajectory_metrics,
     updates_are_alike,
     view_logps_as_sampled,
@@ -82,7 +81,7 @@ from d1.rl.engines import (
     states_of,
     unpadded,
 )
-from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, LossInputs, known, sequence_log_ratios
+from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import guarded
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
@@ -616,18 +615,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
             )
         if self.update == 0 and inputs.place_logps is not None and not args.log_places:
-            metrics |= self.of_trajectories(batch, inputs)
+            metrics |= trajectory_metrics(inputs, batch, self.accelerator.gather)
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
-
-    def of_trajectories(self, batch: Batch, inputs: LossInputs) -> dict[str, float]:
-        """`trajectory_metrics` of a micro-batch in views with places."""
-        assert inputs.place_old is not None
-        assert inputs.steps is not None
-        tokens = (known(inputs.view_old) * inputs.scored).sum(-1)
-        gaps = trajectory_gaps(inputs, batch, 0) if "step_logps" in batch else None
-        return trajectory_metrics(tokens, inputs.place_old, inputs.steps, gaps, self.accelerator.gather)
 
     def log_trajectories(self, batch: Batch, everyone: Everyone) -> None:
         """Logs `trajectory_metrics` of a rollout, whatever the method scores; not counted in `compute_tokens`."""
@@ -643,7 +634,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with self.without_checkpointing(), evaluating(self.model):
             scores = self.scores(self.model, rows, views_of(rows, 0), **exact)
         self.compute = compute
-        for name, value in self.of_trajectories(rows, loss_inputs(rows, scores, 0)).items():
+        for name, value in trajectory_metrics(loss_inputs(rows, scores, 0), rows, self.accelerator.gather).items():
             self.log_metric(name, value)
 
     def compare_rows(self, model: Any) -> None:
