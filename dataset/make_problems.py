@@ -42,7 +42,8 @@ POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
 PROGRAMS = {"train": 2101, "validation": 512, "test": 512}
 PRODUCTS = {"train": 4000, "validation": 512, "test": 512}
-SHOWN, WITH_CALL = 1000, 4  # training problems of the SFT set of products, of which one in so many has a call
+SHOWN = 1000  # training problems in the SFT set of products
+WITH_CALL = 4  # every fourth of them has a call
 SEALED = 1024
 Row = dict[str, str]
 

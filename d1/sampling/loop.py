@@ -155,9 +155,8 @@ class Batch:
                 by_ends.setdefault(self.rows[index].ends, []).append(index)
         canvas, inside = self.canvas, torch.arange(self.hidden.shape[1], device=self.hidden.device)
         for ends, some in by_ends.items():
-            rows, filled, sizes = self.upload([[i, self.rows[i].filled, self.rows[i].size] for i in some]).T.unsqueeze(
-                2
-            )
+            numbers = self.upload([[index, self.rows[index].filled, self.rows[index].size] for index in some])
+            rows, filled, sizes = numbers.T.unsqueeze(2)
             at = rows, canvas.to_fill[rows, (filled + inside) % canvas.to_fill.shape[1]]
             ids, hidden = canvas.ids[at], self.hidden[rows.squeeze(1)]
             is_end = torch.isin(ids, self.upload(ends)) & (hidden.cumsum(1) == 0) & (inside < sizes)
@@ -196,7 +195,7 @@ class Batch:
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
     """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model
     and a block of `block_length` begin together; None for other models. With a causal context, blocks begin at the end
-    of the prompt, of which at least one token must be there."""
+    of the prompt, which needs at least one token."""
     size, lengths = block_size(config), attention_mask.long().sum(1)
     if has_causal_context(config):
         if not lengths.all():

@@ -25,11 +25,9 @@ SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
 POST_STEPS_RANGE = Range(0, 256, integer=True)
-# LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
 ORDER_TEMPERATURE = 0.1
+# LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
 EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
-
-
 OUTPUTS = ("argmax", "draw")
 STOP_ENTROPY = 0.005  # DiffusionGemma's
 # Of models with uniform noise alone, with the values that mean "unset"
@@ -87,8 +85,6 @@ class SamplingSettings:
     order_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, f"of the noise on the order gumbel, in nats of log-probability (default: {ORDER_TEMPERATURE})"
     )
-    # Without flags; RL sets them. Draw from the `top_k` most likely tokens (0: from all), and from the most likely ones
-    # whose probabilities sum to `top_p`.
     # Of models with uniform noise (`uniform.py`)
     end_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, "with uniform noise, the temperature falls linearly from --temperature to this in each block"
@@ -108,6 +104,8 @@ class SamplingSettings:
         "with uniform noise, a block ends when its argmax repeats and its mean entropy in nats is below this (default: "
         f"{STOP_ENTROPY}); 0: never",
     )
+    # Without flags; RL sets them. Draw from the `top_k` most likely tokens (0: from all), and from the most likely ones
+    # whose probabilities sum to `top_p`.
     top_k: Annotated[int, NATURAL] = 0
     top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own

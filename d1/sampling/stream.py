@@ -18,6 +18,7 @@ from d1.sampling.caches import cache_of
 from d1.sampling.loop import Batch, Row, Sampler, Stops
 from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.uniform import uniform_stream
 
 # Ids without padding, the row's generator where sampling draws, and perhaps `stops` as in `rollout`
 Prompt = tuple[Sequence[int], Generator | None] | tuple[Sequence[int], Generator | None, Stops | None]
@@ -61,8 +62,6 @@ def rollout_stream(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     ends = tuple(eos_token_ids or ())
     if not has_masks(model.config):
-        from d1.sampling.uniform import uniform_stream  # it uses the loop
-
         return uniform_stream(model, prompts, settings, batch_size, ends)
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
