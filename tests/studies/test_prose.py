@@ -18,6 +18,7 @@ TABLES = {  # page -> other pages whose tables it names
     "editing": [STUDIES / "editing" / "README.md"],
     "distill": [STUDIES / "distill" / "README.md"],
     "samplers": [STUDIES / "samplers" / "README.md"],
+    "fast_rollouts": [STUDIES / "leaderboard" / "RUNS.md"],
 }
 PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill")
 
