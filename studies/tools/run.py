@@ -86,6 +86,7 @@ def judged(model: Path, folder: Path, tools: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {"tools": [*tools], "max_turns": 2} if tools else {}
     settings |= {"block_length": BLOCK, "diffusion_steps": LENGTH, "batch_size": 64}
     shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     settings["data_file"], used = folder.with_name("sealed.jsonl"), sum(PRODUCTS.values())
     write_rows(settings["data_file"], [*islice(product_problems(random.Random(0)), used, used + PROBLEMS)])
     evaluate(model, "products", gen_length=[LENGTH], output_dir=str(folder), eos_stop=True, **settings)
