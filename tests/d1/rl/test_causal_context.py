@@ -87,6 +87,8 @@ def test_what_does_not_suit_it_is_refused(tiny_causal_dir, tmp_path):
             r"--estimator coupled hides the first token.*: use one_step, replay, left_to_right",
         ),
         ("d1", {"cfg_scale": 1.0}, "cannot sample with guidance"),
+        ("cj-grpo", {"sampler": "cached"}, "needs no cached sampler"),
+        ("cj-grpo", THRESHOLD | {"edit_threshold": 0.6}, "cannot sample with editing"),
     ):
         config = DiffuGRPOConfig(output_dir=str(tmp_path), method=method, use_cpu=True, bf16=False, **changes)
         with pytest.raises(ValueError, match=message):

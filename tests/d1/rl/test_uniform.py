@@ -97,6 +97,11 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny_canvas_dir, tmp_path):
         ({"mask_id": 3}, "no mask token"),
         ({"score_as_sampled": True}, "score_as_sampled"),
         ({"diffusion_steps": 10}, "multiple of 3"),
+        ({"block_length": 2, "diffusion_steps": 12}, "block_length must be 4"),
+        ({"sampler": "cached+parallel"}, "needs no cached sampler"),
+        ({"remasking": "gumbel"}, "accepts by entropy"),
+        ({"tools": ["calculator"]}, "cannot end with a call"),
+        ({"log_places": True}, "log_places"),
         ({"rollout_mode": "server", "rollout_server_base_url": ["http://localhost:1"]}, "server"),
     ],
 )
