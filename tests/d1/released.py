@@ -215,6 +215,12 @@ def write_with_tokenizer(folder: Path, kind: str, source: Path, **fields: Any) -
     return write_released(folder, kind, vocab_size=len(tokenizer), **ids | fields)
 
 
+def write_wide(folder: Path, source: Path) -> Path:
+    """A Nemotron-Labs-Diffusion with linear layers for 4 bits, whose blocks have 64 weights."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+    return write_with_tokenizer(folder, CAUSAL, source, num_hidden_layers=2, **sizes)
+
+
 def write_files(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shards: int = 2) -> Path:
     """Writes every `shards`-th weight to one file, so that the experts of a layer are spread over all files."""
     folder.mkdir(parents=True, exist_ok=True)

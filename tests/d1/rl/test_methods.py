@@ -45,7 +45,7 @@ EACH = of_each_part()  # its other properties follow from its parts; its loss is
 MODELS = [("tiny_model_dir", name) for name in EACH]
 MODELS += [("tiny_block_dir", name) for name in EACH if name in ON_BLOCKS]
 CAUSAL = [("tiny_causal_dir", name) for name in ("cj-grpo", "d1", "just-grpo-fast")]  # each estimator that it has
-MODELS += CAUSAL
+MODELS += [*CAUSAL, ("tiny_canvas_dir", "cj-grpo")]
 
 each_part = pytest.mark.parametrize("method", EACH)
 each_part_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)

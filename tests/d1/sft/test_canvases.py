@@ -1,4 +1,4 @@
-"""SFT with uniform noise: TRL's loss, text beyond the window, draws, splits of a batch, resume, and a whole run."""
+"""SFT with uniform noise: TRL's loss, text beyond the window, draws, splits of a batch, and a whole run."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_the_noise_has_trls_distribution(tiny_canvas_dir, tmp_path):
     assert not fixed[4]
 
 
-def test_a_run_saves_one_adapter_and_a_resumed_one_equals_it(tiny_canvas_dir, tmp_path):
+def test_a_run_lowers_the_loss_and_saves_one_adapter(tiny_canvas_dir, tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [{"prompt": f"{i}+{i}", "completion": str(2 * i) * (1 + i % 5)} for i in range(12)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -213,18 +213,13 @@ def test_a_run_saves_one_adapter_and_a_resumed_one_equals_it(tiny_canvas_dir, tm
     flags += ["--lora_r", "2", "--lora_target_modules", "all-linear", "--learning_rate", "1e-2", "--eval_steps", "1"]
     flags += ["--job_name", "job", "--debugging", "--lr_scheduler_type", "constant", "--keep_last"]
 
-    def run(folder, *more):
-        trainer = main(make_parser().parse_args([*flags, "--output_dir", str(folder), *more]))
-        return trainer, load_file(folder / "job" / "adapter_model.safetensors")
-
-    trainer, whole = run(tmp_path / "whole", "--max_steps", "4")
+    flags += ["--max_steps", "4", "--output_dir", str(tmp_path)]
+    trainer = main(make_parser().parse_args(flags))
+    whole = load_file(tmp_path / "job" / "adapter_model.safetensors")
     assert all(".decoder.layers." in name for name in whole)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < losses[0]
-    run(tmp_path / "part", "--max_steps", "2")
-    _, resumed = run(tmp_path / "part", "--max_steps", "4", "--resume")
-    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
-    adapted, plain = load_model(str(tmp_path / "whole" / "job")), load_model(str(tiny_canvas_dir))
+    adapted, plain = load_model(str(tmp_path / "job")), load_model(str(tiny_canvas_dir))
     ids, canvas = torch.arange(8, 20)[None], torch.arange(20, 24)[None]
     assert (canvas_states(adapted, ids, canvas, None) - canvas_states(plain, ids, canvas, None)).abs().max() > 1e-4
 
