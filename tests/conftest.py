@@ -88,6 +88,24 @@ def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_causal_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Nemotron-Labs-Diffusion with the same tokenizer: clean text is read from left to right; blocks of 4."""
+    from tests.d1.released import CAUSAL, write_with_tokenizer
+
+    return write_with_tokenizer(tmp_path_factory.mktemp("tiny_causal_model"), CAUSAL, tiny_model_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny_canvas_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DiffusionGemma with the same tokenizer, without its mask token: uniform noise, canvases of 4."""
+    from tests.d1.diffusion_gemma import HAS_CLASS, write_with_tokenizer
+
+    if not HAS_CLASS:
+        pytest.skip("diffusion_gemma needs Transformers 5.24")
+    return write_with_tokenizer(tmp_path_factory.mktemp("tiny_canvas_model"), tiny_model_dir)
+
+
 @pytest.fixture(autouse=True)
 def method_tables() -> Iterator[None]:
     """Removes the rows that a method file adds to the tables after each test, even if the test only reads a command."""

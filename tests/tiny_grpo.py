@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
+from d1.models.kinds import has_masks
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute
@@ -42,6 +43,12 @@ TWO_BATCHES_A_STEP = {
     "optim": "adamw_torch",
     "learning_rate": 1e-3,
 }
+
+# What a model with uniform noise needs on top, in canvases of 4 tokens.
+UNIFORM = {"estimator": "accepted", "sampler": "parallel", "reveal": "entropy", "temperature": 0.8}
+UNIFORM |= {"end_temperature": 0.4, "self_conditioning": False, "output": "draw", "reveal_level": 3.0}
+UNIFORM |= {"p_mask_prompt": 0.0, "beta": 0.0, "block_length": 4, "max_completion_length": 12, "diffusion_steps": 9}
+UNIFORM |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_steps": 0}
 
 
 @functools.cache
@@ -105,7 +112,8 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
     """
     model = load_model(str(model_dir))
     model.generation_config.eos_token_id = list(ends)
-    given = {"model": model, "base": method_settings(method)}
+    own = {} if has_masks(model.config) else {name: UNIFORM[name] for name in UNIFORM if name != "learning_rate"}
+    given = {"model": model, "base": method_settings(method) | own}
     given |= {"reward": [by_letter, is_even], "reward_weights": [1.0, 0.0]}
     return make_trainer(model_dir, folder, cls, **(given | changes))
 

@@ -86,12 +86,10 @@ def served_model(args: argparse.Namespace) -> Any:
 
 def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
     """The model, its engine and the limits of requests, as the flags say."""
-    from d1.models.kinds import require_masks
     from d1.serve.engine import Engine, Loader
     from d1.serve.requests import Server
 
     model = served_model(args)
-    require_masks(model.config, "the server")
     sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
     engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
     limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
@@ -115,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    check_canvas(args)
+    check_canvas(args, masks_for="the server")
 
     server = server_of(args, tokenizer)
     program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))

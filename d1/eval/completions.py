@@ -44,7 +44,7 @@ from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
 from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
-from d1.models.kinds import check_room, native_config
+from d1.models.kinds import check_room, native_config, require_masks
 from d1.models.load import load_on_device, named_dtype
 from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
 from d1.runs.record import CONTENTS, of_file, of_model
@@ -118,6 +118,8 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
     config = config_of(args.model_path, args.checkpoint_path) if args.tools else None
+    if config is not None:
+        require_masks(config, "a run with tools")
     toolbox, functions = tools_of(args, tokenizer, config)
     shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     prompts = []

@@ -151,7 +151,9 @@ def check_chat_template(
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
     """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
-    ValueError, with the template's reason, if it refuses the messages."""
+    ValueError, with the template's reason, if it refuses the messages; and for images, which some templates take."""
+    if any(isinstance(message.get("content"), list) for message in messages):
+        raise ValueError("a message is a list of parts, such as images, not text: models here read text alone")
     options = {"add_generation_prompt": True, "tokenize": False, **options}
     try:
         return str(tokenizer.apply_chat_template(list(messages), **options))

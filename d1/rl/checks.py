@@ -637,6 +637,10 @@ def check_noise(config: Any, args: Settings) -> None:
         "several": OBJECTIVES[args.objective].reads_steps,
         "--state_reward finishes a state by filling its mask tokens": args.state_reward,
         f"--mask_id {args.mask_id}: {kind} has no mask token": args.mask_id is not None,
+        "--tools: a canvas is written as a whole, and cannot end with a call": args.tools,
+        "--log_places: tokens are accepted by their entropies, not drawn, so no place has a probability": (
+            args.log_places
+        ),
     }
     for what in (what for what, is_so in wrong.items() if is_so):
         raise ValueError(what)

@@ -141,8 +141,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         check_noise(model.config, args)
         self.sampling = args.sampling_settings(model.config)
+        if with_tools or rollout_func is not None:
+            require_masks(model.config, "a run with tools" if with_tools else "a rollout_func")
         if rollout_func is not None:
-            require_masks(model.config, "a rollout_func")
             check_rollout_func(args)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None), own_calls():

@@ -70,7 +70,6 @@ def fill_steps(
         NotFiniteError: as `fill`.
     """
     require_prepared(model)
-    require_masks(model.config, "filling in")
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
@@ -80,11 +79,6 @@ def fill_steps(
         raise ValueError("no position is hidden: there is nothing to fill")
     if (holes & (seen == 0)).any():
         raise ValueError("some hidden positions are padding: attention_mask must be 1 where a token is filled in")
-    if has_causal_context(model.config):
-        raise ValueError(
-            f"this {model.config.model_type} has a causal context: it reads text from left to right and cannot fill a "
-            "gap before text that is there. Sample a completion instead"
-        )
     size = block_size(model.config)
     block = count_positions(seen) // size if size else torch.zeros_like(seen)
     # Rows that hide equally many tokens of each block have the same settings; those that hide none take no part.
@@ -123,6 +117,12 @@ def fill_steps(
 def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     """The settings with which a model of this `config` fills `count` hidden positions, from the `fields` that
     `fill_steps` takes; ValueError if one is wrong, or does not suit filling or the kind of model."""
+    require_masks(config, "filling in")
+    if has_causal_context(config):
+        raise ValueError(
+            f"this {config.model_type} has a causal context: it reads text from left to right and cannot fill a gap "
+            "before text that is there. Sample a completion instead"
+        )
     own = block_size(config)
     given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
     given |= {name: value for name, value in fields.items() if value is not None}

@@ -359,6 +359,7 @@ def check_uniform(settings: SamplingSettings, kind: str) -> None:
     wrong = {
         f"reveals by the entropy bound alone: {released}": settings.rule != "entropy",
         f"draws from tempered distributions: {released}": not settings.temperature,
+        "accepts by entropy: leave remasking out": settings.remasking != "low_confidence",
         "has no guidance: leave cfg_scale out": settings.cfg_scale,
         "draws from the whole vocabulary: leave top_k and top_p out": settings.drawn_from.truncates,
         "records log-probabilities of what it draws from in any case: leave record_as_sampled (in RL "

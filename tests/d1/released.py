@@ -204,6 +204,23 @@ def write_released(folder: Path, kind: str, dtype: torch.dtype = torch.float32, 
     return write_files(folder, config, weights, shards)
 
 
+def write_with_tokenizer(folder: Path, kind: str, source: Path, **fields: Any) -> Path:
+    """A checkpoint of `kind` with the tokenizer and the chat template in `source`."""
+    from d1.models import load_tokenizer
+
+    tokenizer = load_tokenizer(str(source))
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id")}
+    return write_released(folder, kind, vocab_size=len(tokenizer), **ids | fields)
+
+
+def write_wide(folder: Path, source: Path) -> Path:
+    """A Nemotron-Labs-Diffusion with linear layers for 4 bits, whose blocks have 64 weights."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+    return write_with_tokenizer(folder, CAUSAL, source, num_hidden_layers=2, **sizes)
+
+
 def write_files(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shards: int = 2) -> Path:
     """Writes every `shards`-th weight to one file, so that the experts of a layer are spread over all files."""
     folder.mkdir(parents=True, exist_ok=True)

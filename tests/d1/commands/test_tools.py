@@ -3,10 +3,11 @@
 import re
 import shutil
 import sys
+from importlib import import_module
 
 import pytest
 
-from d1.__main__ import COMMANDS, Command, main, make_parser
+from d1.__main__ import COMMANDS, STAGES, Command, main, make_parser
 from d1.rl.methods import METHODS
 from tests.commands import ROOT
 
@@ -56,6 +57,49 @@ def test_a_canvas_without_room_is_refused_before_the_weights_are_read(tmp_path, 
     said = "too long: 1 tokens of text and 300 to fill in exceed the model's 256 positions" + ": lower --g" * bool(more)
     with pytest.raises(ValueError, match=said):
         run(*words, *more)
+
+
+def start(command: str, *words: str) -> None:
+    """A command of the table, or a stage."""
+    if command not in STAGES:
+        return run(command, *words)
+    stage = import_module(STAGES[command])
+    return stage.main(stage.make_parser().parse_args(words))
+
+
+TRAIN = ["--train_data", "none.jsonl", "--max_prompt_length", "8", "--output_dir", "OUT"]
+PREFER, DISTILL = (["prefer", "--method", "vrpo"], ["distill", "--method", "dparallel"])
+NOISE = ["--sampler", "parallel", "--reveal", "entropy", "--temperature", "0.8", "--gen_length", "8"]
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "said"),
+    [
+        ("causal", ["fill", "MODEL", "a1 [MASK]"], "has a causal context: .* cannot fill a gap"),
+        (
+            "causal",
+            [*PREFER, "--model_name", "MODEL", *TRAIN],
+            "preference training is not there for models with a",
+        ),
+        ("causal", [*DISTILL, "--model_name", "MODEL", *TRAIN], "distillation is not there for models with a causal"),
+        ("canvas", ["fill", "MODEL", "a1 [MASK]"], "filling in hides tokens by a mask token, and diffusion_gemma has"),
+        ("canvas", ["serve", "MODEL", "--port", "0"], "the server hides tokens by a mask token"),
+        ("canvas", [*PREFER, "--model_name", "MODEL", *TRAIN], "preference training hides tokens by a mask token"),
+        ("canvas", [*DISTILL, "--model_name", "MODEL", *TRAIN], "distillation hides tokens by a mask token"),
+        (
+            "canvas",
+            ["eval", "--model_path", "MODEL", "--dataset", "sudoku", *NOISE, "--tools", "calculator", "--dont_save"],
+            "a run with tools hides tokens by a mask token",
+        ),
+    ],
+)
+def test_what_a_model_lacks_is_refused_before_its_weights_are_read(request, tmp_path, family, words, said):
+    shutil.copytree(
+        request.getfixturevalue(f"tiny_{family}_dir"), tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
+    own = {"MODEL": str(tmp_path / "m"), "OUT": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=said):
+        start(*(own.get(word, word) for word in words))
 
 
 def test_a_row_of_the_table_is_a_command_with_its_help(monkeypatch, capsys):

@@ -20,11 +20,23 @@ from d1.models.head import body_and_head
 from d1.models.kinds import attention_name, native_config
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.transformers_bridge import attention_kernel
-from tests.d1.released import CAUSAL, CONFIGS, MASK, VOCAB, config_of, of_nemotron, read_files, write_released
+from tests.d1.released import (
+    CAUSAL,
+    CONFIGS,
+    MASK,
+    VOCAB,
+    config_of,
+    of_nemotron,
+    read_files,
+    seen_by,
+    twin_logits,
+    write_released,
+)
 
 LENGTHS, STARTS, SIZE = [37, 5, 22], [3, 0, 9], 6  # the first blocks begin at STARTS; the model's own size is 4
 ROPE = CONFIGS[CAUSAL]["rope_parameters"]
-ROPES = [ROPE, ROPE | {"factor": 16.0, "rope_theta": 1e9}, ROPE | {"factor": 0.25}]  # 8B, 14B, 3B-Base
+OF_SIZES = {"3B": (16.0, 1e6), "14B": (16.0, 1e9), "3B-Base": (0.25, 1e6)}  # factor and theta, as released
+ROPES = {name: ROPE | {"factor": factor, "rope_theta": theta} for name, (factor, theta) in OF_SIZES.items()}
 
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
 SIZES += ["num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"]
@@ -63,14 +75,14 @@ class Stock:
         return torch.cat([self.block(clean, noised, a, b) for a, b in pairwise(edges)])
 
 
-@pytest.fixture(scope="module", params=range(len(ROPES)), ids=["8B", "14B", "3B-Base"])
+@pytest.fixture(scope="module", params=ROPES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     return write_released(tmp_path_factory.mktemp("own") / "a", CAUSAL, rope_parameters=ROPES[request.param])
 
 
 def test_a_clean_text_gets_the_logits_of_a_stock_ministral3(folder):
-    """Also in batches with padding, and at positions where queries are scaled."""
+    """Also in batches with padding, and at positions where queries are scaled; and of the formulas, written out."""
     model: Any = load_model(folder)
     assert (attention_name(model.config), has_causal_context(model.config)) == ("causal-context", True)
     assert (model.config.pad_token_id, model.config.block_size, model.config.mask_token_id) == (0, 4, MASK)
@@ -84,6 +96,8 @@ def test_a_clean_text_gets_the_logits_of_a_stock_ministral3(folder):
             alone, expected = model(input_ids=own[None]).logits[0], stock.logits(own[None])[0]
             torch.testing.assert_close(alone, expected, atol=3e-6, rtol=0)
             torch.testing.assert_close(batch[row, row : row + len(own)], expected, atol=1e-5, rtol=0)
+    written_out = twin_logits(folder, own, seen_by(CAUSAL, len(own), None))
+    torch.testing.assert_close(alone, written_out, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])

@@ -38,18 +38,22 @@ TINY: dict[str, Any] = dict(vocab_size=512, hidden_size=64, intermediate_size=16
 TINY |= dict(num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 MIXTURE: dict[str, Any] = dict(n_routed_experts=8, num_experts_per_tok=3, n_group=2, moe_intermediate_size=48)
 MIXTURE |= dict(head_dim=16, num_key_value_heads=2, use_cache=False, use_qk_norm=True, num_mtp_layers=0)
+CONTEXT: dict[str, Any] = dict(attention_pattern="causal-context", block_size=8, sliding_window=None)
+CONTEXT |= dict(head_dim=16, num_key_value_heads=2, use_cache=False)
 CONFIGS = {
     "llama": LlamaConfig(**TINY, num_key_value_heads=2, use_cache=False),
     "blocks": LlamaConfig(**TINY, num_key_value_heads=2, use_cache=False, block_size=8),
     "modernbert": CONFIG_MAPPING["modernbert"](**TINY),
     "glm4_moe": CONFIG_MAPPING["glm4_moe"](**TINY, **MIXTURE),
     "qwen3": CONFIG_MAPPING["qwen3"](**TINY, head_dim=16, num_key_value_heads=4, use_cache=False, block_size=32),
+    "ministral3": CONFIG_MAPPING["ministral3"](**TINY, **CONTEXT),
 }
 SOME = {  # what is asked of all others
     "modernbert": ("sft, all weights, checkpointing", "eval"),
     "glm4_moe": ("sft, LoRA", "eval"),
     "blocks": ("sft, all weights", "sft, LoRA"),
     "qwen3": ("eval", "rl, LoRA on all linear layers"),
+    "ministral3": ("sft, LoRA", "rl, LoRA on all linear layers"),
 }
 LENGTH, PROMPT = 128, 32
 
@@ -83,8 +87,13 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
             generate(model, *prompt, block_length=settings.block_length, steps=3, temperature=1.0, **options)
             return
         if settings.stage == "sft":
-            twice = kind == "blocks"
-            states = two_stream_states(inner, ids, ids, mask) if twice else body_and_head(inner)[0](ids, mask)
+            clean = torch.arange(LENGTH).expand(len(ids), -1) if kind == "ministral3" else None  # it is trained, too
+            twice = kind in ("blocks", "ministral3")
+            states = (
+                two_stream_states(inner, ids, ids, mask, clean_at=clean)
+                if twice
+                else body_and_head(inner)[0](ids, mask)
+            )
             losses, _ = target_logps(inner, states.flatten(0, 1), ids.flatten())
         else:
             at_once = settings.views_at_once

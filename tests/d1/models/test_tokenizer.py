@@ -217,6 +217,12 @@ def test_a_question_that_the_template_refuses_names_the_model_and_what_it_reads(
         render_prompt(pocket, [user("What is 2 + 2?")])
 
 
+def test_images_are_refused(pocket):
+    parts: Any = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "0002403020033020"}]
+    with pytest.raises(ValueError, match="a message is a list of parts, such as images, not text"):
+        render_prompt(pocket, [{"role": "user", "content": parts}])
+
+
 def test_few_shot_examples_outside_the_vocabulary_name_the_word_and_the_tokens_there_are(pocket):
     task = load_task("sudoku")
     messages = [*few_shot_messages(task, 2, seed=0), user("0002403020033020")]

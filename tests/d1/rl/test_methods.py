@@ -44,6 +44,8 @@ ON_BLOCKS = [name for name in METHODS if not {"block_length", "kv_cache"} & METH
 EACH = of_each_part()  # its other properties follow from its parts; its loss is tested in test_published.py
 MODELS = [("tiny_model_dir", name) for name in EACH]
 MODELS += [("tiny_block_dir", name) for name in EACH if name in ON_BLOCKS]
+CAUSAL = [("tiny_causal_dir", name) for name in ("cj-grpo", "d1", "just-grpo-fast")]  # each estimator that it has
+MODELS += [*CAUSAL, ("tiny_canvas_dir", "cj-grpo")]
 
 each_part = pytest.mark.parametrize("method", EACH)
 each_part_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)
@@ -316,14 +318,17 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
     )
 
 
-@each_part
-def test_a_run_killed_in_mid_cycle_resumes_bit_for_bit(tiny_model_dir, tmp_path, method):
-    killed = tmp_path / "killed"
-    started = forks.start(train_and_die, tiny_model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("folder", "method"),
+    [*(("tiny_model_dir", name) for name in EACH), CAUSAL[0], ("tiny_canvas_dir", "cj-grpo")],
+)
+def test_a_run_killed_in_mid_cycle_resumes_bit_for_bit(request, tmp_path, folder, method):
+    killed, model_dir = tmp_path / "killed", request.getfixturevalue(folder)
+    started = forks.start(train_and_die, model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
     forks.finish(started, tmp_path / "log", status=-signal.SIGKILL)
     assert not (killed / "checkpoint-2").exists()
     whole, resumed = (
-        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path / "whole", killed)
+        make_method(model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path / "whole", killed)
     )
     whole.train()
     resumed.train(resume_from_checkpoint=str(killed / "checkpoint-1"))
@@ -336,19 +341,20 @@ def test_a_run_killed_in_mid_cycle_resumes_bit_for_bit(tiny_model_dir, tmp_path,
     ("lora", "beta"),
     [(True, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(False, 0.0), (False, 0.1), (True, 0.0)])],
 )
-@each_part
-def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_path, method, lora, beta):
+@pytest.mark.parametrize(("folder", "method"), [*(("tiny_model_dir", name) for name in EACH), CAUSAL[0]])
+def test_lora_and_full_fine_tuning_with_and_without_a_kl(request, tmp_path, folder, method, lora, beta):
+    model_dir = request.getfixturevalue(folder)
     if beta and method not in LINEAR:
         with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
-            make_method(tiny_model_dir, tmp_path, method, beta=beta)
+            make_method(model_dir, tmp_path, method, beta=beta)
         beta = 0.0
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
     options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, "per_device_train_batch_size": 8}
-    trainer = make_method(tiny_model_dir, tmp_path, method, peft_config=adapter, beta=beta, **options, **ALL_KEPT)
+    trainer = make_method(model_dir, tmp_path, method, peft_config=adapter, beta=beta, **options, **ALL_KEPT)
     before = weights(trainer.model)
     trainer.train()
-    after = weights(trainer.model)
-    assert len(before) == (8 if lora else 21)
+    after, layers = weights(trainer.model), trainer.model.config.num_hidden_layers
+    assert len(before) == (4 * layers if lora else 9 * layers + 3)
     assert not [name for name, value in before.items() if torch.equal(value, after[name])]
     entries = logged(trainer)
     if OBJECTIVE[method].reads_old:

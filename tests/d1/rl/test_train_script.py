@@ -34,6 +34,7 @@ from d1.runs.record import Past
 from d1.show.curves import panels
 from tests import forks
 from tests.commands import ROOT, calls_of, check_python
+from tests.d1.released import write_wide
 
 STAGE = ROOT / "diffu-grpo"
 
@@ -243,14 +244,19 @@ def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path
     load_model(str(tmp_path / "run"))  # the result of RL is a valid path for eval
 
 
-def test_qlora_and_bf16_train_on_a_cpu(tmp_path):
+@pytest.mark.parametrize("causal_context", [False, True])
+def test_qlora_and_bf16_train_on_a_cpu(tiny_model_dir, tmp_path, causal_context):
     """NF4 weights stay as they are, only the adapter is trained, and the first ratio is 1."""
     pytest.importorskip("bitsandbytes")
     model = ModelConfig(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_target_modules=["q_proj", "v_proj"])
     options = {"data_file": str(ROOT / "dataset/sudoku_train.csv"), "num_iterations": 2, "max_steps": 2, "bf16": True}
+    if causal_context:
+        base = str(write_wide(tmp_path / "base", tiny_model_dir))
+        options |= TINY | {"data_file": None, "model_path": base, "method": "cj-grpo"}
     trainer = run_main(tmp_path, model, use_cpu=True, logging_steps=1, learning_rate=1e-2, **options)
     weights = dict(trainer.model.named_parameters())
-    assert sum(weight.dtype == torch.uint8 for weight in weights.values()) == 4 * 7
+    layers = trainer.model.config.num_hidden_layers
+    assert sum(weight.dtype == torch.uint8 for weight in weights.values()) == layers * 7
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     assert all("lora_" in name for name in trained)
     assert any("lora_B" in name and weight.abs().max() > 1e-3 for name, weight in trained.items())

@@ -17,23 +17,11 @@ from d1.rl.bridge import rollout_buffer
 from d1.rl.checks import check_config
 from d1.rl.config import DiffuGRPOConfig, plan
 from d1.rl.train import main
-from tests.d1.diffusion_gemma import CANVAS, needs_class, write_with_tokenizer
-from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, assert_same, logged, make_trainer, weights
-
-pytestmark = needs_class
-OWN = {"estimator": "accepted", "sampler": "parallel", "reveal": "entropy", "temperature": 0.8, "end_temperature": 0.4}
-OWN |= {"self_conditioning": False, "output": "draw", "reveal_level": 3.0, "p_mask_prompt": 0.0, "beta": 0.0}
-OWN |= {"block_length": CANVAS, "max_completion_length": 3 * CANVAS, "diffusion_steps": 9, "learning_rate": 1e-2}
-OWN |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
+from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, UNIFORM, assert_same, logged, make_trainer, weights
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tiny_model_dir):
-    return write_with_tokenizer(tmp_path_factory.mktemp("gemma"), tiny_model_dir)
-
-
-def trained(model_dir, folder, **changes):
-    trainer = make_trainer(model_dir, folder, base=SETTINGS | OWN, **changes)
+def trained(tiny_canvas_dir, folder, **changes):
+    trainer = make_trainer(tiny_canvas_dir, folder, base=SETTINGS | UNIFORM, **changes)
     trainer.train()
     return trainer, logged(trainer)
 
@@ -49,8 +37,8 @@ def trained(model_dir, folder, **changes):
     ],
     ids=str,
 )
-def test_ratios_start_at_one_and_the_sampler_is_the_policy(model_dir, tmp_path, changes):
-    trainer, logs = trained(model_dir, tmp_path, **changes)
+def test_ratios_start_at_one_and_the_sampler_is_the_policy(tiny_canvas_dir, tmp_path, changes):
+    trainer, logs = trained(tiny_canvas_dir, tmp_path, **changes)
     assert logs[0]["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert logs[1]["ratio_max"] > 1.001
     assert logs[0]["accepted/flipped_passes"] == 0
@@ -61,17 +49,19 @@ def test_ratios_start_at_one_and_the_sampler_is_the_policy(model_dir, tmp_path, 
     assert batch["view_temperatures"].max() == pytest.approx(0.8)
 
 
-def test_large_steps_flip_accepted_sets(model_dir, tmp_path):
-    _, logs = trained(model_dir, tmp_path, learning_rate=0.3, num_iterations=2)
+def test_large_steps_flip_accepted_sets(tiny_canvas_dir, tmp_path):
+    _, logs = trained(tiny_canvas_dir, tmp_path, learning_rate=0.3, num_iterations=2)
     assert 0 < logs[1]["accepted/flipped_positions"] <= logs[1]["accepted/flipped_passes"] <= 1
 
 
-def test_an_adapter_learns_in_both_passes_and_a_resumed_run_equals_an_unbroken_one(model_dir, tmp_path):
+def test_an_adapter_learns_in_both_passes_and_a_resumed_run_equals_an_unbroken_one(tiny_canvas_dir, tmp_path):
     def run(folder, steps, resume=None):
-        model = load_model(str(model_dir))
+        model = load_model(str(tiny_canvas_dir))
         config = LoraConfig(r=2, target_modules=lora_targets(model, "attention"))
         options = TWO_BATCHES_A_STEP | {"max_steps": steps, "num_iterations": 3, "lr_scheduler_type": "constant"}
-        trainer = make_trainer(model_dir, folder, base=SETTINGS | OWN, model=model, peft_config=config, **options)
+        trainer = make_trainer(
+            tiny_canvas_dir, folder, base=SETTINGS | UNIFORM, model=model, peft_config=config, **options
+        )
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -81,13 +71,13 @@ def test_an_adapter_learns_in_both_passes_and_a_resumed_run_equals_an_unbroken_o
     assert all(".decoder.layers." in name for name in weights(whole.model))
 
 
-def test_micro_batches_add_up_to_the_whole_batch(model_dir, tmp_path):
+def test_micro_batches_add_up_to_the_whole_batch(tiny_canvas_dir, tmp_path):
     found = []
     for size, parts in ((8, 1), (4, 2)):
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": parts, "num_iterations": 1}
         options |= {"steps_per_generation": parts, "max_steps": 1, "loss_type": "grpo", "optim": "sgd"}
-        found.append(weights(trained(model_dir, tmp_path / str(size), **options)[0].model))
-    before = weights(load_model(str(model_dir)))
+        found.append(weights(trained(tiny_canvas_dir, tmp_path / str(size), **options)[0].model))
+    before = weights(load_model(str(tiny_canvas_dir)))
     for name, weight in found[0].items():
         torch.testing.assert_close(found[1][name], weight, atol=1e-6, rtol=1e-5)
     assert any((found[0][name] - before[name]).abs().max() > 1e-5 for name in before)
@@ -107,32 +97,37 @@ def test_micro_batches_add_up_to_the_whole_batch(model_dir, tmp_path):
         ({"mask_id": 3}, "no mask token"),
         ({"score_as_sampled": True}, "score_as_sampled"),
         ({"diffusion_steps": 10}, "multiple of 3"),
+        ({"block_length": 2, "diffusion_steps": 12}, "block_length must be 4"),
+        ({"sampler": "cached+parallel"}, "needs no cached sampler"),
+        ({"remasking": "gumbel"}, "accepts by entropy"),
+        ({"tools": ["calculator"]}, "cannot end with a call"),
+        ({"log_places": True}, "log_places"),
         ({"rollout_mode": "server", "rollout_server_base_url": ["http://localhost:1"]}, "server"),
     ],
 )
-def test_what_rl_refuses(model_dir, tmp_path, changes, problem):
+def test_what_rl_refuses(tiny_canvas_dir, tmp_path, changes, problem):
     def check():
-        args = DiffuGRPOConfig(str(tmp_path), **SETTINGS | OWN | changes)
-        check_config(native_config(str(model_dir))[0], 20, args)
+        args = DiffuGRPOConfig(str(tmp_path), **SETTINGS | UNIFORM | changes)
+        check_config(native_config(str(tiny_canvas_dir))[0], 20, args)
 
     with pytest.raises(ValueError, match=problem):
         check()
 
 
-def test_models_with_masks_refuse_the_estimator_and_the_plan_counts_passes(model_dir, tiny_model_dir, tmp_path):
+def test_models_with_masks_refuse_the_estimator_and_the_plan_counts_passes(tiny_canvas_dir, tiny_model_dir, tmp_path):
     unset = {"end_temperature": None, "output": "argmax", "self_conditioning": True}
-    args = DiffuGRPOConfig(str(tmp_path), **SETTINGS | OWN | unset)
+    args = DiffuGRPOConfig(str(tmp_path), **SETTINGS | UNIFORM | unset)
     with pytest.raises(ValueError, match="does not fit llama, which has mask tokens"):
         check_config(native_config(str(tiny_model_dir))[0], 20, args)
-    args = DiffuGRPOConfig(str(tmp_path), **SETTINGS | OWN)
-    numbers = plan(args, 12, check_config(native_config(str(model_dir))[0], 20, args))
+    args = DiffuGRPOConfig(str(tmp_path), **SETTINGS | UNIFORM)
+    numbers = plan(args, 12, check_config(native_config(str(tiny_canvas_dir))[0], 20, args))
     assert numbers["views per completion and update (maximum)"] == 3
 
 
-def test_the_command_trains_an_adapter_that_loads_again(model_dir, tmp_path):
+def test_the_command_trains_an_adapter_that_loads_again(tiny_canvas_dir, tmp_path):
     task = str(Path(__file__).with_name("letters_task.py"))
-    more = {"dataset": task, "model_path": str(model_dir), "output_dir": str(tmp_path / "run"), "report": True}
-    args = DiffuGRPOConfig(**SETTINGS | OWN | more)
+    more = {"dataset": task, "model_path": str(tiny_canvas_dir), "output_dir": str(tmp_path / "run"), "report": True}
+    args = DiffuGRPOConfig(**SETTINGS | UNIFORM | more)
     main(args, ModelConfig(use_peft=True, lora_r=2, lora_target_modules=["attention"]), None)
     entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert entries[0]["ratio_max"] == pytest.approx(1, abs=1e-5)

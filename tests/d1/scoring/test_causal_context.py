@@ -12,6 +12,7 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.rl.methods import METHODS
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.loop import eos_cut
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views, ViewSettings, score
@@ -78,12 +79,13 @@ def test_scores_are_those_of_states_written_out(model, stock, size, causal_first
 
 
 def sampled_with(model: Any, settings: SamplingSettings, ends: Any) -> tuple[SampledRows, CanvasBlocks]:
+    length = settings.gen_length
     settings = settings.suited(model.config)
     random = [keyed_generator(8, row) for row in range(3)]
     options: dict[str, Any] = {"mask_token_id": MASK, "generator": random, "eos_token_ids": ends}
     taken = rollout(model, IDS, REAL, settings, **options)
     blocks = CanvasBlocks.of(model.config, settings.block_length, settings.first_token)
-    canvas = taken.ids[:, -CANVAS:]
+    canvas = taken.ids[:, -length:]
     rows = SampledRows(
         prompt_ids=IDS,
         attention_mask=REAL,
@@ -93,7 +95,7 @@ def sampled_with(model: Any, settings: SamplingSettings, ends: Any) -> tuple[Sam
         reveal_steps=taken.reveal_steps,
         logps=taken.logps,
         entropies=taken.entropies,
-        blocks=blocks_of(REAL, CANVAS, *blocks[:2]),
+        blocks=blocks_of(REAL, length, *blocks[:2]),
     )
     return rows, blocks
 
@@ -143,13 +145,13 @@ def nemo_views(rows: SampledRows, size: int, fraction: float) -> list[list[tuple
     for scored, logps in zip(rows.scored.tolist(), rows.logps.tolist(), strict=True):
         length, count = sum(scored), math.ceil(fraction * size)
         offsets: list[list[int]] = []  # of each block's chosen tokens
-        for start in range(0, CANVAS, size):
+        for start in range(0, rows.gen_length, size):
             inside = range(start, min(start + size, length))
             best = sorted(inside, key=lambda place: (logps[place], place))[:count]
             offsets.append(sorted(place - start for place in best))
         views = []
         for view in range(count):
-            hidden, asked = {*range(length, CANVAS)}, set()
+            hidden, asked = {*range(length, rows.gen_length)}, set()
             for block, own in enumerate(offsets):
                 places = range(block * size, min((block + 1) * size, length))
                 threshold = own[view] if view < len(own) else size
@@ -160,24 +162,27 @@ def nemo_views(rows: SampledRows, size: int, fraction: float) -> list[list[tuple
     return found
 
 
-@pytest.mark.parametrize(("fraction", "count"), [(1.0, None), (0.5, 2), (0.25, 1)])
-def test_the_views_of_justgrpo_are_those_of_nemo_rl(model, fraction, count):
-    size = 4
-    sampler = SamplingSettings(CANVAS, size, CANVAS, 1.0, first_token="masked", remasking="leftmost")
-    rows, _ = sampled_with(model, sampler, ENDS)
+@pytest.mark.parametrize(("method", "count"), [("just-grpo-blocks", 16), ("just-grpo-fast", 4)])
+def test_the_views_of_justgrpo_are_those_of_nemo_rl(model, method, count):
+    """In blocks of 16, one view per offset; or 4, for the quarter of the tokens that were least likely."""
+    values, own, canvas = METHODS[method].values, METHODS[method].scale["block_length"], 37
+    named = {name: values[name] for name in ("temperature", "first_token", "remasking")}
+    rows, _ = sampled_with(model, SamplingSettings(canvas, own, canvas, **named), ENDS[:2])
     lengths = rows.scored.sum(1).tolist()
-    assert min(lengths) < CANVAS
-    chosen = ViewSettings(gen_length=CANVAS, steps=CANVAS, block_length=size, num_views=count)
-    assert ESTIMATORS["left_to_right"].views(replace(chosen, gen_length=size)) == (count or size)
+    assert min(lengths) < canvas
+    assert max(lengths) > own
+    fields = {"gen_length": canvas, "steps": canvas, "block_length": own, "num_views": values.get("num_views")}
+    chosen = ViewSettings(**fields)
+    assert ESTIMATORS["left_to_right"].views(replace(chosen, gen_length=own)) == count
     views = ESTIMATORS["left_to_right"](rows, random_of(3), chosen)
-    expected = nemo_views(rows, size, fraction)
+    expected = nemo_views(rows, own, count / own)
     for row, length in enumerate(lengths):
         for view, (hidden, asked) in enumerate(expected[row]):
             assert {*views.weights[row, view].nonzero().flatten().tolist()} == asked
             assert not views.weights[row, view][[*asked]].ne(1).any()
             for place in asked:  # the state of what is scored: its block, and nothing of later ones
-                block = range(place // size * size, min((place // size + 1) * size, length))
-                seen = views.noise[row, view, -CANVAS:]
+                block = range(place // own * own, min((place // own + 1) * own, length))
+                seen = views.noise[row, view, -canvas:]
                 assert {at for at in block if seen[at]} == {at for at in block if at in hidden}
-                assert all(seen[at] for at in range(place, min((place // size + 1) * size, CANVAS)))
+                assert all(seen[at] for at in range(place, min((place // own + 1) * own, canvas)))
         assert not views.weights[row, len(expected[row]) :].any()

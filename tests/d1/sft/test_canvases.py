@@ -1,4 +1,4 @@
-"""SFT with uniform noise: TRL's loss, text beyond the window, draws, splits of a batch, resume, and a whole run."""
+"""SFT with uniform noise: TRL's loss, text beyond the window, draws, splits of a batch, and a whole run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from d1.sft.canvases import CanvasCollator, CanvasTrainer, next_tokens
 from d1.sft.config import SFTConfig
 from d1.sft.stage import check_noise
 from d1.sft.train import main, make_parser
+from tests import forks
 from tests.d1.diffusion_gemma import CANVAS, needs_class, tiny, write_with_tokenizer
 
 pytestmark = needs_class
@@ -29,11 +30,6 @@ EOS, WIDE = 2, 64
 @pytest.fixture(scope="module", params=[WIDE, 6], ids=["within the window", "beyond the window"])
 def model_dir(request, tmp_path_factory, tiny_model_dir):
     return write_with_tokenizer(tmp_path_factory.mktemp("gemma"), tiny_model_dir, sliding_window=request.param)
-
-
-@pytest.fixture(scope="module")
-def narrow_dir(tmp_path_factory, tiny_model_dir):
-    return write_with_tokenizer(tmp_path_factory.mktemp("gemma"), tiny_model_dir)
 
 
 def rows(count=8):
@@ -122,8 +118,11 @@ def test_a_canvas_sees_the_text_before_it_as_generate_does(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "accumulation"), [(4, 2), (1, 8), (2, 4)])
-def test_splitting_the_batch_changes_nothing(narrow_dir, tmp_path, size, accumulation):
-    whole, split = trainer_of(narrow_dir, tmp_path / "a"), trainer_of(narrow_dir, tmp_path / "b", size, accumulation)
+def test_splitting_the_batch_changes_nothing(tiny_canvas_dir, tmp_path, size, accumulation):
+    whole, split = (
+        trainer_of(tiny_canvas_dir, tmp_path / "a"),
+        trainer_of(tiny_canvas_dir, tmp_path / "b", size, accumulation),
+    )
     for trainer in (whole, split):
         trainer.train()
     losses = [trainer.state.log_history[0]["loss"] for trainer in (whole, split)]
@@ -133,8 +132,30 @@ def test_splitting_the_batch_changes_nothing(narrow_dir, tmp_path, size, accumul
         torch.testing.assert_close(weight, expected[name], atol=2e-4, rtol=1e-3)
 
 
-def test_rows_keep_their_noise_in_any_batch_and_answers_that_were_cut_get_no_end(narrow_dir, tmp_path):
-    trainer = trainer_of(narrow_dir, tmp_path)
+def step_of_two(model_dir, folder):
+    """What each of two processes runs; the first one saves the weights."""
+    trainer = trainer_of(model_dir, folder, batch=2, accumulation=2)
+    assert trainer.args.world_size == 2
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+
+
+def test_two_processes_take_the_step_of_one(tiny_canvas_dir, tmp_path):
+    log, environment = tmp_path / "log", {"ACCELERATE_USE_CPU": "true"}
+    started = forks.start(step_of_two, tiny_canvas_dir, tmp_path, log=log, folder=tmp_path, processes=2, **environment)
+    forks.finish(started, log)
+    whole = trainer_of(tiny_canvas_dir, tmp_path / "whole")
+    whole.train()
+    loss = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"][0]["loss"]
+    assert loss == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-5)
+    found = load_model(str(tmp_path)).state_dict()
+    for name, weight in whole.model.state_dict().items():
+        torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=1e-3)
+
+
+def test_rows_keep_their_noise_in_any_batch_and_answers_that_were_cut_get_no_end(tiny_canvas_dir, tmp_path):
+    trainer = trainer_of(tiny_canvas_dir, tmp_path)
     features, collate = trainer.train_dataset.__getitems__(list(range(8))), trainer.data_collator
     together = collate(features)
     for row, feature in enumerate(features):
@@ -153,8 +174,8 @@ def test_rows_keep_their_noise_in_any_batch_and_answers_that_were_cut_get_no_end
     assert 0 < ends < 40
 
 
-def test_the_noise_has_trls_distribution(narrow_dir, tmp_path):
-    collate = trainer_of(narrow_dir, tmp_path).data_collator
+def test_the_noise_has_trls_distribution(tiny_canvas_dir, tmp_path):
+    collate = trainer_of(tiny_canvas_dir, tmp_path).data_collator
     text, answer = torch.arange(8, 8 + 26), torch.arange(26) >= 2
     text[-1] = EOS
     found = [collate.canvas_of(text, answer, None, (3, seed)) for seed in range(6000)]
@@ -175,26 +196,30 @@ def test_the_noise_has_trls_distribution(narrow_dir, tmp_path):
     assert not fixed[4]
 
 
-def test_a_run_saves_one_adapter_and_a_resumed_one_equals_it(narrow_dir, tmp_path):
+def test_a_run_lowers_the_loss_and_saves_one_adapter(tiny_canvas_dir, tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [{"prompt": f"{i}+{i}", "completion": str(2 * i) * (1 + i % 5)} for i in range(12)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--model_name", str(narrow_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
+    flags = [
+        "--model_name",
+        str(tiny_canvas_dir),
+        "--train_data",
+        str(path),
+        "--test_split",
+        "0.2",
+        "--batch_size",
+        "4",
+    ]
     flags += ["--lora_r", "2", "--lora_target_modules", "all-linear", "--learning_rate", "1e-2", "--eval_steps", "1"]
     flags += ["--job_name", "job", "--debugging", "--lr_scheduler_type", "constant", "--keep_last"]
 
-    def run(folder, *more):
-        trainer = main(make_parser().parse_args([*flags, "--output_dir", str(folder), *more]))
-        return trainer, load_file(folder / "job" / "adapter_model.safetensors")
-
-    trainer, whole = run(tmp_path / "whole", "--max_steps", "4")
+    flags += ["--max_steps", "4", "--output_dir", str(tmp_path)]
+    trainer = main(make_parser().parse_args(flags))
+    whole = load_file(tmp_path / "job" / "adapter_model.safetensors")
     assert all(".decoder.layers." in name for name in whole)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < losses[0]
-    run(tmp_path / "part", "--max_steps", "2")
-    _, resumed = run(tmp_path / "part", "--max_steps", "4", "--resume")
-    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
-    adapted, plain = load_model(str(tmp_path / "whole" / "job")), load_model(str(narrow_dir))
+    adapted, plain = load_model(str(tmp_path / "job")), load_model(str(tiny_canvas_dir))
     ids, canvas = torch.arange(8, 20)[None], torch.arange(20, 24)[None]
     assert (canvas_states(adapted, ids, canvas, None) - canvas_states(plain, ids, canvas, None)).abs().max() > 1e-4
 
@@ -202,19 +227,19 @@ def test_a_run_saves_one_adapter_and_a_resumed_one_equals_it(narrow_dir, tmp_pat
 @pytest.mark.parametrize(
     "change", [{"packing": True}, {"complementary_masks": True}, {"edit_noise": "uniform"}, {"eos_padding": 8}]
 )
-def test_settings_of_masks_are_refused(narrow_dir, tiny_model_dir, change):
-    args = SFTConfig(model_name=str(narrow_dir), train_data="x", **change)
+def test_settings_of_masks_are_refused(tiny_canvas_dir, tiny_model_dir, change):
+    args = SFTConfig(model_name=str(tiny_canvas_dir), train_data="x", **change)
     with pytest.raises(ValueError, match=f"--{next(iter(change))} .* would do nothing: diffusion_gemma has uniform"):
-        check_noise(args, native_config(str(narrow_dir))[0])
+        check_noise(args, native_config(str(tiny_canvas_dir))[0])
     for name in ("self_conditioning", "causal_weight"):
         args = SFTConfig(model_name="x", train_data="x", **{name: 0.25})
         with pytest.raises(ValueError, match=f"--{name} 0.25 would do nothing: llama hides tokens"):
             check_noise(args, native_config(str(tiny_model_dir))[0])
 
 
-def test_the_vision_tower_is_frozen_and_4_bits_are_refused(narrow_dir):
-    model = load_model(str(narrow_dir))
+def test_the_vision_tower_is_frozen_and_4_bits_are_refused(tiny_canvas_dir):
+    model = load_model(str(tiny_canvas_dir))
     assert not any(weight.requires_grad for weight in model.model.encoder.vision_tower.parameters())
     with pytest.raises(ValueError, match="4-bit"):
-        load_model(str(narrow_dir), quantization="nf4")
+        load_model(str(tiny_canvas_dir), quantization="nf4")
     assert tiny().model.encoder.vision_tower is not None

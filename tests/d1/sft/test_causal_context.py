@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Generator, Tensor
 from transformers import TrainingArguments
 
+from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
 from d1.models.packing import take_packed_rows
 from d1.runs.data import IGNORED
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
+from tests import forks
 from tests.d1.models.test_causal_context import Stock
-from tests.d1.released import CAUSAL
 from tests.d1.sft.test_loss import ROWS, SPLITS_ALONE, assert_same, rows_of_all_lengths
 
 SIZE = 4
+Moved = tuple[float, dict[str, Tensor]]  # a step's loss, and its gradient by the name of a weight
 OURS, AUTOMODEL = CausalLoss(0.5), CausalLoss(row_noise=True)
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {"causal": OURS},
     "complementary": {"causal": OURS, "complementary": True},
     "Automodel": {"causal": AUTOMODEL},
+    "Automodel, exact counts": {"causal": AUTOMODEL, "exact": True},
 }
+CPU = {"ACCELERATE_USE_CPU": "true"}
+# Of two processes: the way, the split, and whether rows are packed
+CASES_OF_TWO = [*zip(WAYS, [(4, 1), (2, 2), (2, 2), (4, 1)], [False, False, True, True], strict=True)]
 
 
-def make_trainer(folder: Path, source: Path, tokenizer: Any, batch: int, accumulation: int, **ways: Any) -> dLLMTrainer:
+def exact_counts(maskable: Tensor, generator: Generator, **options: Any) -> tuple[Tensor, Tensor]:
+    """Times and mask of a row by Automodel's `corrupt_blockwise` (components/datasets/dllm/corruption.py): in each
+    block, exactly round(m x size) tokens, the later ones more often if m is small; those of the answer are hidden."""
+    times, hidden = torch.zeros(len(maskable)), torch.zeros(len(maskable), dtype=torch.bool)
+    for start in range(0, len(maskable), SIZE):
+        answer = maskable[start : start + SIZE]
+        if answer.any():
+            time, noise = torch.rand((), generator=generator), torch.rand(SIZE, generator=generator)
+            m = noise_level(time)
+            slope = math.log(2) / (0.25 * SIZE) * (1 - m)
+            best = (slope * torch.arange(SIZE) - (-noise.log()).log()).argsort(descending=True)
+            chosen = torch.zeros(SIZE, dtype=torch.bool).index_fill(0, best[: int((m * SIZE).round())], True)
+            hidden[start : start + SIZE] = chosen[: len(answer)] & answer
+            times[start : start + SIZE] = time
+    return times, hidden
+
+
+class ExactCounts(dLLMDataCollator):
+    """With `exact_counts` for noise."""
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        with patch("d1.sft.data.draw_noise", exact_counts):
+            return super().__call__(features, return_tensors)
+
+
+def make_trainer(
+    folder: Path, source: Path, tokenizer: Any, batch: int, accumulation: int, exact: bool = False, **ways: Any
+) -> dLLMTrainer:
     options: dict[str, Any] = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
     options |= {"save_strategy": "no", "disable_tqdm": True, "report_to": "none", "remove_unused_columns": False}
     args = TrainingArguments(
@@ -46,7 +83,7 @@ def make_trainer(folder: Path, source: Path, tokenizer: Any, batch: int, accumul
     return dLLMTrainer(
         model=load_model(source, torch.float64),
         args=args,
-        data_collator=dLLMDataCollator(tokenizer, block_size=SIZE, **ways),
+        data_collator=(ExactCounts if exact else dLLMDataCollator)(tokenizer, block_size=SIZE, **ways),
         train_dataset=dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eos_padding=1),
         processing_class=tokenizer,
     )
@@ -60,7 +97,15 @@ def hybrid_loss(logits: Tensor, causal_logits: Tensor, clean: Tensor, noise: Ten
     return -(picked / p)[noise].sum(), -following[answer[1:]].sum()
 
 
-def by_hand(folder: Path, source: Path, tokenizer: Any, **way: Any) -> tuple[float, dict[str, Tensor]]:
+def one_step(trainer: dLLMTrainer) -> Moved:
+    """Loss and gradient of an epoch of plain SGD at rate 1, which is one step."""
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    (loss,) = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    return loss, {name: before[name] - weight.detach() for name, weight in trainer.model.named_parameters()}
+
+
+def by_hand(folder: Path, source: Path, tokenizer: Any, **way: Any) -> Moved:
     """Loss and gradient, all rows alone, without padding and through Transformers' own class."""
     trainer = make_trainer(folder, source, tokenizer, ROWS, 1, **way)
     (batch,) = trainer.get_train_dataloader()
@@ -73,7 +118,7 @@ def by_hand(folder: Path, source: Path, tokenizer: Any, **way: Any) -> tuple[flo
         start = 0 if way["causal"].row_noise else int(answer.int().argmax())
         edges = [*range(start % SIZE - SIZE, length, SIZE), length]
         spans = [(max(a, 0), b) for a, b in pairwise(edges) if b > 0]
-        assert t.dim() == (0 if way["causal"].row_noise else 1)
+        assert t.dim() == (0 if way["causal"].row_noise and "exact" not in way else 1)
         for a, b in spans if t.dim() else ():
             assert len({*t[a:b][answer[a:b]].tolist()}) <= 1, "a block has one t"
         found = torch.cat([stock.block(clean, noised, a, b) for a, b in spans])
@@ -90,8 +135,8 @@ def by_hand(folder: Path, source: Path, tokenizer: Any, **way: Any) -> tuple[flo
 
 
 @pytest.fixture(scope="module")
-def source(kind_dirs: dict[str, Path]) -> Path:
-    return kind_dirs[CAUSAL]
+def source(tiny_causal_dir: Path) -> Path:
+    return tiny_causal_dir
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +154,28 @@ def expected(source, tokenizer, tmp_path_factory):
 @pytest.mark.parametrize("split", SPLITS_ALONE)
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_and_gradient_are_those_of_the_formula(source, tokenizer, tmp_path, expected, way, split, packed):
-    trainer = make_trainer(tmp_path, source, tokenizer, *split, packed=packed, **WAYS[way])
-    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-    trainer.train()
-    (loss,) = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    moved = {name: before[name] - weight.detach() for name, weight in trainer.model.named_parameters()}
-    assert_same((loss, moved), expected[way])
+    assert_same(one_step(make_trainer(tmp_path, source, tokenizer, *split, packed=packed, **WAYS[way])), expected[way])
+
+
+def steps_of_two(source: Path, folder: Path) -> None:
+    """What each of two processes runs: the step of all cases, whose results the first process saves."""
+    for way, split, packed in CASES_OF_TWO:
+        trainer = make_trainer(folder, source, load_tokenizer(str(source)), *split, packed=packed, **WAYS[way])
+        assert trainer.args.world_size == 2
+        loss, moved = one_step(trainer)
+        if trainer.accelerator.is_main_process:
+            save_file(moved, folder / f"{way}.safetensors")
+            (folder / f"{way}.json").write_text(json.dumps(loss))
+
+
+def test_two_processes_take_the_step_of_the_formula(source, tmp_path, expected):
+    """Hidden and answer tokens are counted over both."""
+    log = tmp_path / "log"
+    started = forks.start(steps_of_two, source, tmp_path, log=log, folder=tmp_path, processes=2, **CPU)
+    forks.finish(started, log)
+    for way, *_ in CASES_OF_TWO:
+        loss = json.loads((tmp_path / f"{way}.json").read_text())
+        assert_same((loss, load_file(tmp_path / f"{way}.safetensors")), expected[way])
 
 
 def test_the_first_token_of_a_text_has_no_state_before_it(source, tokenizer, tmp_path):

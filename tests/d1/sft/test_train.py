@@ -21,6 +21,7 @@ from d1.runs.checkpoints import write_sums
 from d1.runs.stage import on_gpu
 from d1.sft.train import main, make_parser
 from tests import forks
+from tests.d1.released import write_wide
 from tests.faults import edit_json, flip_bit
 
 SFT = Path(__file__).parents[3] / "SFT"
@@ -90,6 +91,35 @@ def test_killed_run_repeats_an_uninterrupted_one(flags, tmp_path):
     assert logs == json.loads((killed / "job/trainer_state.json").read_text())["log_history"]
     assert history(killed, "eval_loss")[-3:] == history(whole, "eval_loss")[-3:]
     assert_same_weights(killed / "job", whole / "job")
+
+
+@pytest.mark.parametrize(("family", "how"), [("causal", ["--packing", "--masked_weight", "0.5"]), ("canvas", [])])
+def test_a_killed_run_of_another_noise_or_attention_repeats_an_uninterrupted_one(request, tmp_path, family, how):
+    rows, killed = tmp_path / "rows.jsonl", tmp_path / "killed"
+    lines = [{"prompt": f"{i}+{i}", "completion": str(2 * i) * (1 + i % 5)} for i in range(12)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--model_name", str(request.getfixturevalue(f"tiny_{family}_dir")), "--train_data", str(rows), *how]
+    flags += ["--test_split", "0.2", "--batch_size", "2", "--grad_accum_steps", "2", "--lora_r", "2", "--debugging"]
+    flags += [
+        "--lora_dropout",
+        "0.3",
+        "--learning_rate",
+        "1e-2",
+        "--max_steps",
+        "5",
+        "--eval_steps",
+        "2",
+        "--keep_last",
+    ]
+    flags += ["--logging_steps", "1", "--keep_last"]
+    run(flags, tmp_path / "whole")
+    forks.wait_for_kill(start(flags, killed, KILLED_AT=str(killed / "job/checkpoint-2")), killed / "log")
+    assert not (killed / "job/trainer_state.json").exists()
+    run(flags, killed, "--resume")
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert history(killed, name) == history(tmp_path / "whole", name)
+    found, expected = (load_file(folder / "job/adapter_model.safetensors") for folder in (killed, tmp_path / "whole"))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.slow
@@ -352,6 +382,19 @@ def test_bf16_weights_with_an_fp32_adapter(flags, tmp_path):
     found, expected = (history(tmp_path / dtype, "eval_loss") for dtype in ("bfloat16", "float32"))
     assert found == pytest.approx(expected, rel=5e-3)
     assert found[-1] < found[0]
+
+
+def test_qlora_with_a_causal_context(tiny_model_dir, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    write_wide(tmp_path / "base", tiny_model_dir)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "completion": "2 2 2 2"}\n' * 10)
+    flags = ["--model_name", str(tmp_path / "base"), "--train_data", str(tmp_path / "rows.jsonl"), "--load_in_4bit"]
+    flags += ["--test_split", "0.2", "--batch_size", "4", "--max_steps", "6", "--learning_rate", "3e-3"]
+    trainer: Any = run(flags, tmp_path)
+    assert trainer.model.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    losses = history(tmp_path, "eval_loss")
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(".lora_" in name for name, weight in trainer.model.named_parameters() if weight.requires_grad)
 
 
 def test_qlora(flags, tiny_model_dir, tmp_path):
