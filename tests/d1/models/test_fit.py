@@ -87,14 +87,15 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
             generate(model, *prompt, block_length=settings.block_length, steps=3, temperature=1.0, **options)
             return
         if settings.stage == "sft":
-            clean = torch.arange(LENGTH).expand(len(ids), -1) if kind == "ministral3" else None  # it is trained, too
-            twice = kind in ("blocks", "ministral3")
-            states = (
-                two_stream_states(inner, ids, ids, mask, clean_at=clean)
-                if twice
-                else body_and_head(inner)[0](ids, mask)
-            )
-            losses, _ = target_logps(inner, states.flatten(0, 1), ids.flatten())
+            targets = ids
+            if kind == "ministral3":  # the clean stream is trained, too
+                clean_at, targets = torch.arange(LENGTH).expand(len(ids), -1), torch.cat([ids, ids], dim=1)
+                states = two_stream_states(inner, ids, ids, mask, clean_at=clean_at)
+            elif kind == "blocks":
+                states = two_stream_states(inner, ids, ids, mask)
+            else:
+                states = body_and_head(inner)[0](ids, mask)
+            losses, _ = target_logps(inner, states.flatten(0, 1), targets.flatten())
         else:
             at_once = settings.views_at_once
             losses = score(model, *prompt, ids[:, PROMPT:], views, views_at_once=at_once, **options).logps
