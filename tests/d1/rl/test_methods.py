@@ -1,7 +1,6 @@
 """Properties of all parts of the published methods, on a real trainer with a tiny model; a test's name states one."""
 
 import math
-import signal
 from collections import Counter
 
 import pytest
@@ -10,18 +9,17 @@ import torch.nn.functional as F
 from peft import LoraConfig
 
 from d1.masking import keyed_generator
+from d1.models import load_model
 from d1.rl.batch import draw_updates, sampled_rows, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.losses import OBJECTIVES
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import ESTIMATORS, Randomness, Views
-from tests import forks
-from tests.d1.rl.kill_methods import train_and_die
 from tests.tiny_grpo import (
     PER_MICRO_BATCH,
     TWO_BATCHES_A_STEP,
-    clockless,
+    assert_same,
     is_even,
     logged,
     make_method,
@@ -142,8 +140,10 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
     assert all(counts == Counter(range(mu)) for counts in met.values()), met
 
 
-FAST = [("d1", each) for each in ((2, 4, 2), (4, 1, 1))]  # accumulation, per generation, mu
-FAST += [(name, (2, 1, 3) if OBJECTIVE[name].over_group else (3, 2, 2)) for name in EACH]
+# Which update uses which views does not depend on the estimator: d1, several views, one set of views for all updates,
+# shared out over updates, compared over groups; accumulation, per generation, mu.
+FAST = [("d1", each) for each in ((2, 4, 2), (4, 1, 1), (3, 2, 2))]
+FAST += [(name, (3, 2, 2)) for name in ("espo", "just-grpo", "tracerl", "rldf")] + [("stable-drl", (2, 1, 3))]
 
 
 @pytest.mark.parametrize(("method", "combination"), FAST)
@@ -283,20 +283,6 @@ def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
         assert visible is None or visible[:, prompt:].all()
 
 
-def step_alike(trainers):
-    """Trains each; all must reach the weights of the first, which must have changed."""
-    start = weights(trainers[0].model)
-    for trainer in trainers:
-        trainer.train()
-    expected = weights(trainers[0].model)
-    assert max((value - start[name]).abs().max() for name, value in expected.items()) > 1e-3
-    for number, trainer in enumerate(trainers[1:], 1):
-        for name, value in weights(trainer.model).items():
-            torch.testing.assert_close(
-                value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=(number, name): f"{at}: {text}"
-            )
-
-
 @each_part_and_attention
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
     """Also with groups that are spread over several of them."""
@@ -307,29 +293,25 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
         model_dir = request.getfixturevalue(folder)
         return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
 
-    step_alike(
-        [
-            trainer(8),
-            trainer(2, views_at_once=2, pad_to_multiple_of=16),
-            trainer(4, views_at_once=99, rollout_batch_size=3, eos_stop=False),
-        ]
-    )
+    start, whole = weights(load_model(str(request.getfixturevalue(folder)))), trainer(8, views_at_once=99)
+    parts = trainer(2, views_at_once=2, pad_to_multiple_of=16, rollout_batch_size=3, eos_stop=False)
+    whole.train()
+    parts.train()
+    expected = weights(whole.model)
+    assert max((value - start[name]).abs().max() for name, value in expected.items()) > 1e-3
+    for name, value in weights(parts.model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @each_part
-def test_a_run_killed_in_mid_cycle_resumes_bit_for_bit(tiny_model_dir, tmp_path, method):
-    killed = tmp_path / "killed"
-    started = forks.start(train_and_die, tiny_model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
-    forks.finish(started, tmp_path / "log", status=-signal.SIGKILL)
-    assert not (killed / "checkpoint-2").exists()
+def test_a_run_resumes_bit_for_bit_in_mid_cycle(tiny_model_dir, tmp_path, method):
+    """From the checkpoint between two updates on a rollout. `test_processes.py` kills runs at any time."""
     whole, resumed = (
-        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path / "whole", killed)
+        make_method(tiny_model_dir, tmp_path / name, method, **TWO_BATCHES_A_STEP) for name in ("whole", "resumed")
     )
     whole.train()
-    resumed.train(resume_from_checkpoint=str(killed / "checkpoint-1"))
-    expected = weights(whole.model)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
-    assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert_same(whole, resumed)
 
 
 @pytest.mark.parametrize(
@@ -369,22 +351,19 @@ UNMERGED = {"tracerl": {"segment_steps": 1}, **{name: {"diffusion_steps": None} 
 UNMERGED["quick-replay"] = {"segment_steps": 1, "num_views": None}
 
 
+def as_sampled(method):
+    """The pairs of sampler and EOS stop that a method can have. It may name its sampler; a random order has no parallel
+    one; what scores all tokens has no EOS stop."""
+    values, choices = METHODS[method].values, (("exact", True), ("parallel", False))
+    exact, stops = values["remasking"] in ("random", "leftmost"), SCORED[method] not in ("steps", "canvas")
+    return {("exact" if exact else values.get("sampler", one), stop if stops else None) for one, stop in choices}
+
+
 @pytest.mark.parametrize(
-    ("sampler", "eos_stop"),
-    [
-        ("exact", True),
-        ("parallel", False),
-        pytest.param("exact", False, marks=pytest.mark.slow),
-        pytest.param("parallel", True, marks=pytest.mark.slow),
-    ],
+    ("method", "sampler", "eos_stop"), [(name, *how) for name in REPLAYS for how in sorted(as_sampled(name), key=str)]
 )
-@pytest.mark.parametrize("method", REPLAYS)
 def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
-    """With 3 steps for each block of 4 tokens. A method may name its sampler; a random order has no parallel one."""
-    values = METHODS[method].values
-    sampler = "exact" if values["remasking"] in ("random", "leftmost") else values.get("sampler", sampler)
-    if SCORED[method] in ("steps", "canvas"):
-        eos_stop = None
+    """With 3 steps for each block of 4 tokens."""
     options = UNEVEN | {"sampler": sampler, "eos_stop": eos_stop} | UNMERGED.get(method, {}) | ALL_KEPT
     trainer, batch = first_rollout(tiny_model_dir, tmp_path, method, **options)
     [entry] = logged(trainer)
