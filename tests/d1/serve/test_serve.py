@@ -52,16 +52,16 @@ def client(tiny):
 
 
 @pytest.mark.parametrize("lanes", ["one", "several", "blocks"])
-def test_64_clients_get_the_rows_that_rollout_gives_for_each_alone(tiny, tiny_block_dir, lanes):
+def test_40_clients_get_the_rows_that_rollout_gives_for_each_alone(tiny, tiny_block_dir, lanes):
     def everyone(served):
         samplers, block = (SAMPLERS, None) if lanes == "several" else (EXACT[:2], 4 if lanes == "blocks" else None)
-        bodies = [asked(client, samplers, block) for client in range(64)]
+        bodies = [asked(client, samplers, block) for client in range(40)]
         counters = "d1_forward_passes_total", "d1_row_passes_total"
         before = [*map(served.metric, counters)]
-        with ThreadPoolExecutor(64) as clients:
+        with ThreadPoolExecutor(40) as clients:
             with served.paused():
                 answers = clients.map(lambda body: served.post("/generate", **body), bodies)
-                served.wait_for("d1_rows_waiting", 64)
+                served.wait_for("d1_rows_waiting", 40)
             for body, answer in zip(bodies, answers, strict=True):
                 check(served, body, answer)
         if lanes == "one":  # full until no row waits; then at most the longest completion's passes follow
