@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
 
 from d1.masking import keyed_generator
 from d1.models import load_model
@@ -32,7 +31,6 @@ ESTIMATOR = {name: ESTIMATORS[METHODS[name].values["estimator"]] for name in MET
 OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in METHODS}
 SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
 LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
-SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
 STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
 SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast")  # in all updates on a rollout
@@ -52,22 +50,6 @@ def first_rollout(model_dir, folder, method, **changes):
     trainer = make_method(model_dir, folder, method, **({"max_steps": 1, "learning_rate": 0.0} | ALL_KEPT | changes))
     trainer.train()
     return trainer, rollout_buffer(trainer)[0]
-
-
-@pytest.fixture(scope="module")
-def rollout_of(request, tmp_path_factory):
-    """The trainer and rollout of eight rows of a model and method, made once for the tests that only look at it."""
-    made = {}
-
-    def make(folder, method):
-        if (folder, method) not in made:
-            path, model_dir = tmp_path_factory.mktemp(method), request.getfixturevalue(folder)
-            # Some last steps must reveal nothing but EOS tokens.
-            ends = range(16, 60) if SCORED[method] == "steps" else (2, 25, 28, 32)
-            made[folder, method] = first_rollout(model_dir, path, method, per_device_train_batch_size=8, ends=ends)
-        return made[folder, method]
-
-    return make
 
 
 class Recorder(DiffuGRPOTrainer):
@@ -206,10 +188,11 @@ def padded(batch):
     return batch | more | {"view_noise": F.pad(batch["view_noise"], (5, 0), value=True)}
 
 
-@each_part_and_attention
-def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
-    """Alone, in its batch, and with more padding."""
-    trainer, batch = rollout_of(folder, method)
+@pytest.mark.parametrize("method", [name for name in EACH if name in ON_BLOCKS])
+def test_a_rows_scores_and_views_are_its_own(tiny_block_dir, tmp_path, method):
+    """In blocks: alone, in its batch, with more padding. With full attention: `tests/d1/scoring/test_estimators.py`."""
+    ends = range(16, 60) if SCORED[method] == "steps" else (2, 25, 28, 32)  # some last steps reveal nothing but EOS
+    trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, ends=ends)
     assert SCORED[method] in ("canvas", "unpadded") or len(set(batch["completion_mask"].sum(1).tolist())) > 1
 
     def scores(batch, update=1):
@@ -238,51 +221,6 @@ def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
         assert not views["view_weights"][row, :, count:].any()
 
 
-@pytest.mark.parametrize("method", [name for name in ON_BLOCKS if name in REPLAYS])
-def test_replay_over_all_blocks_at_once_gives_what_the_sampler_noted(tiny_block_dir, tmp_path, method):
-    alone = {"segment_steps": None, "num_views": None}
-    trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, **alone)
-    found, scored = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
-    for update in range(2 if method in SPLIT else 1):
-        views = views_of(batch, update)
-        assert views.noise.shape[1] <= 4, "more views than a block of four tokens has steps"
-        with torch.no_grad():
-            found += trainer.scores(trainer.model, batch, views).logps
-        scored += views.weights.ne(0).sum(1)
-    assert scored.max() == 1
-    assert torch.equal(scored.sum(1), batch["completion_mask"].sum(1))
-    torch.testing.assert_close(found, batch["rollout_logps"] * scored, rtol=0, atol=1e-5)
-
-
-@each_part
-def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
-    """Tokens after the last scored one change no score. Replay shows what the sampler saw, revealed at the same
-    step."""
-    trainer, batch = rollout_of("tiny_model_dir", method)
-    inputs = []
-
-    def note(module, args, kwargs):
-        inputs.append((kwargs["input_ids"], kwargs["attention_mask"]))
-
-    hook = trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    scored, steps = batch["completion_mask"].bool(), batch["reveal_steps"]
-    last = torch.where(scored, steps, 0).amax(1, keepdim=True)
-    unscored = (steps > last) | (steps < 0) if ESTIMATOR[method].replays else ~scored
-    assert unscored.any() == (SCORED[method] not in ("canvas", "unpadded"))
-    assert not (unscored & scored).any()
-    with torch.no_grad():
-        for update in range(2):
-            views = views_of(batch, update)
-            score = trainer.scores(trainer.model, batch, views).view_logps
-            other = batch | {"canvas_ids": torch.where(unscored, 9, batch["canvas_ids"])}
-            assert torch.equal(trainer.scores(trainer.model, other, views).view_logps, score)
-    hook.remove()
-    prompt = batch["prompt_ids"].shape[1]
-    for ids, visible in inputs:
-        assert ids.shape[1] == prompt + 8
-        assert visible is None or visible[:, prompt:].all()
-
-
 @each_part_and_attention
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
     """Also with groups that are spread over several of them."""
@@ -303,43 +241,17 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@each_part
+@pytest.mark.parametrize("method", ["d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf"])
 def test_a_run_resumes_bit_for_bit_in_mid_cycle(tiny_model_dir, tmp_path, method):
-    """From the checkpoint between two updates on a rollout. `test_processes.py` kills runs at any time."""
+    """From the checkpoint between two updates on a rollout, which holds the tensors of the rollout whatever they are:
+    views of each update, shared out or of states with rewards of their own, and ratios of groups, made anew.
+    `test_processes.py` kills runs at any time."""
     whole, resumed = (
         make_method(tiny_model_dir, tmp_path / name, method, **TWO_BATCHES_A_STEP) for name in ("whole", "resumed")
     )
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     assert_same(whole, resumed)
-
-
-@pytest.mark.parametrize(
-    ("lora", "beta"),
-    [(True, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(False, 0.0), (False, 0.1), (True, 0.0)])],
-)
-@each_part
-def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_path, method, lora, beta):
-    if beta and method not in LINEAR:
-        with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
-            make_method(tiny_model_dir, tmp_path, method, beta=beta)
-        beta = 0.0
-    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
-    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, "per_device_train_batch_size": 8}
-    trainer = make_method(tiny_model_dir, tmp_path, method, peft_config=adapter, beta=beta, **options, **ALL_KEPT)
-    before = weights(trainer.model)
-    trainer.train()
-    after = weights(trainer.model)
-    assert len(before) == (8 if lora else 21)
-    assert not [name for name, value in before.items() if torch.equal(value, after[name])]
-    entries = logged(trainer)
-    if OBJECTIVE[method].reads_old:
-        assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-        assert abs(entries[1]["ratio_max"] - 1) > 1e-4
-    if beta:
-        assert entries[0]["kl"] == pytest.approx(0.0, abs=1e-9)
-        assert entries[1]["kl"] > 1e-9
-    assert all(math.isfinite(entry["loss"]) for entry in entries)
 
 
 def token_number(completion_ids, **columns):

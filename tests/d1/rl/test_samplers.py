@@ -138,18 +138,6 @@ def test_integers_of_the_record_are_never_floats(tiny_model_dir, tmp_path):
     assert len(set(steps.unique().tolist())) > 6
 
 
-def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
-    trainer = make_trainer(tiny_model_dir, tmp_path, Spy, max_steps=1)
-    trained(trainer)
-    kept = []
-    for batch, views, scores in trainer.scored:
-        for tokens, weights, logps in zip(batch["canvas_ids"].tolist(), views.weights[:, 0], scores.logps, strict=True):
-            kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
-            expected = [1.0] * kept[-1] + [0.0] * (len(tokens) - kept[-1])
-            assert weights.tolist() == expected == logps.ne(0).float().tolist()
-    assert min(kept) < max(kept)
-
-
 def test_one_token_sampled_in_one_step_is_what_the_estimator_scores(tiny_model_dir, tmp_path):
     """Without prompt masks and earlier revealed tokens, the sampling policy equals the trained policy."""
     lengths = {"max_completion_length": 1, "block_length": 1, "diffusion_steps": 1, "p_mask_prompt": 0.0}
