@@ -1,6 +1,5 @@
 """The main job in miniature, through its real commands: interrupted, continued, reported."""
 
-import _thread
 import contextlib
 import io
 import json
@@ -9,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -60,19 +57,25 @@ def miniature(tmp_path_factory):
     args = demo_parser().parse_args(["--miniature", "--seed", "3", "--output_dir", str(folder)])
     state = folder / "seed3" / "phases.json"
 
-    def stop_after_the_first():
-        while not (state.exists() and json.loads(state.read_text())["done"]):
-            time.sleep(0.05)
-        _thread.interrupt_main()
+    asked = []
+
+    class Stopped(Forked):
+        """Ctrl-C while `run_phases` asks about this phase, once, after another is done."""
+
+        def poll(self):
+            if not asked and state.exists() and json.loads(state.read_text())["done"]:
+                asked.append(self)
+                signal.raise_signal(signal.SIGINT)
+            return super().poll()
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phases, "_start", Forked)
-        threading.Thread(target=stop_after_the_first, daemon=True).start()
+        patch.setattr(phases, "_start", Stopped)
         with pytest.raises(KeyboardInterrupt):
             demo(args)
         done = json.loads(state.read_text())["done"]
         assert 1 <= len(done) < 9
+        patch.setattr(phases, "_start", Forked)
         with contextlib.redirect_stdout(said):
             demo(args)
     signal.signal(signal.SIGINT, before)
