@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import json
 import os
 import sys
@@ -56,6 +58,12 @@ def quick_garbage_collection() -> None:
     of all libraries take five times as long as a tiny run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_metadata() -> None:
+    """Parses what is installed once: Accelerate asks in each run, thirty times, which packages there are."""
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -35,6 +36,12 @@ def deepspeed(stage: int) -> dict[str, str]:
     options |= {"OFFLOAD_OPTIMIZER_DEVICE": "none", "OFFLOAD_PARAM_DEVICE": "none"}
     shared = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     return shared | {f"ACCELERATE_DEEPSPEED_{name}": value for name, value in options.items()}
+
+
+def without_kernels() -> None:
+    """Leaves the sums over processes to gloo: DeepSpeed would compile kernels of its own for CPUs, for a minute."""
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 def fsdp2() -> dict[str, str]:
@@ -107,6 +114,8 @@ def within(log: Path, folder: Path, environment: dict[str, str], work: Callable[
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        without_kernels()
     if "KILLED_AT" in environment and environment.get("RANK", "0") == "0":
         threading.Thread(target=die_at, args=[environment["KILLED_AT"]], daemon=True).start()
     work(*given)

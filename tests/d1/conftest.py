@@ -161,7 +161,7 @@ def llada_writer():
     return write_llada
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind != "sdar_moe"])  # it runs as lladamoe does
+@pytest.fixture(params=[kind for kind in KINDS if kind not in ("sdar_moe", "llama")])  # as lladamoe and llada run
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

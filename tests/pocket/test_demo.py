@@ -1,12 +1,13 @@
 """The main job in miniature, through its real commands: interrupted, continued, reported."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,37 +17,70 @@ from d1.eval import run as evaluation_script
 from d1.rl import train as diffu_grpo_train
 from d1.sft import train as sft_train
 from d1.tasks import load_task
+from pocket import phases
 from pocket import report as pocket_report
 from pocket.demo import arms_of, phases_of
 from pocket.demo import main as demo
 from pocket.demo import make_parser as demo_parser
-from pocket.phases import Phase, PhaseError, run_phases
+from pocket.phases import ENVIRONMENT, Phase, PhaseError, run_phases
 from pocket.recipes import RECIPES
 from pocket.report import ARMS, FOUR_ARMS, job_of, shown_problem
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = RECIPES["sudoku"].lengths
 
 
+class Forked:
+    """A phase as a fork in place of a new Python, with what `run_phases` uses of a process."""
+
+    def __init__(self, phase, log):
+        _, path, *words = phase.command
+        (self.process,) = forks.start(forks.script, path, *words, log=log, folder=phase.folder, **ENVIRONMENT)
+        self.pid = self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, patience=None):
+        self.process.join(patience)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a phase", patience)
+
+
 @pytest.fixture(scope="module")
 def miniature(tmp_path_factory):
     """Result folder of a miniature job that was stopped by Ctrl-C after its first phase and then continued."""
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "pocket.demo", "--miniature", "--seed", "3", "--output_dir", str(folder)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    folder, said = tmp_path_factory.mktemp("demo"), io.StringIO()
+    args = demo_parser().parse_args(["--miniature", "--seed", "3", "--output_dir", str(folder)])
     state = folder / "seed3" / "phases.json"
-    while first.poll() is None and not (state.exists() and json.loads(state.read_text())["done"]):
-        time.sleep(0.1)
-    first.send_signal(signal.SIGINT)
-    _, errors = first.communicate(timeout=300)
-    assert first.returncode == 1
-    assert "Run the same command to continue" in errors
-    done = json.loads(state.read_text())["done"]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
-    assert second.returncode == 0, second.stdout + second.stderr
-    for name in done:
-        assert f"\n  {name} " not in second.stdout, f"{name} was done and ran again"
+
+    asked = []
+
+    class Stopped(Forked):
+        """Ctrl-C while `run_phases` asks about this phase, once, after another is done."""
+
+        def poll(self):
+            if not asked and state.exists() and json.loads(state.read_text())["done"]:
+                asked.append(self)
+                signal.raise_signal(signal.SIGINT)
+            return super().poll()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "_start", Stopped)
+        with pytest.raises(KeyboardInterrupt):
+            demo(args)
+        done = json.loads(state.read_text())["done"]
+        assert 1 <= len(done) < 9
+        patch.setattr(phases, "_start", Forked)
+        with contextlib.redirect_stdout(said):
+            demo(args)
+    signal.signal(signal.SIGINT, before)
+    for name in json.loads(state.read_text())["done"]:
+        assert (f"\n  {name} " in said.getvalue()) == (name not in done), "a phase was done and ran again"
     return folder / "seed3"
 
 

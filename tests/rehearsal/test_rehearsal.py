@@ -116,8 +116,6 @@ MISPLACED = {
 }
 WAITING = {
     "items in a loop": lambda values: values[0].item() + values[1].item() + values[2].item(),
-    "truth": lambda values: 1 if (values > 0).any() else 0,
-    "as an index": lambda values: range(10)[values.long()[0]],
     "listed": lambda values: values.tolist(),
     "copied to the CPU": lambda values: values.cpu(),
     "written to the CPU": lambda values: torch.zeros(3).copy_(values),
@@ -125,9 +123,7 @@ WAITING = {
     "boolean index": lambda values: values[values > 1],
     "boolean index written": indexed,
     "positions": lambda values: values.nonzero(),
-    "where of one argument": lambda values: torch.where(values > 1),
     "selected": lambda values: values.masked_select(values > 1),
-    "distinct": lambda values: values.unique(),
     "repeated": lambda values: values.repeat_interleave(values.long()),
     "upload that waits": lambda values: values + torch.tensor(NUMBERS).to(values.device),
     "upload of numbers": lambda values: values + torch.tensor(NUMBERS, device=values.device),
@@ -159,8 +155,10 @@ LENGTHS = {"gen_length": 12, "block_length": 4, "steps": 9}
 ENDS = list(range(4, 24))  # of 64 tokens: rows end early, and leave
 DRAWN = {"temperature": 0.8, "cfg_scale": 0.5}
 CASES = [  # kind of model, settings, what ends a row
-    *(("llada", sampler | DRAWN, ENDS) for sampler in SAMPLERS),
-    *(("llada", sampler, None) for sampler in SAMPLERS[::3]),
+    *(
+        ("llada", SAMPLERS[n] | DRAWN, ENDS) for n in (0, 1, 2, 3, 6, 8, 10, 12, 13)
+    ),  # each cache and rule, not each pair
+    *(("llada", SAMPLERS[n], None) for n in (0, 12)),
     ("llada", {"remasking": "random", "temperature": 0.8}, ENDS),
     *(("Dream", sampler | DRAWN, ENDS) for sampler in SAMPLERS[2:4]),  # which predicts the next token
     ("sdar", DRAWN, ENDS),  # block-causal, with the cache of its finished blocks

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from d1.eval.completions import Journal
+from tests import forks
 from tests.faults import full_disk
-
-WRITER = """
-import json, sys
-from d1.eval.completions import Journal
-folder, rank, entry = sys.argv[1:]
-journal = Journal(folder, "s", int(rank))
-if rank == "0":
-    journal.prepare({"seed": 0}, overwrite=False)
-journal.append(json.loads(entry))
-print("writing", flush=True)
-sys.stdin.read()
-"""
 
 
 def completion(index: int, text: str = "x", **fields: Any) -> dict[str, Any]:
@@ -33,33 +23,45 @@ def completion(index: int, text: str = "x", **fields: Any) -> dict[str, Any]:
     return {"index": index, "generations": text, "text": text, **counts, **fields}
 
 
+def write_and_wait(folder: Path, rank: int) -> None:
+    journal = Journal(folder, "s", rank)
+    if rank == 0:
+        journal.prepare({"seed": 0}, overwrite=False)
+    journal.append(completion(rank))
+    sys.stdout.write("writing\n")
+    sys.stdout.flush()
+    time.sleep(600)
+
+
 @contextmanager
-def alive(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
+def alive(folder: Path, rank: int) -> Iterator[BaseProcess]:
     """A process that has written a completion as `rank` and is still alive."""
-    command = [sys.executable, "-c", WRITER, str(folder), str(rank), json.dumps(completion(rank))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+    log = folder.with_name(f"{rank}.log")
+    started = forks.start(write_and_wait, folder, rank, log=log, folder=folder.parent)
+    try:
+        while "writing" not in log.read_text():
+            assert started[0].is_alive(), log.read_text()
+            time.sleep(0.01)
+        yield started[0]
+    finally:
+        forks.kill(started)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, overwrite):
-    journal = Journal(tmp_path, "s", 0)
-    with alive(tmp_path, 0) as first, alive(tmp_path, 1) as second:
+    folder = tmp_path / "run"
+    journal = Journal(folder, "s", 0)
+    with alive(folder, 0) as first, alive(folder, 1) as second:
         for process in (first, second):
             with pytest.raises(ValueError, match=f"process {first.pid} on .*another process of its launch, is eval"):
                 journal.prepare({"seed": 0}, overwrite)
             assert set(journal.read()) == {0, 1}
             process.kill()
-            process.wait()
+            process.join()
     assert journal.prepare({"seed": 0}, overwrite)  # the lock of a killed run blocks no other
     assert set(journal.read()) == (set() if overwrite else {0, 1})
     journal.finish({}, {"identity": {"seed": 0}})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s_0_generations.json", "s_record.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["s_0_generations.json", "s_record.json"]
 
 
 def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):

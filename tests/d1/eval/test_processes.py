@@ -55,19 +55,10 @@ def texts(folder: Path) -> list[tuple]:
 
 
 def test_one_and_two_processes_say_the_same(tiny_model_dir, tmp_path):
-    """With torchrun and alone."""
+    """With the variables of a launcher and alone."""
     one, two = tmp_path / "one", tmp_path / "two"
     flags = ("--model_path", tiny_model_dir, "--limit", 10, "--gen_length", 12, 8, "--temperature", 0.7)
-    words = [EVAL / "eval.py", "--dataset", "sudoku", *LENGTHS, *flags, "--output_dir", two, "--batch_size", 1]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *map(str, words)],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("10/10") == 2
+    assert "10/10" in finish(start(2, two, *flags, "--batch_size", 1), two)
     record = json.loads(next(two.glob("*_record.json")).read_text())
     assert record["processes"] == 2
     evaluate(*flags, "--batch_size", 7, "--output_dir", one)

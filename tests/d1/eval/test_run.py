@@ -427,7 +427,6 @@ LLADA = ("--prompt_protocol", "llada")
         (("--diffusion_steps", "2", "--gen_length", "12"), "need between 3 and 12 steps"),
         (("--temperature", "-1"), r"--temperature -1\.0 \(must be in \[0, inf\)"),
         (("--sampler", "cached", "--reveal", "factor"), "would be ignored by the sampler cached"),
-        (("--sampler", "parallel", "--remasking", "random"), "needs remasking low_confidence"),
         (("--few_shot", "1", "--dont_use_box"), "contradicts --few_shot"),
         (("--few_shot", "100000"), "training rows"),
         (("--checkpoint_path", "nowhere"), "not an adapter"),

@@ -48,8 +48,7 @@ def last_mlp(model: Any) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "lora"), [(False, False), (True, False), (True, True)])
 def test_states_and_gradients_are_those_of_the_whole_layer(kind_dirs, kind, attention, padded, lora):
     model = build(kind_dirs[kind], attention, lora)
     ids, mask = batch(padded)

@@ -1,27 +1,24 @@
 """Properties of all parts of the published methods, on a real trainer with a tiny model; a test's name states one."""
 
 import math
-import signal
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
 
 from d1.masking import keyed_generator
+from d1.models import load_model
 from d1.rl.batch import draw_updates, sampled_rows, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.losses import OBJECTIVES
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import ESTIMATORS, Randomness, Views
-from tests import forks
-from tests.d1.rl.kill_methods import train_and_die
 from tests.tiny_grpo import (
     PER_MICRO_BATCH,
     TWO_BATCHES_A_STEP,
-    clockless,
+    assert_same,
     is_even,
     logged,
     make_method,
@@ -34,7 +31,6 @@ ESTIMATOR = {name: ESTIMATORS[METHODS[name].values["estimator"]] for name in MET
 OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in METHODS}
 SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
 LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
-SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
 STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
 SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast")  # in all updates on a rollout
@@ -56,22 +52,6 @@ def first_rollout(model_dir, folder, method, **changes):
     trainer = make_method(model_dir, folder, method, **({"max_steps": 1, "learning_rate": 0.0} | ALL_KEPT | changes))
     trainer.train()
     return trainer, rollout_buffer(trainer)[0]
-
-
-@pytest.fixture(scope="module")
-def rollout_of(request, tmp_path_factory):
-    """The trainer and rollout of eight rows of a model and method, made once for the tests that only look at it."""
-    made = {}
-
-    def make(folder, method):
-        if (folder, method) not in made:
-            path, model_dir = tmp_path_factory.mktemp(method), request.getfixturevalue(folder)
-            # Some last steps must reveal nothing but EOS tokens.
-            ends = range(16, 60) if SCORED[method] == "steps" else (2, 25, 28, 32)
-            made[folder, method] = first_rollout(model_dir, path, method, per_device_train_batch_size=8, ends=ends)
-        return made[folder, method]
-
-    return make
 
 
 class Recorder(DiffuGRPOTrainer):
@@ -144,8 +124,10 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
     assert all(counts == Counter(range(mu)) for counts in met.values()), met
 
 
-FAST = [("d1", each) for each in ((2, 4, 2), (4, 1, 1))]  # accumulation, per generation, mu
-FAST += [(name, (2, 1, 3) if OBJECTIVE[name].over_group else (3, 2, 2)) for name in EACH]
+# Which update uses which views does not depend on the estimator: d1, several views, one set of views for all updates,
+# shared out over updates, compared over groups; accumulation, per generation, mu.
+FAST = [("d1", each) for each in ((2, 4, 2), (4, 1, 1), (3, 2, 2))]
+FAST += [(name, (3, 2, 2)) for name in ("espo", "just-grpo", "tracerl", "rldf")] + [("stable-drl", (2, 1, 3))]
 
 
 @pytest.mark.parametrize(("method", "combination"), FAST)
@@ -208,10 +190,11 @@ def padded(batch):
     return batch | more | {"view_noise": F.pad(batch["view_noise"], (5, 0), value=True)}
 
 
-@each_part_and_attention
-def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
-    """Alone, in its batch, and with more padding."""
-    trainer, batch = rollout_of(folder, method)
+@pytest.mark.parametrize("method", [name for name in EACH if name in ON_BLOCKS])
+def test_a_rows_scores_and_views_are_its_own(tiny_block_dir, tmp_path, method):
+    """In blocks: alone, in its batch, with more padding. With full attention: `tests/d1/scoring/test_estimators.py`."""
+    ends = range(16, 60) if SCORED[method] == "steps" else (2, 25, 28, 32)  # some last steps reveal nothing but EOS
+    trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, ends=ends)
     assert SCORED[method] in ("canvas", "unpadded") or len(set(batch["completion_mask"].sum(1).tolist())) > 1
 
     def scores(batch, update=1):
@@ -240,65 +223,6 @@ def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
         assert not views["view_weights"][row, :, count:].any()
 
 
-@pytest.mark.parametrize("method", [name for name in ON_BLOCKS if name in REPLAYS])
-def test_replay_over_all_blocks_at_once_gives_what_the_sampler_noted(tiny_block_dir, tmp_path, method):
-    alone = {"segment_steps": None, "num_views": None}
-    trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, **alone)
-    found, scored = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
-    for update in range(2 if method in SPLIT else 1):
-        views = views_of(batch, update)
-        assert views.noise.shape[1] <= 4, "more views than a block of four tokens has steps"
-        with torch.no_grad():
-            found += trainer.scores(trainer.model, batch, views).logps
-        scored += views.weights.ne(0).sum(1)
-    assert scored.max() == 1
-    assert torch.equal(scored.sum(1), batch["completion_mask"].sum(1))
-    torch.testing.assert_close(found, batch["rollout_logps"] * scored, rtol=0, atol=1e-5)
-
-
-@each_part
-def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
-    """Tokens after the last scored one change no score. Replay shows what the sampler saw, revealed at the same
-    step."""
-    trainer, batch = rollout_of("tiny_model_dir", method)
-    inputs = []
-
-    def note(module, args, kwargs):
-        inputs.append((kwargs["input_ids"], kwargs["attention_mask"]))
-
-    hook = trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    scored, steps = batch["completion_mask"].bool(), batch["reveal_steps"]
-    last = torch.where(scored, steps, 0).amax(1, keepdim=True)
-    unscored = (steps > last) | (steps < 0) if ESTIMATOR[method].replays else ~scored
-    assert unscored.any() == (SCORED[method] not in ("canvas", "unpadded"))
-    assert not (unscored & scored).any()
-    with torch.no_grad():
-        for update in range(2):
-            views = views_of(batch, update)
-            score = trainer.scores(trainer.model, batch, views).view_logps
-            other = batch | {"canvas_ids": torch.where(unscored, 9, batch["canvas_ids"])}
-            assert torch.equal(trainer.scores(trainer.model, other, views).view_logps, score)
-    hook.remove()
-    prompt = batch["prompt_ids"].shape[1]
-    for ids, visible in inputs:
-        assert ids.shape[1] == prompt + 8
-        assert visible is None or visible[:, prompt:].all()
-
-
-def step_alike(trainers):
-    """Trains each; all must reach the weights of the first, which must have changed."""
-    start = weights(trainers[0].model)
-    for trainer in trainers:
-        trainer.train()
-    expected = weights(trainers[0].model)
-    assert max((value - start[name]).abs().max() for name, value in expected.items()) > 1e-3
-    for number, trainer in enumerate(trainers[1:], 1):
-        for name, value in weights(trainer.model).items():
-            torch.testing.assert_close(
-                value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=(number, name): f"{at}: {text}"
-            )
-
-
 @each_part_and_attention
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
     """Also with groups that are spread over several of them."""
@@ -309,61 +233,35 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
         model_dir = request.getfixturevalue(folder)
         return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
 
-    step_alike(
-        [
-            trainer(8),
-            trainer(2, views_at_once=2, pad_to_multiple_of=16),
-            trainer(4, views_at_once=99, rollout_batch_size=3, eos_stop=False),
-        ]
-    )
+    start, whole = weights(load_model(str(request.getfixturevalue(folder)))), trainer(8, views_at_once=99)
+    parts = trainer(2, views_at_once=2, pad_to_multiple_of=16, rollout_batch_size=3, eos_stop=False)
+    whole.train()
+    parts.train()
+    expected = weights(whole.model)
+    assert max((value - start[name]).abs().max() for name, value in expected.items()) > 1e-3
+    for name, value in weights(parts.model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("folder", "method"),
-    [*(("tiny_model_dir", name) for name in EACH), CAUSAL[0], ("tiny_canvas_dir", "cj-grpo")],
+    [
+        *(("tiny_model_dir", name) for name in ("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf")),
+        CAUSAL[0],
+        ("tiny_canvas_dir", "cj-grpo"),
+    ],
 )
-def test_a_run_killed_in_mid_cycle_resumes_bit_for_bit(request, tmp_path, folder, method):
-    killed, model_dir = tmp_path / "killed", request.getfixturevalue(folder)
-    started = forks.start(train_and_die, model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
-    forks.finish(started, tmp_path / "log", status=-signal.SIGKILL)
-    assert not (killed / "checkpoint-2").exists()
+def test_a_run_resumes_bit_for_bit_in_mid_cycle(request, tmp_path, folder, method):
+    """From the checkpoint between two updates on a rollout, which holds the tensors of the rollout whatever they are:
+    views of each update, shared out or of states with rewards of their own, and ratios of groups, made anew.
+    `test_processes.py` kills runs at any time."""
+    model_dir = request.getfixturevalue(folder)
     whole, resumed = (
-        make_method(model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path / "whole", killed)
+        make_method(model_dir, tmp_path / name, method, **TWO_BATCHES_A_STEP) for name in ("whole", "resumed")
     )
     whole.train()
-    resumed.train(resume_from_checkpoint=str(killed / "checkpoint-1"))
-    expected = weights(whole.model)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
-    assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
-
-
-@pytest.mark.parametrize(
-    ("lora", "beta"),
-    [(True, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(False, 0.0), (False, 0.1), (True, 0.0)])],
-)
-@pytest.mark.parametrize(("folder", "method"), [*(("tiny_model_dir", name) for name in EACH), CAUSAL[0]])
-def test_lora_and_full_fine_tuning_with_and_without_a_kl(request, tmp_path, folder, method, lora, beta):
-    model_dir = request.getfixturevalue(folder)
-    if beta and method not in LINEAR:
-        with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
-            make_method(model_dir, tmp_path, method, beta=beta)
-        beta = 0.0
-    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
-    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, "per_device_train_batch_size": 8}
-    trainer = make_method(model_dir, tmp_path, method, peft_config=adapter, beta=beta, **options, **ALL_KEPT)
-    before = weights(trainer.model)
-    trainer.train()
-    after, layers = weights(trainer.model), trainer.model.config.num_hidden_layers
-    assert len(before) == (4 * layers if lora else 9 * layers + 3)
-    assert not [name for name, value in before.items() if torch.equal(value, after[name])]
-    entries = logged(trainer)
-    if OBJECTIVE[method].reads_old:
-        assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-        assert abs(entries[1]["ratio_max"] - 1) > 1e-4
-    if beta:
-        assert entries[0]["kl"] == pytest.approx(0.0, abs=1e-9)
-        assert entries[1]["kl"] > 1e-9
-    assert all(math.isfinite(entry["loss"]) for entry in entries)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert_same(whole, resumed)
 
 
 def token_number(completion_ids, **columns):
@@ -375,22 +273,19 @@ UNMERGED = {"tracerl": {"segment_steps": 1}, **{name: {"diffusion_steps": None} 
 UNMERGED["quick-replay"] = {"segment_steps": 1, "num_views": None}
 
 
+def as_sampled(method):
+    """The pairs of sampler and EOS stop that a method can have. It may name its sampler; a random order has no parallel
+    one; what scores all tokens has no EOS stop."""
+    values, choices = METHODS[method].values, (("exact", True), ("parallel", False))
+    exact, stops = values["remasking"] in ("random", "leftmost"), SCORED[method] not in ("steps", "canvas")
+    return {("exact" if exact else values.get("sampler", one), stop if stops else None) for one, stop in choices}
+
+
 @pytest.mark.parametrize(
-    ("sampler", "eos_stop"),
-    [
-        ("exact", True),
-        ("parallel", False),
-        pytest.param("exact", False, marks=pytest.mark.slow),
-        pytest.param("parallel", True, marks=pytest.mark.slow),
-    ],
+    ("method", "sampler", "eos_stop"), [(name, *how) for name in REPLAYS for how in sorted(as_sampled(name), key=str)]
 )
-@pytest.mark.parametrize("method", REPLAYS)
 def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
-    """With 3 steps for each block of 4 tokens. A method may name its sampler; a random order has no parallel one."""
-    values = METHODS[method].values
-    sampler = "exact" if values["remasking"] in ("random", "leftmost") else values.get("sampler", sampler)
-    if SCORED[method] in ("steps", "canvas"):
-        eos_stop = None
+    """With 3 steps for each block of 4 tokens."""
     options = UNEVEN | {"sampler": sampler, "eos_stop": eos_stop} | UNMERGED.get(method, {}) | ALL_KEPT
     trainer, batch = first_rollout(tiny_model_dir, tmp_path, method, **options)
     [entry] = logged(trainer)

@@ -2,13 +2,11 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import BertConfig, LlamaConfig
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
@@ -59,22 +57,6 @@ def trained(trainer):
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [{k: v for k, v in e.items() if not re.search("second|time|memory", k)} for e in entries]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sampler": "fast"}, "sampler must be one of exact, cached, parallel"),
-        ({"kv_cache": "dual"}, "would be ignored by the sampler exact"),
-        ({"sampler": "cached", "kv_cache": "suffix"}, "prefix, dual, delayed"),
-        ({"sampler": "parallel", "reveal": "margin"}, "threshold, factor, entropy"),
-        ({"sampler": "parallel", "reveal_level": -1.0}, "--reveal_level -1.0 "),
-        ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),
-    ],
-)
-def test_a_sampler_that_makes_no_sense_is_refused_with_the_settings(tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path)} | change))
 
 
 def test_the_eos_stop_changes_nothing_but_the_work(tiny_model_dir, tmp_path):
@@ -156,18 +138,6 @@ def test_integers_of_the_record_are_never_floats(tiny_model_dir, tmp_path):
     assert len(set(steps.unique().tolist())) > 6
 
 
-def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
-    trainer = make_trainer(tiny_model_dir, tmp_path, Spy, max_steps=1)
-    trained(trainer)
-    kept = []
-    for batch, views, scores in trainer.scored:
-        for tokens, weights, logps in zip(batch["canvas_ids"].tolist(), views.weights[:, 0], scores.logps, strict=True):
-            kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
-            expected = [1.0] * kept[-1] + [0.0] * (len(tokens) - kept[-1])
-            assert weights.tolist() == expected == logps.ne(0).float().tolist()
-    assert min(kept) < max(kept)
-
-
 def test_one_token_sampled_in_one_step_is_what_the_estimator_scores(tiny_model_dir, tmp_path):
     """Without prompt masks and earlier revealed tokens, the sampling policy equals the trained policy."""
     lengths = {"max_completion_length": 1, "block_length": 1, "diffusion_steps": 1, "p_mask_prompt": 0.0}
@@ -222,25 +192,6 @@ def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_ste
             make_trainer(tiny_model_dir, tmp_path, **change)
 
 
-@pytest.mark.parametrize(
-    ("model", "change", "message"),
-    [
-        (SimpleNamespace(config=BertConfig(), d1_prepared="full"), {"sampler": "cached"}, "bert is an encoder"),
-        (
-            SimpleNamespace(config=LlamaConfig(block_size=8), d1_prepared="block-causal"),
-            {},
-            "has blocks of 8 tokens, so block_length must be 8, not 4",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_with_the_kind_are_refused_at_the_start(
-    tiny_model_dir, tmp_path, model, change, message
-):
-    with pytest.raises(ValueError, match=message):
-        DiffuGRPOTrainer(
-            model=model,
-            reward_funcs=vowels,
-            args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path)} | change)),
-            train_dataset=None,
-            processing_class=load_tokenizer(str(tiny_model_dir)),
-        )
+def test_settings_that_do_not_go_with_the_kind_are_refused_at_the_start(tiny_block_dir, tmp_path):
+    with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
+        make_trainer(tiny_block_dir, tmp_path, block_length=6)

@@ -188,34 +188,6 @@ def test_the_updates_on_a_rollout_share_its_views_out(tiny_model_dir, tmp_path, 
     assert min(entry["kl"] for entry in later) > 1e-9
 
 
-def test_the_record_of_a_rollout_that_is_scored_as_sampled_is_the_truncated_distribution(tiny_model_dir, tmp_path):
-    """A loop over tokens: the logits of the state that revealed each, divided by T, the five most likely, then the
-    nucleus.
-
-    With a random order, and the same log-probabilities from scoring, so that every ratio is 1.
-    """
-    options = {"temperature": 0.6, "top_k": 5, "top_p": 0.8, "num_views": None}
-    trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", mean_step=False, **options)
-    [entry] = logged(trainer)
-    assert entry["sampling/ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
-    for row in range(0, 12, 3):
-        steps, ids = batch["reveal_steps"][row], batch["canvas_ids"][row]
-        for position in range(CANVAS):
-            shown = torch.where(steps < steps[position], ids, MASK)
-            real = batch["prompt_mask"][row].bool()
-            with torch.no_grad():
-                text = torch.cat([batch["prompt_ids"][row][real], shown]).unsqueeze(0)
-                logits = trainer.model(input_ids=text).logits[0, -CANVAS + position].double() / 0.6
-            best = logits.topk(5)
-            before = best.values.softmax(-1).cumsum(-1) - best.values.softmax(-1)
-            kept = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            kept = {token: value for (token, value), chance in zip(kept.items(), before, strict=True) if chance < 0.8}
-            total = torch.tensor([*kept.values()], dtype=torch.float64).logsumexp(0)
-            expected = kept[int(ids[position])] - float(total)
-            assert batch["rollout_logps"][row, position].item() == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.mark.parametrize("method", ["agrpo", "agrpo-entropy"])
 def test_only_scoring_as_sampled_has_ratios_of_one(tiny_model_dir, tmp_path, method):
     """With steps drawn, and the method's own temperature, nucleus and random order."""

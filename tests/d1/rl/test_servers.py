@@ -129,9 +129,12 @@ def served_kinds(tiny_model_dir, tiny_block_dir):
 
 
 @pytest.mark.parametrize("case", HOW)
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("lengths", [(3, 4, 9, 6, 5, 14, 9), (16, 16, 16)], ids=["padded", "equal"])
-def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, stops, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "stops"),
+    [((3, 4, 9, 6, 5, 14, 9), False), ((3, 4, 9, 6, 5, 14, 9), True), ((16, 16, 16), True)],
+    ids=["padded", "padded, stops", "equal, stops"],
+)
+def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, lengths, stops):
     """Prompts differ in length, rows end early, and other rows are at work."""
     aligned = case.startswith("blocks")
     served, settings = served_kinds[aligned], SamplingSettings(24, 4, 12, temperature=1.0, **HOW[case])

@@ -57,7 +57,7 @@ def test_servers_get_the_weights_that_processes_share(tiny_model_dir, folder, tm
     """To the bit, those of the saved model; and they sample with them what this model does."""
     run = folder / f"{launcher}{adapter}"
     run.mkdir()
-    fleet = Fleet(tiny_model_dir, folder, 2)
+    fleet = Fleet(tiny_model_dir, folder, 1)
     environment = forks.fsdp2() if launcher == "fsdp2" else forks.deepspeed(3)
     given = launcher, tiny_model_dir, run, adapter, fleet.flags
     try:

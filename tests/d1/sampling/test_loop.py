@@ -28,7 +28,7 @@ from tests.d1.sampling.reference import (
 )
 
 GOOD = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 9}
-FULL = ["llama", "llada", "Dream"]  # Dream's logits predict the next token
+FULL = ["llama", "Dream"]  # LLaDA runs as a Llama; Dream's logits predict the next token
 
 
 def generators(rows):

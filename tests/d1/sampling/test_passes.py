@@ -26,7 +26,7 @@ from tests.d1.sampling.reference import (
 LENGTHS = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 6}
 
 
-@pytest.fixture(params=["llama", "llada", "Dream"])  # Dream's logits predict the next token
+@pytest.fixture(params=["llama", "Dream"])  # LLaDA runs as a Llama; Dream's logits predict the next token
 def model(request, load):
     return load(request.param)
 

@@ -22,7 +22,7 @@ from d1.serve.sglang import ANY_TOP_K, VERSION, Sampled, finish, settings_of, st
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
 from tests.d1.conftest import MASK
-from tests.faults import no_lie, resized, with_logp, with_meta, with_token
+from tests.faults import no_lie, resized, with_meta
 
 BLOCK, SEED = 4, 5
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 15]]
@@ -216,13 +216,9 @@ def told_by(model, body):
     ]
 
 
-LIES = [
+LIES = [  # of those that the client's check finds in any server's answers, as in tests/d1/rl/test_servers.py
     (lambda rows: rows[::-1], r"row 0 \(id 1-0\..*\): this is the answer for id '1-1\."),
     (lambda rows: resized(rows, lambda of: of[:-1]), "row 1 .*: steps.* is -1: expected|row 1 .* canvas"),
-    (lambda rows: resized(rows, lambda of: [*of, of[-1]]), "row 1 .*: completion_ids has 12 ids"),
-    (lambda rows: with_token(rows, 2, MASK), "row 1 .*: completion_ids hold the mask token"),
-    (lambda rows: with_logp(rows, 2, 0.5), r"row 1 .*: logprobs\[2\] is 0.5"),
-    (lambda rows: with_meta(rows, "step_maps", 1, -4), r"row 1 .*: steps\[1\] is -5"),
     (lambda rows: with_meta(rows, "step_maps", 1, 10**6), r"row 1 .*: steps\[1\] is 999999"),
 ]
 

@@ -21,17 +21,21 @@ from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
 
 ROWS, MASK = 8, 3
-SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
-SPLITS_OF_TWO = [(4, 1), (2, 2)]
+SPLITS_OF_TWO = [(4, 1), (2, 2)]  # (batch, accumulation)
 EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
 BLOCKS: dict[str, Any] = {"block_size": 4, "complementary": True}
 WAYS: dict[str, dict[str, Any]] = {"full attention": {}, "blocks": {"block_size": 4}, "complementary": BLOCKS}
 WAYS |= {"packed": {"packed": True}, "packed blocks": BLOCKS | {"packed": True}}
 SAME = {"packed": "full attention", "packed blocks": "complementary"}  # without packing
-CASES_OF_TWO = [*itertools.product(WAYS, EOS_PADDINGS, SPLITS_OF_TWO)]
-# DeepSpeed reduces gradients in its own way, for any loss: each way is tested once, and each padding with each split.
+# A batch is split before its loss is known. Whole it has each way with each padding, in parts each way with each number
+# of them and with one padding or the other, between two processes each way once.
+ALONE = [(way, padding, (8, 1)) for way in WAYS for padding in EOS_PADDINGS]
+ALONE += [
+    (way, EOS_PADDINGS[number % 2], split)
+    for number, (way, split) in enumerate(itertools.product(WAYS, [(4, 2), (2, 4), (1, 8)]))
+]
 PADDINGS_AND_SPLITS = itertools.cycle(itertools.product(EOS_PADDINGS, SPLITS_OF_TWO))
-CASES_OF_DEEPSPEED = [(way, *next(PADDINGS_AND_SPLITS)) for way in WAYS]
+CASES_OF_TWO = [(way, *next(PADDINGS_AND_SPLITS)) for way in WAYS]
 DRAFTS = BLOCKS | {"edits": EditNoise("draft", 0.5, 0.5, 0.7, 2)}  # its loss in one process: `test_editing.py`
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty rows
 KINDS = {"MULTI_CPU": {"ACCELERATE_USE_CPU": "true"}, "ZERO2": forks.deepspeed(2), "ZERO3": forks.deepspeed(3)}
@@ -171,7 +175,7 @@ def step_in_processes(kind, model_dir, folder):
 
 
 def process(kind, model_dir, folder):
-    for name, eos_padding, (batch, accumulation) in CASES_OF_TWO if kind == "MULTI_CPU" else CASES_OF_DEEPSPEED:
+    for name, eos_padding, (batch, accumulation) in CASES_OF_TWO:
         target = folder / f"{name}-{eos_padding}-{batch}"
         one_step(model_dir, target, batch, accumulation, eos_padding=eos_padding, **WAYS[name])
     if kind == "MULTI_CPU":
@@ -196,9 +200,7 @@ def expected(tiny_model_dir, tmp_path_factory):
     return found | {(name, padding): found[same, padding] for name, same in SAME.items() for padding in EOS_PADDINGS}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("eos_padding", EOS_PADDINGS)
-@pytest.mark.parametrize("split", SPLITS_ALONE)
+@pytest.mark.parametrize(("way", "eos_padding", "split"), ALONE)
 def test_one_process(tiny_model_dir, tmp_path, expected, split, eos_padding, way):
     one_step(tiny_model_dir, tmp_path, *split, eos_padding=eos_padding, **WAYS[way])
     assert_same(found(tiny_model_dir, tmp_path), expected[way, eos_padding])
@@ -262,6 +264,6 @@ def test_two_processes(tiny_model_dir, tmp_path, expected):
 def test_two_processes_of_deepspeed(tiny_model_dir, tmp_path, expected, kind):
     pytest.importorskip("deepspeed")
     step_in_processes(kind, tiny_model_dir, tmp_path)
-    for name, eos_padding, (batch, _) in CASES_OF_DEEPSPEED:
+    for name, eos_padding, (batch, _) in CASES_OF_TWO:
         result = found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}")
         assert_same(result, expected[name, eos_padding], atol=1e-6)  # weights and gradients in fp32

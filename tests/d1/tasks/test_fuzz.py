@@ -43,7 +43,9 @@ def check(text: str, names: list[str]) -> None:
             assert 0.0 <= paid <= 2.0
 
 
-PLAIN = [name for name in TASKS if name not in SANDBOXED]
+# Small versions of tasks are read and scored by the functions of these tasks.
+JUDGED = [*{(load_task(name).extract, load_task(name).score): name for name in reversed([*TASKS])}.values()]
+PLAIN = [name for name in JUDGED if name not in SANDBOXED]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_any_text(names, texts, examples, milliseconds):
     any_text()
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize(
     "piece", ["9", "{", "(", "1 ", "$ ", "\t", r"\(", r"\boxed{", "<answer>", "</reasoning><answer>"]
 )
