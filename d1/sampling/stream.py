@@ -16,12 +16,17 @@ from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size, has_masks
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import Batch, Row, Sampler, Stops
+from d1.sampling.passes import Columns
 from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 from d1.sampling.uniform import uniform_stream
 
-# Ids without padding, the row's generator where sampling draws, and perhaps `stops` as in `rollout`
-Prompt = tuple[Sequence[int], Generator | None] | tuple[Sequence[int], Generator | None, Stops | None]
+# Ids without padding, the row's generator where sampling draws, and perhaps `stops` and its columns as in `rollout`
+Prompt = (
+    tuple[Sequence[int], Generator | None]
+    | tuple[Sequence[int], Generator | None, Stops | None]
+    | tuple[Sequence[int], Generator | None, Stops | None, Columns | None]
+)
 Finished = tuple[list[int], Rollout]
 
 
@@ -96,6 +101,7 @@ class Asked:
     generator: Generator | None = None  # None where nothing is drawn
     ends: tuple[int, ...] = ()  # of the EOS stop
     stops: Stops | None = None
+    columns: Columns | None = None
 
 
 class Stream:
@@ -147,6 +153,7 @@ class Stream:
         for index, row in enumerate(batch.rows):
             ends.setdefault(row.ends, []).append(index)
         done = sorted(index for own, rows in ends.items() for index in batch.finished(rows, own))
+        batch.leave_columns([*range(len(batch.rows))], done, self.passes)
         gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
         self.kept = [index for index in range(len(batch.rows)) if index not in gone]
         self.count = len(self.kept)
@@ -180,7 +187,7 @@ class Stream:
             if settings.first_token is not None and not one.ids:
                 raise ValueError(f"prompt {one.number} of the stream is empty: a causal context needs a token")
             padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
-            own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops}
+            own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops, "columns": one.columns}
             own["first_token"] = settings.first_token
             row = Row(one.number, padded, len(one.ids), schedule, one.generator, **own)
             rows.append(row)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from d1.models import load_model, load_tokenizer
+from d1.models import load_model
 from d1.models.kinds import native_config
 from d1.rl.checks import check_config
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
-from tests.d1.released import CAUSAL, write_released
 from tests.d1.serve.serving import serving
 from tests.tiny_grpo import logged, make_method
 
@@ -32,20 +29,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def own_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Nemotron-Labs-Diffusion with the tokenizer of the other tiny models."""
-    tokenizer, folder = load_tokenizer(str(tiny_model_dir)), tmp_path_factory.mktemp("causal") / "model"
-    torch.manual_seed(0)
-    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id")}
-    write_released(folder, CAUSAL, vocab_size=len(tokenizer), **ids)
-    for file in tiny_model_dir.glob("*token*"):
-        shutil.copy(file, folder)
-    for file in tiny_model_dir.glob("chat_template*"):
-        shutil.copy(file, folder)
-    return folder
-
-
 class Watched(DiffuGRPOTrainer):
     """Keeps the record of the first rollout."""
 
@@ -58,9 +41,9 @@ class Watched(DiffuGRPOTrainer):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_and_the_first_ratio_is_one(own_dir, tmp_path, way):
+def test_it_trains_and_the_first_ratio_is_one(tiny_causal_dir, tmp_path, way):
     method, changes = WAYS[way]
-    trainer = make_method(own_dir, tmp_path, method, **RUN | changes)
+    trainer = make_method(tiny_causal_dir, tmp_path, method, **RUN | changes)
     before = trainer.model.get_output_embeddings().weight.detach().clone()
     trainer.train()
     first = logged(trainer)[0]
@@ -77,15 +60,15 @@ def test_it_trains_and_the_first_ratio_is_one(own_dir, tmp_path, way):
 
 
 @pytest.mark.parametrize("way", ["replay by threshold", "JustGRPO"])
-def test_a_server_samples_the_same_rollouts(own_dir, tmp_path, way):
+def test_a_server_samples_the_same_rollouts(tiny_causal_dir, tmp_path, way):
     """To the bit, EOS stop and early stop included; the trainer scores the server's rows again and finds its own."""
     method, changes = WAYS[way]
     options = RUN | changes | {"eos_stop": True, "scored_tokens": "ended", "ends": range(8, 30)}
     runs = []
-    with serving(own_dir, weights_dir=tmp_path / "weights") as served:
+    with serving(tiny_causal_dir, weights_dir=tmp_path / "weights") as served:
         for name in ("trainer", "server"):
             where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]} if name == "server" else {}
-            trainer = make_method(own_dir, tmp_path / "weights" / name, method, Watched, **options | where)
+            trainer = make_method(tiny_causal_dir, tmp_path / "weights" / name, method, Watched, **options | where)
             trainer.train()
             runs.append((trainer.first, [weight.detach() for weight in trainer.model.parameters()]))
     (alone, weights), (shared, others) = runs
@@ -96,7 +79,7 @@ def test_a_server_samples_the_same_rollouts(own_dir, tmp_path, way):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
-def test_what_does_not_suit_it_is_refused(own_dir, tmp_path):
+def test_what_does_not_suit_it_is_refused(tiny_causal_dir, tmp_path):
     for method, changes, message in (
         (
             "coupled-grpo",
@@ -107,4 +90,4 @@ def test_what_does_not_suit_it_is_refused(own_dir, tmp_path):
     ):
         config = DiffuGRPOConfig(output_dir=str(tmp_path), method=method, use_cpu=True, bf16=False, **changes)
         with pytest.raises(ValueError, match=message):
-            check_config(native_config(str(own_dir))[0], 8, config)
+            check_config(native_config(str(tiny_causal_dir))[0], 8, config)
