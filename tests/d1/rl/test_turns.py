@@ -20,6 +20,7 @@ from d1.rl.stage import ShowProblems
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from d1.scoring.rollouts import CanvasBlocks
+from d1.show.film import GIVEN
 from d1.tools.calls import FORMATS
 from d1.tools.turns import Episode
 from tests import forks
@@ -466,6 +467,7 @@ def test_a_film_of_an_episode_shows_its_turns_one_after_the_other(tiny_model_dir
             assert before <= min(own)
             assert max(own) < before + 8
             before = max(own) + 1
-            given = film.steps[end : len(following.prompt_ids) - start] if following else film.steps[end:]
-            assert {*given} == ({max(own)} if following else set())
+            given = slice(end, len(following.prompt_ids) - start if following else None)
+            assert {*film.steps[given]} == ({GIVEN} if following else set())
+            assert {*film.shown_by()[given]} == ({before} if following else set())
     assert trainer._metrics["eval"] == {}
