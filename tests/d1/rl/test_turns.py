@@ -28,6 +28,8 @@ from tests.d1.rl.tool_runs import EPISODES, TURNS, last_letters, make_turns, rep
 from tests.tiny_grpo import assert_same, logged, make_trainer, rows, weights
 
 HERE = Path(__file__)
+AHEAD = {"rollout_mode": "server", "rollout_server_base_url": ["http://localhost:1"]}
+AHEAD |= {"rollout_staleness": 1, "sampling_weight_cap": 3.0}
 COSTS = ("forward_passes", "forward_tokens")
 
 
@@ -425,6 +427,8 @@ def test_a_run_killed_within_an_episode_resumes_bit_for_bit(tiny_model_dir, tmp_
         ({"importance_sampling_level": "sequence"}, "weighs whole rows"),
         ({"scored_tokens": "steps"}, "counts what follows a call"),
         ({"truncate_prompts": True}, "truncate_prompts would cut"),
+        (AHEAD, "rollout_staleness samples ahead of the trainer, which makes the calls"),
+        ({"sampler": "parallel", "editing": "quality"}, "editing with tools is not supported"),
         ({"rollout_func": print}, "rollout_func samples whole completions"),
         ({"tools": [], "max_turns": 2}, "max_turns above 1 needs tools"),
         ({"tool_format": "other"}, "--tool_format must be one of xml, json, plain"),
