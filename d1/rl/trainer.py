@@ -360,8 +360,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             parts = [slice(start, start + size) for start in range(0, len(ids), size)]
             options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None, "stops": stops}
             held = [None] * len(ids) if columns is None else columns
-            rows = [(ids[part], mask[part], {"generator": generators[part], "columns": held[part]}) for part in parts]
-            return Rollout.joined([rollout(model, *of, self.sampling, **own, **options) for *of, own in rows])
+            sampled = [
+                rollout(model, ids[part], mask[part], self.sampling, generator=own, columns=held[part], **options)
+                for part, own in ((part, generators[part]) for part in parts)
+            ]
+            return Rollout.joined(sampled)
 
     @property
     def blocks(self) -> CanvasBlocks:

@@ -204,7 +204,7 @@ def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
     least one."""
     if block_size(config) is None:
         return [None] * len(attention_mask)
-    lengths = attention_mask.long().sum(1).tolist()
+    lengths: list[int | None] = attention_mask.long().sum(1).tolist()
     if has_causal_context(config) and not all(lengths):
         raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
     return lengths
@@ -498,7 +498,8 @@ def rollout_steps(
     masked = not bool(attention_mask.all())
     sampler = Sampler(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
-    inside, rows = list[int | None](), []
+    inside: list[int | None] = []
+    rows: list[Row] = []
     lengths = prompt_lengths(model.config, attention_mask)
     for number, (length, held) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
         after = tokens_inside(model.config, length, settings.block_length)

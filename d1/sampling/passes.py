@@ -342,14 +342,13 @@ class FinishedBlocks(WindowPasses):
         given = [block.columns for block in self.blocks[len(self.kept) :]]
         readers = [(row, one.layers) for row, one in enumerate(given) if one is not None and counts[row]]
         for number, like in enumerate(readers[0][1] if readers else []):
-            whole = [of.new_zeros(len(counts), of.shape[0], longest, of.shape[2]) for of in like]
+            keys, values = (of.new_zeros(len(counts), of.shape[0], longest, of.shape[2]) for of in like)
             for row, layers in readers:
-                for to, of in zip(whole, layers[number], strict=True):
+                for to, of in zip((keys, values), layers[number], strict=True):
                     to[row, :, longest - counts[row] :] = of[:, : counts[row]]
-            past.update(*whole, number)
-        for one in given:
-            if one is not None:
-                one.free()
+            past.update(keys, values, number)
+        for one in filter(None, given):
+            one.free()
         tokens = torch.arange(longest, 0, -1, device=self.device) <= self.of_rows(counts).unsqueeze(1)
         return past, tokens.long()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -71,9 +72,7 @@ def rollout_stream(
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
     # `map` asks again after an iterator has ended once.
-    asked = map(
-        lambda prompt, number: Asked(number, prompt[0], settings, prompt[1], ends, *prompt[2:]), prompts, count()
-    )
+    asked = map(partial(asked_of, settings, ends), prompts, count())
 
     def sample_all() -> Iterator[Finished]:
         while True:
@@ -102,6 +101,12 @@ class Asked:
     ends: tuple[int, ...] = ()  # of the EOS stop
     stops: Stops | None = None
     columns: Columns | None = None
+
+
+def asked_of(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, number: int) -> Asked:
+    """The row of prompt `number` of `rollout_stream`."""
+    ids, generator, *more = prompt
+    return Asked(number, ids, settings, generator, ends, *more)
 
 
 class Stream:
