@@ -122,7 +122,7 @@ def test_an_episode_is_watched_turn_after_turn(tiny_model_dir, tiny_block_dir, m
             before += count
         svg = (tmp_path / "watch.svg").read_text()
         assert svg.count('class="card"') == film["steps"].count(-3) + 1
-    assert {1, 2} < {*found} or {1, 3} < {*found}
+    assert len({*found}) > 1  # numbers of turns
     assert "step 1/24  " in capsys.readouterr().out
     with pytest.raises(ValueError, match="--max_turns needs --tools"):
         watched("--model_path", str(model_dir), "--prompt", "bc", "--max_turns", "2")
