@@ -2,6 +2,7 @@
 
     python -m d1 watch --model_path pocket/base --dataset sudoku --index 3 --gen_length 32 --block_length 8
     python -m d1 watch --model_path pocket/base --dataset sudoku --html watch.html --against sampler=parallel eos_stop
+    python -m d1 watch --model_path pocket/base --dataset sudoku --tools calculator --max_turns 3
 
 The second command shows two runs side by side: --against lists the settings that differ, as NAME=VALUE or as the NAME
 of a switch. For example, `--against model_path=runs/grpo` compares a model before and after RL.
@@ -20,8 +21,9 @@ from d1.commands.model import check_canvas, model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
-from d1.show.film import Film, filmed, harmless, judge_of, piece, without_folders
+from d1.show.film import Film, Judge, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
+from d1.tools.settings import add_turn_flags, check_turn_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(sampling)
     sampling.add_argument("--eos_stop", action="store_true", help="skip the blocks after the completion's end")
+    add_turn_flags(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
     shown.add_argument("--html", type=Path, help="write an animated web page for any browser")
@@ -90,6 +93,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError or OSError, before anything is loaded, for no question or a file that cannot be written."""
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs a question: either --prompt TEXT, or --dataset TASK and --index N")
+    check_turn_flags(args)
     for path in filter(None, (args.html, args.svg)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
@@ -111,32 +115,63 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
+    from d1.eval.completions import tools_of
     from d1.masking import keyed_generator
     from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
     from d1.sampling import rollout_steps
+    from d1.tools.turns import Episode
 
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
-    text = render_prompt(tokenizer, row["prompt"])
-    ids = torch.tensor([encode_prompt(tokenizer, text)])
     check_canvas(args)
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
-    check_room(model.config, ids.shape[1], settings.gen_length)
-    blocks = settings.block_length
-    filled = ids.shape[1] % blocks if block_size(model.config) else None  # prompt tokens in the block where it ends
-    options: Any = {"mask_token_id": tokenizer.mask_token_id, "generator": [keyed_generator(args.seed, args.index, 0)]}
-    options["eos_token_ids"] = end_ids(tokenizer) if args.eos_stop else None
-    ids = ids.to(model.device)
-    steps = rollout_steps(model, ids, torch.ones_like(ids), settings, **options)
+    toolbox, functions = tools_of(args, tokenizer, model.config)
+    messages, of_tools = toolbox.told(row["prompt"], functions)
+    text = render_prompt(tokenizer, messages, **of_tools)
+    episode = Episode(messages, encode_prompt(tokenizer, text), functions)
+    check_room(model.config, len(episode.next_ids), settings.gen_length)
+    blocks, ends = settings.block_length, end_ids(tokenizer)
     edits = "" if settings.edits is None else f" · edits above {settings.edits:g}"
     name = without_folders(args.model_path)
     said = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
-    judge = judge_of(load_task(args.dataset), row, tokenizer, end_ids(tokenizer)) if args.dataset else None
-    films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said, judge)
-    return films, settings.most_passes(filled)
+    task = load_task(args.dataset) if args.dataset else None
+    options: dict[str, Any] = {
+        "mask_token_id": tokenizer.mask_token_id,
+        "eos_token_ids": ends if args.eos_stop else None,
+    }
+
+    filled = len(episode.next_ids) % blocks if block_size(model.config) else None  # of the block where a prompt ends
+    most = settings.most_passes(filled)
+
+    def turn(judge: Judge | None) -> Iterator[Film]:
+        number, ids = len(episode.turns), torch.tensor([episode.next_ids]).to(model.device)
+        options["generator"] = [keyed_generator(args.seed, args.index, 0, *[number] * bool(number))]
+        steps = rollout_steps(model, ids, torch.ones_like(ids), settings, **options)
+        return filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said, judge)
+
+    if not args.tools:
+        return turn(judge_of(task, row, tokenizer, ends) if task else None), most
+
+    def turns() -> Iterator[Film]:
+        film = Film(title, text, said, [], [], [], [])
+        while episode.end is None:
+            canvas: list[int] = []
+            options["stops"], options["columns"] = toolbox.stop_of(len(episode.turns)), [toolbox.columns_of(episode)]
+            for part in turn(lambda film, canvas_ids, canvas=canvas: canvas.extend(canvas_ids)):
+                yield film.followed(part, len(part.tokens))
+            if calls := toolbox.take(episode, canvas):
+                toolbox.results(episode, calls)
+            last = episode.turns[-1]
+            given = [] if episode.end else episode.next_ids[len(last.prompt_ids) + len(last.kept) :]
+            film = film.followed(part, len(last.kept), [piece(tokenizer, token) for token in given])
+        if task:
+            film.solved = next(iter(task.score(episode.said[-1]["content"], row).values())) == 1
+        yield film
+
+    return turns(), most * toolbox.settings.max_turns
 
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:

@@ -50,6 +50,7 @@ from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenize
 from d1.runs.record import CONTENTS, of_file, of_model
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.loop import Stops
+from d1.sampling.passes import Columns
 from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 from d1.tools.calls import Functions, Message
@@ -473,7 +474,7 @@ class Rows:
     def __iter__(self) -> Rows:
         return self
 
-    def __next__(self) -> tuple[list[int], torch.Generator, Stops | None]:
+    def __next__(self) -> tuple[list[int], torch.Generator, Stops | None, Columns | None]:
         if self.waiting:
             row = self.waiting.popleft()
         else:
@@ -483,7 +484,9 @@ class Rows:
         prompt, _, episode, _ = row
         turn = len(episode.turns)
         generator = keyed_generator(self.seed, prompt.index, prompt.sample, *[turn] * bool(turn))
-        return episode.next_ids, generator, self.toolbox.stop_of(turn) if self.toolbox else None
+        if self.toolbox is None:
+            return episode.next_ids, generator, None, None
+        return episode.next_ids, generator, self.toolbox.stop_of(turn), self.toolbox.columns_of(episode)
 
     def take(self, number: int, canvas_ids: list[int], passes: int, tokens: int) -> tuple[int, dict[str, Any]] | None:
         """Adds a turn to the episode of row `number` of the stream and makes its calls. Returns the problem's number

@@ -28,14 +28,12 @@ from d1.eval.files import generation_file, read_setups
 from d1.eval.scores import Row, as_table, score_setup
 from d1.files import check_output_dir
 from d1.models.kinds import check_room
-from d1.ranges import COUNT, NATURAL, POSITIVE
+from d1.ranges import COUNT, NATURAL
 from d1.runs.cli import OneLineParser, quick_imports, run_script
 from d1.runs.record import run_record
 from d1.sampling.settings import BLOCK_LENGTH, add_model_flags, add_sampling_flags, sampling_settings
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
-from d1.tools.calls import FORMATS
-from d1.tools.functions import TOOLS, load_tools
-from d1.tools.settings import TurnSettings
+from d1.tools.settings import add_turn_flags, check_turn_flags
 
 logger = logging.getLogger("eval")
 
@@ -76,19 +74,7 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     sampling.add_argument(
         "--eos_stop", action="store_true", help="skip the blocks after a completion's end: same answers, less work"
     )
-    turns = parser.add_argument_group("turns with tools")
-    turns.add_argument("--tools", nargs="+", help=f"{', '.join(TOOLS)}, or .py files of functions (docs/tools.md)")
-    turns.add_argument("--max_turns", type=COUNT, help="canvases per problem (default: 2 with tools)")
-    turns.add_argument("--tool_format", choices=FORMATS, help="how calls are written (default: by the chat template)")
-    for name, allowed, about in (
-        ("calls_per_turn", COUNT, "the canvas is cut after the last of them"),
-        ("tool_seconds", POSITIVE, "seconds per call (default: %(default)s)"),
-        ("result_length", COUNT, "tokens of a result that the model reads"),
-    ):
-        turns.add_argument(f"--{name}", type=allowed, default=getattr(TurnSettings, name), help=about)
-    turns.add_argument(
-        "--max_turn_prompt", type=COUNT, help="longest prompt of a later turn (default: what the model has room for)"
-    )
+    add_turn_flags(parser)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--batch_size",
@@ -219,20 +205,17 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse (ValueError, FileNotFoundError) arguments that contradict each other."""
     protocol = args.prompt_protocol
-    edits = args.edit_threshold is not None or args.editing is not None
-    load_tools(args.tools or ())
+    check_turn_flags(args)
     of_d1 = f"belongs to d1's prompts: leave it out with --prompt_protocol {protocol}"
     for wrong, message in (
         (args.add_reasoning and protocol != "d1", f"--add_reasoning {of_d1}"),
         (args.dont_use_box and protocol != "d1", f"--dont_use_box {of_d1}"),
         (args.dont_use_box and args.few_shot, "--dont_use_box contradicts --few_shot, which shows boxed answers"),
         (args.num_samples > 1 and not args.temperature, "--num_samples above 1 needs --temperature above 0"),
-        (not args.tools and (args.max_turns or 1) > 1, "--max_turns needs --tools, whose results make another turn"),
         (
             bool(args.tools) and args.add_reasoning,
             "--add_reasoning starts a single completion: leave it out with --tools",
         ),
-        (bool(args.tools) and edits, "--edit_threshold and --editing: editing with --tools is not supported"),
     ):
         if wrong:
             raise ValueError(message)

@@ -238,7 +238,7 @@ class ShowProblems(TrainerCallback):
         return films
 
     def films_of_episodes(self, when: str, toolbox: Toolbox, prompts: list[list[int]]) -> list[Film]:
-        """One film per problem, of its turns one after the other: given text comes with the last pass before it."""
+        """One film per problem, of its turns one after the other."""
         trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
         with evaluating(trainer.model):
             record: dict[str, Any] = {**trainer.play(toolbox, prompts)[0]}
@@ -248,15 +248,11 @@ class ShowProblems(TrainerCallback):
         for row, (problem, episode) in enumerate(zip(self.rows, episodes, strict=True)):
             film = Film(when, tokenizer.decode(prompts[row]), "", [], [], [], [])
             for number, turn in enumerate(episode.turns):
-                passes, count = film.passes, len(turn.kept)
-                steps, logps, entropies = (of[row][number][:count] for of in columns)
+                count = len(turn.kept)
                 following = episode.turns[number + 1].prompt_ids if number + 1 < len(episode.turns) else []
-                given = following[len(turn.prompt_ids) + count :]
-                film.tokens += [piece(tokenizer, token) for token in (*turn.kept, *given)]
-                film.steps += [step + passes if step >= 0 else step for step in steps]
-                film.steps += [film.passes - 1] * len(given)
-                film.logps += [*logps, *[0.0] * len(given)]
-                film.entropies += [*entropies, *[0.0] * len(given)]
+                tokens = [piece(tokenizer, token) for token in turn.kept]
+                given = [piece(tokenizer, token) for token in following[len(turn.prompt_ids) + count :]]
+                film = film.followed(Film("", "", "", tokens, *(of[row][number] for of in columns)), count, given)
             text = episode.said[-1]["content"]
             film.solved = next(iter(self.task.score(text, problem).values())) == 1
             films.append(film)

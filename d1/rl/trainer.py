@@ -87,6 +87,7 @@ from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
 from d1.sampling import Rollout, SamplingSettings, eos_cut, rollout
 from d1.sampling.loop import Stops
+from d1.sampling.passes import Columns
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 from d1.scoring.rollouts import CanvasBlocks
@@ -258,7 +259,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         def sample(rows: list[int], turn: int) -> list[list[int]]:
             ids, mask = self.padded([self.episodes[row].next_ids for row in rows])
             own = [keys[row * turns + turn] for row in rows]
-            sampled = self.sample(ids, mask, own, toolbox.stop_of(turn))
+            columns = [toolbox.columns_of(self.episodes[row]) for row in rows]
+            sampled = self.sample(ids, mask, own, toolbox.stop_of(turn), columns)
             record, spent = record_and_costs(sampled)
             for name, value in spent.items():  # per episode
                 costs[name] = costs.get(name, 0.0) + value * len(rows) / count
@@ -322,17 +324,28 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.log_metric(name, value)
 
     def sample(
-        self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]] | None = None, stops: Stops | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        keys: Sequence[Sequence[int]] | None = None,
+        stops: Stops | None = None,
+        columns: Sequence[Columns | None] | None = None,
     ) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
-        generators; None: they are all rows of this process. `stops`: as in `d1.sampling.rollout`."""
+        generators; None: they are all rows of this process. `stops` and `columns`: as in `d1.sampling.rollout`; servers
+        have neither."""
         is_ahead = self.ahead is not None and self.mode == "train"
-        sampled = self.sample_ahead(ids, mask) if is_ahead else self.sample_now(ids, mask, keys, stops)
+        sampled = self.sample_ahead(ids, mask) if is_ahead else self.sample_now(ids, mask, keys, stops, columns)
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
 
     def sample_now(
-        self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]] | None = None, stops: Stops | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        keys: Sequence[Sequence[int]] | None = None,
+        stops: Stops | None = None,
+        columns: Sequence[Columns | None] | None = None,
     ) -> Rollout:
         """`sample` with the policy's present weights, `rollout_batch_size` rows at a time."""
         if self.ahead is not None:
@@ -347,8 +360,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             size = self.args.rollout_batch_size or len(ids)
             parts = [slice(start, start + size) for start in range(0, len(ids), size)]
             options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None, "stops": stops}
-            rows = [(ids[part], mask[part], generators[part]) for part in parts]
-            sampled = [rollout(model, of, real, self.sampling, generator=own, **options) for of, real, own in rows]
+            held = [None] * len(ids) if columns is None else columns
+            sampled = [
+                rollout(model, ids[part], mask[part], self.sampling, generator=own, columns=held[part], **options)
+                for part, own in ((part, generators[part]) for part in parts)
+            ]
             return Rollout.joined(sampled)
 
     @property

@@ -23,7 +23,7 @@ from d1.models.attention import has_causal_context, require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, has_masks
 from d1.sampling.caches import Cache, cache_of
-from d1.sampling.passes import Block, Passes
+from d1.sampling.passes import Block, Columns, Passes
 from d1.sampling.places import Steps, score_steps
 from d1.sampling.predict import Generators, gumbel, predict, uniform
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of, start_canvas
@@ -59,6 +59,7 @@ class Row:
     hides: int = 0  # with editing, tokens that the block still hides
     post: int = 0  # with editing, passes since it hid none
     stops: Stops | None = None  # another end of the completion than an EOS, for the EOS stop
+    columns: Columns | None = None  # of its text's first tokens; `prompt` is then without padding
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     ends: tuple[int, ...] = ()  # of the EOS stop
@@ -143,7 +144,7 @@ class Batch:
         for one in (self.rows[row] for row in live):
             first = start + one.filled
             causal = one.first_token == "causal"
-            blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside, causal))
+            blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside, causal, one.columns))
         return blocks
 
     def stop(self, live: list[int]) -> None:
@@ -188,20 +189,33 @@ class Batch:
         completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
         return sorted([*done, *compress(between, ended.tolist())])  # the block's one host sync
 
+    def leave_columns(self, live: list[int], done: Sequence[int], passes: Passes) -> None:
+        """Fills the columns of the rows `done`, out of those of `live`, which entered the last block."""
+        for index, columns in ((index, self.rows[row].columns) for index, row in enumerate(live) if row in done):
+            if columns is not None and columns.wanted:
+                passes.leave(index, columns)
+
 
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
 
 
-def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
-    """For each prompt of a block-causal model, the number of tokens from the last position where a block of the model
-    and a block of `block_length` begin together; None for other models. With a causal context, blocks begin at the end
-    of the prompt, which needs at least one token."""
-    size, lengths = block_size(config), attention_mask.long().sum(1)
-    if has_causal_context(config):
-        if not lengths.all():
-            raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
-        return [0] * len(lengths)
-    return [None] * len(lengths) if size is None else (lengths % lcm(size, block_length)).tolist()
+def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
+    """The tokens of each prompt of a model with blocks; None for other models. With a causal context, a prompt needs at
+    least one."""
+    if block_size(config) is None:
+        return [None] * len(attention_mask)
+    lengths: list[int | None] = attention_mask.long().sum(1).tolist()
+    if has_causal_context(config) and not all(lengths):
+        raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
+    return lengths
+
+
+def tokens_inside(config: Any, length: int | None, block_length: int) -> int | None:
+    """Of a prompt's `prompt_lengths`, the tokens from the last position where a block of the model and a block of
+    `block_length` begin together. With a causal context, blocks begin at the end of the prompt."""
+    if length is None or has_causal_context(config):
+        return None if length is None else 0
+    return length % lcm(config.block_size, block_length)
 
 
 @cache  # once per model
@@ -385,6 +399,7 @@ class Sampler:
             passes.enter(batch.open_blocks(live), kept)
             yield from self.fill_blocks(batch, live, passes, together=True)
             done = batch.finished(live, ends)
+            batch.leave_columns(live, done, passes)
             kept = [index for index, row in enumerate(live) if row not in done]
             live = [live[index] for index in kept]
 
@@ -442,6 +457,7 @@ def rollout_steps(
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
     stops: Stops | None = None,
+    columns: Sequence[Columns | None] | None = None,
     other_blocks: bool = False,
     recompute: bool = False,
     **fields: Any,
@@ -459,6 +475,8 @@ def rollout_steps(
             its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
             as with a parallel sampler.
         stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
+        columns: of each row, those of an earlier text that begins its prompt: an exact cache takes them, and leaves its
+            own instead when the row ends.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
 
@@ -480,12 +498,16 @@ def rollout_steps(
     masked = not bool(attention_mask.all())
     sampler = Sampler(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
-    inside = tokens_inside(model.config, attention_mask, settings.block_length)
-    rows = []
-    for number, after in enumerate(inside):
+    inside: list[int | None] = []
+    rows: list[Row] = []
+    lengths = prompt_lengths(model.config, attention_mask)
+    for number, (length, held) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
+        after = tokens_inside(model.config, length, settings.block_length)
+        inside.append(after)
         schedule = settings.schedule(None if after is None else after % settings.block_length)
         own: dict[str, Any] = {"stops": stops, "ends": tuple(eos_token_ids or ()), "first_token": settings.first_token}
-        rows.append(Row(number, canvas.start, after or 0, schedule, **own))
+        prompt = canvas.start if held is None or length is None else length
+        rows.append(Row(number, prompt, after or 0, schedule, columns=held, **own))
     batch = Batch.of(rows, canvas, generator)
     cache = cache_of(model.config, settings.cache, recompute)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -18,6 +18,33 @@ from d1.models.head import body_and_head
 from d1.transformers_bridge import CACHE
 
 
+@dataclass
+class Columns:
+    """The keys and values of the first tokens of a row's text, for a later text that begins with the same tokens.
+
+    The exact caches of models with blocks take what is there when a row begins, and leave what they have stored when it
+    ends: the prompt and the finished blocks. Other passes leave nothing.
+
+    Attributes:
+        layers: keys and values (heads, tokens, size) of each layer.
+        wanted: whether anyone reads what a row would leave.
+    """
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    wanted: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0][0].shape[1] if self.layers else 0
+
+    def crop(self, tokens: int) -> None:
+        """Drops all columns after those of the first `tokens`."""
+        self.layers = [(keys[:, :tokens], values[:, :tokens]) for keys, values in self.layers]
+
+    def free(self) -> None:
+        self.layers = []
+
+
 class Block(NamedTuple):
     """The positions of the canvas where a row fills its block: from `start` up to but not including `end`."""
 
@@ -26,6 +53,7 @@ class Block(NamedTuple):
     origin: int  # the first position that is processed; those before it are padding
     boundary: int  # a position where a block of a block-causal model begins
     causal: bool = False  # with a causal context: the first pass predicts the first token from the text before it
+    columns: Columns | None = None  # of the row, counted from its origin
 
 
 class Passes:
@@ -54,6 +82,9 @@ class Passes:
 
     def keep(self, rows: Tensor) -> None:
         """Continue, until the next block, with only these rows of the last pass."""
+
+    def leave(self, row: int, columns: Columns) -> None:
+        """Leaves what is stored of a row that ends; `row` is its number among those that entered the last block."""
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the rows' blocks, and
@@ -275,14 +306,14 @@ class FinishedBlocks(WindowPasses):
         firsts, ends = map(list, zip(*(self.processed(block, ids.shape[1]) for block in self.blocks), strict=True))
         # Blocks whose first token is predicted from the clean text take no part in this pass.
         now = [first if block.causal else end for block, first, end in zip(self.blocks, firsts, ends, strict=True)]
-        stored = [self.stored[row] for row in self.kept] + [0] * (count - old)
+        stored = [self.stored[row] for row in self.kept] + [self.readable(block) for block in self.blocks[old:]]
         known = [origin + tokens for origin, tokens in zip(origins, stored, strict=True)]
         width, ahead = max(map(sub, ends, firsts)), max(map(sub, now, firsts))
         first, end, fed_before, fed_end = map(self.of_rows, (firsts, ends, known, now))
         asked = positions - (first == fed_end).long().unsqueeze(1)  # the token before the first one
 
         def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-            past, seen = self.kept_blocks() if group[0] < old else (DynamicCache(), visible[rows, :0])
+            past, seen = self.kept_blocks() if group[0] < old else self.read_blocks(stored[old:])
             more = max(firsts[row] - known[row] for row in group)
             # One window for all rows of the group: it starts with the `more` positions that are not stored yet.
             window = Window.of(past, seen, visible[rows], first[rows] - more, fed_end[rows], more + ahead)
@@ -298,6 +329,35 @@ class FinishedBlocks(WindowPasses):
         window = Window.of(self.finished, self.seen, visible, first, end, width)
         window.starts = self.starts_of(first)
         return window, states, fed
+
+    def readable(self, block: Block) -> int:
+        """How many columns a new row reads: whole blocks, without the last token, which may predict the next one."""
+        tokens = 0 if block.columns is None else min(block.columns.tokens, block.start - block.origin - 1)
+        return max(tokens - tokens % self.size, 0)
+
+    def read_blocks(self, counts: list[int]) -> tuple[DynamicCache, Tensor]:
+        """A cache of the first columns of the new rows, so many of each, and (rows, keys) 1 at their tokens. The rows
+        keep nothing of theirs."""
+        past, longest = DynamicCache(), max(counts)
+        given = [block.columns for block in self.blocks[len(self.kept) :]]
+        readers = [(row, one.layers) for row, one in enumerate(given) if one is not None and counts[row]]
+        for number, like in enumerate(readers[0][1] if readers else []):
+            keys, values = (of.new_zeros(len(counts), of.shape[0], longest, of.shape[2]) for of in like)
+            for row, layers in readers:
+                for to, of in zip((keys, values), layers[number], strict=True):
+                    to[row, :, longest - counts[row] :] = of[:, : counts[row]]
+            past.update(keys, values, number)
+        for one in filter(None, given):
+            one.free()
+        tokens = torch.arange(longest, 0, -1, device=self.device) <= self.of_rows(counts).unsqueeze(1)
+        return past, tokens.long()
+
+    def leave(self, row: int, columns: Columns) -> None:
+        tokens = self.stored[row]
+        columns.free()
+        if tokens and self.branches == 1:  # without a prompt, as in guidance, the text is another one in each turn
+            at = self.seen[row].argsort(stable=True)[-tokens:]  # tokens last, in their order
+            columns.layers = [(layer.keys[row][:, at], layer.values[row][:, at]) for layer in layers_of(self.finished)]
 
     def processed(self, block: Block, length: int) -> tuple[int, int]:
         """The first position of the model's blocks that a block touches, and the position after them."""
@@ -334,6 +394,10 @@ class CausalContext(FinishedBlocks):
     A block's first pass processes what is not stored yet. It predicts the block's first token from that text or, if
     this token is masked, also processes the block (`Block.causal`).
     """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.size = 1  # clean text is causal token by token
 
     def processed(self, block: Block, length: int) -> tuple[int, int]:
         return block.start, min(block.end, length)

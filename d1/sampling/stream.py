@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -16,12 +17,17 @@ from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size, has_masks
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import Batch, Row, Sampler, Stops
+from d1.sampling.passes import Columns
 from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 from d1.sampling.uniform import uniform_stream
 
-# Ids without padding, the row's generator where sampling draws, and perhaps `stops` as in `rollout`
-Prompt = tuple[Sequence[int], Generator | None] | tuple[Sequence[int], Generator | None, Stops | None]
+# Ids without padding, the row's generator where sampling draws, and perhaps `stops` and its columns as in `rollout`
+Prompt = (
+    tuple[Sequence[int], Generator | None]
+    | tuple[Sequence[int], Generator | None, Stops | None]
+    | tuple[Sequence[int], Generator | None, Stops | None, Columns | None]
+)
 Finished = tuple[list[int], Rollout]
 
 
@@ -66,9 +72,7 @@ def rollout_stream(
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
     # `map` asks again after an iterator has ended once.
-    asked = map(
-        lambda prompt, number: Asked(number, prompt[0], settings, prompt[1], ends, *prompt[2:]), prompts, count()
-    )
+    asked = map(partial(asked_of, settings, ends), prompts, count())
 
     def sample_all() -> Iterator[Finished]:
         while True:
@@ -96,6 +100,13 @@ class Asked:
     generator: Generator | None = None  # None where nothing is drawn
     ends: tuple[int, ...] = ()  # of the EOS stop
     stops: Stops | None = None
+    columns: Columns | None = None
+
+
+def asked_of(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, number: int) -> Asked:
+    """The row of prompt `number` of `rollout_stream`."""
+    ids, generator, *more = prompt
+    return Asked(number, ids, settings, generator, ends, *more)
 
 
 class Stream:
@@ -147,6 +158,7 @@ class Stream:
         for index, row in enumerate(batch.rows):
             ends.setdefault(row.ends, []).append(index)
         done = sorted(index for own, rows in ends.items() for index in batch.finished(rows, own))
+        batch.leave_columns([*range(len(batch.rows))], done, self.passes)
         gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
         self.kept = [index for index in range(len(batch.rows)) if index not in gone]
         self.count = len(self.kept)
@@ -180,7 +192,7 @@ class Stream:
             if settings.first_token is not None and not one.ids:
                 raise ValueError(f"prompt {one.number} of the stream is empty: a causal context needs a token")
             padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
-            own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops}
+            own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops, "columns": one.columns}
             own["first_token"] = settings.first_token
             row = Row(one.number, padded, len(one.ids), schedule, one.generator, **own)
             rows.append(row)

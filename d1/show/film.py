@@ -10,7 +10,7 @@ import math
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#f2a65a", "#f0c869", "#c9d47a", "#8fcf9a", "#5fc3b0")  # from unsure to sure, each a ground for dark text
 MASK = "░"  # a hidden position, in a terminal
-HIDDEN, FILLED = -2, -1  # in place of a step: still a mask; filled without a prediction, because the text had ended
+# In place of a step: given text between two turns; still a mask; filled without a prediction, as the text had ended.
+GIVEN, HIDDEN, FILLED = -3, -2, -1
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Film:
     prompt: str  # the text before the canvas
     note: str  # settings, a reward or anything else to show below the title
     tokens: list[str]  # the text of each position, as the model gave it; "" if it is hidden
-    steps: list[int]  # the forward pass, counted from 0, that revealed it, or `HIDDEN` or `FILLED`
+    steps: list[int]  # the forward pass, counted from 0, that revealed it, or `GIVEN`, `HIDDEN` or `FILLED`
     logps: list[float]  # its log-probability in that pass; 0 if no pass revealed it
     entropies: list[float]  # of its distribution in that pass, in nats; 0 if no pass revealed it
     fed: list[int] = field(default_factory=list)  # tokens processed up to the end of each pass; empty if unknown
@@ -53,8 +54,27 @@ class Film:
         return "".join(self.tokens)
 
     def shown_by(self) -> list[int]:
-        """The number of passes after which each position is shown; those that no pass revealed come with the last."""
-        return [step + 1 if step >= 0 else self.passes for step in self.steps]
+        """The number of passes after which each position is shown; those that no pass revealed come with the last, and
+        given text with what is before it."""
+        shown: list[int] = []
+        for step in self.steps:
+            shown.append(step + 1 if step >= 0 else max(shown, default=0) if step == GIVEN else self.passes)
+        return shown
+
+    def followed(self, turn: Film, kept: int, given: Sequence[str] = ()) -> Film:
+        """The film of an episode with one turn more: the first `kept` tokens of the turn's film, and given text."""
+        passes, more = self.passes, len(given)
+        fed, seconds = self.fed[-1] if self.fed else 0, self.seconds[-1] if self.seconds else 0.0
+        steps = [step + passes if step >= 0 else step for step in turn.steps[:kept]]
+        return replace(
+            self,
+            tokens=[*self.tokens, *turn.tokens[:kept], *given],
+            steps=[*self.steps, *steps, *[GIVEN] * more],
+            logps=[*self.logps, *turn.logps[:kept], *[0.0] * more],
+            entropies=[*self.entropies, *turn.entropies[:kept], *[0.0] * more],
+            fed=[*self.fed, *(fed + tokens for tokens in turn.fed)],
+            seconds=[*self.seconds, *(seconds + own for own in turn.seconds)],
+        )
 
 
 Judge = Callable[[Film, Sequence[int]], None]

@@ -33,6 +33,7 @@ function describe(film, i, step) {
   const where = `position ${i + 1} of ${film.tokens.length}`, now = current(film, i, step);
   if (!now) return [`${where}: still hidden`];
   const [at, label, logp] = now, drafts = (film.drafts[i] ?? []).filter((draft) => draft[0] < at);
+  if (film.steps[i] === -3) return [make("code", "", label), ` ${where}, given between two turns`];
   if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a prediction: the text had ended`];
   const sure = (100 * Math.exp(logp)).toFixed(1), spread = film.entropies[i].toFixed(3);
   const edited = drafts.length ? `; before: ${drafts.map(([when, text]) => `${text} (step ${when})`).join(", ")}` : "";
@@ -142,6 +143,7 @@ function marksOf(films) {
   const some = (test) => films.some(test);
   return [
     "Ring: revealed in this step",
+    some((film) => film.steps.includes(-3)) && "frame without colour: given between two turns",
     some((film) => film.steps.includes(-1)) && "frame without colour: filled after the end of the text",
     some((film) => film.drafts.some((of) => of.length)) && "wavy underline: corrected",
   ].filter(Boolean).join("; ") + ".";

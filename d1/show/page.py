@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 
 from rich.cells import cell_len, set_cell_size
 
-from d1.show.film import COLOURS, FILLED, Film, chip, colour, visible
+from d1.show.film import COLOURS, Film, chip, colour, visible
 
 HERE = Path(__file__).parent
 Scene = tuple[str, Sequence[Film]]  # a title, and films to play side by side under one bar
@@ -160,8 +160,8 @@ def film_svg(films: Sequence[Film]) -> str:
         for position, (box, step, logp, shown) in enumerate(tokens):
             x, y, wide = PAD + box.column * WIDE, top + TITLE + box.line * HIGH, box.width * WIDE - 1.5
             shape = f'x="{x:g}" y="{y:g}" width="{wide:g}" height="{HIGH - 4}" rx="4"'
-            paint = 'class="card"' if step == FILLED else f'fill="{colour(logp)}"'
-            text = written(box.label, x + wide / 2, y + HIGH / 2 - 2, "page" if step == FILLED else "")
+            paint = 'class="card"' if step < 0 else f'fill="{colour(logp)}"'
+            text = written(box.label, x + wide / 2, y + HIGH / 2 - 2, "page" if step < 0 else "")
             parts.append(f'<rect class="mask" {shape}/>')
             for at, draft, unsure in film.drafts_at(position):
                 old = written(set_cell_size(chip(draft)[1], box.width), x + wide / 2, y + HIGH / 2 - 2)

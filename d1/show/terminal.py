@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from d1.show.film import FILLED, HIDDEN, MASK, Film, chip, colour, harmless, verdict, visible
+from d1.show.film import HIDDEN, MASK, Film, chip, colour, harmless, verdict, visible
 
 
 def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:
@@ -50,7 +50,7 @@ def picture(film: Film, total: int, console: Console) -> RenderableType:
         canvas.append(" " * gap if position else "")
         if step == HIDDEN:
             canvas.append(f" {MASK}" if position else MASK, style="dim")
-        elif step == FILLED:
+        elif step < 0:
             canvas.append(label, style="dim")
         else:
             marks = " underline" * (step == film.passes - 1) + " bold italic" * bool(film.drafts_at(position))

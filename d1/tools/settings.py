@@ -1,11 +1,14 @@
-"""The limits of an episode."""
+"""The limits of an episode, and the flags of commands that play one."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of
+from d1.tools.calls import FORMATS
+from d1.tools.functions import TOOLS, load_tools
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,29 @@ class TurnSettings:
         if values["max_turn_prompt"] is None and positions is not None:
             values["max_turn_prompt"] = max(positions - gen_length, 1)
         return cls(**values | {"max_turns": values["max_turns"] or 2})
+
+
+def add_turn_flags(parser: argparse.ArgumentParser) -> None:
+    turns = parser.add_argument_group("turns with tools")
+    turns.add_argument("--tools", nargs="+", help=f"{', '.join(TOOLS)}, or .py files of functions (docs/tools.md)")
+    turns.add_argument("--max_turns", type=COUNT, help="canvases per problem (default: 2 with tools)")
+    turns.add_argument("--tool_format", choices=FORMATS, help="how calls are written (default: by the chat template)")
+    for name, allowed, about in (
+        ("calls_per_turn", COUNT, "the canvas is cut after the last of them"),
+        ("tool_seconds", POSITIVE, "seconds per call (default: %(default)s)"),
+        ("result_length", COUNT, "tokens of a result that the model reads"),
+    ):
+        turns.add_argument(f"--{name}", type=allowed, default=getattr(TurnSettings, name), help=about)
+    turns.add_argument(
+        "--max_turn_prompt", type=COUNT, help="longest prompt of a later turn (default: what the model has room for)"
+    )
+
+
+def check_turn_flags(args: Any) -> None:
+    """Raise ValueError for tools that are none, and for flags that contradict tools or their absence."""
+    load_tools(args.tools or ())
+    edits = args.edit_threshold is not None or args.editing is not None
+    if not args.tools and (args.max_turns or 1) > 1:
+        raise ValueError("--max_turns needs --tools, whose results make another turn")
+    if args.tools and edits:
+        raise ValueError("--edit_threshold and --editing: editing with --tools is not supported")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.models.tokenizer import encode_prompt, first_end, render_prompt
+from d1.sampling.passes import Columns
 from d1.sandbox import WORKERS
 from d1.tools.calls import FORMATS, Call, CallFormat, Functions, Message, format_of, instructions, renders_tools
 from d1.tools.functions import Outcome, call
@@ -47,6 +48,7 @@ class Episode:
         functions: the tools of this episode by name.
         number: of its row, for the log of results.
         said: the messages after the prompt, as TRL passes them to rewards; arguments of calls are JSON, as text.
+        columns: what the sampler's exact cache keeps for the next turn: columns of the text up to the cut.
     """
 
     prompt: Sequence[Message]
@@ -59,6 +61,11 @@ class Episode:
     failed: int = 0
     hung: bool = False
     end: str | None = None
+    columns: Columns = field(default_factory=Columns)
+
+    def finish(self, end: str) -> None:
+        self.end = end
+        self.columns.free()
 
     @property
     def ids(self) -> list[int]:
@@ -186,17 +193,25 @@ class Toolbox:
         """`stops` for all turns but the last, where a call has no effect."""
         return self.stops if turn + 1 < self.settings.max_turns else None
 
+    def columns_of(self, episode: Episode) -> Columns | None:
+        """For the sampler of an episode's next turn; None if no other turn is to read them, or the episode is over."""
+        if episode.end is not None or self.settings.max_turns == 1:
+            return None
+        episode.columns.wanted = self.stop_of(len(episode.turns)) is not None
+        return episode.columns
+
     def take(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
         """Adds a canvas to an episode; returns the texts of the calls that need results. Without any, it has ended."""
         is_last = self.stop_of(len(episode.turns)) is None
         kept = list(canvas_ids[: self.cut(canvas_ids, is_last)])
         episode.turns.append(Turn(episode.next_ids, kept))
+        episode.columns.crop(len(episode.next_ids) + len(kept))
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
         episode.said.append({"role": "assistant", "content": text})
         calls = self.calls_in(kept[: first_end(kept, self.ends)])[: self.settings.calls_per_turn]
         if is_last or not calls:
             opened = self.pattern.sub("", self.tokenizer.decode(kept)).count(self.form.opens)
-            episode.end = "max_turns" if calls else "unclosed" if opened else "no_call"
+            episode.finish("max_turns" if calls else "unclosed" if opened else "no_call")
             return []
         return calls
 
@@ -227,7 +242,7 @@ class Toolbox:
         last = episode.turns[-1]
         following = [*last.prompt_ids, *last.kept, *self.given(episode, [outcome.text for outcome in outcomes])]
         if self.settings.max_turn_prompt is not None and len(following) > self.settings.max_turn_prompt:
-            episode.end = "no_room"
+            episode.finish("no_room")
             return
         episode.next_ids = following
         episode.said[-1]["tool_calls"] = made

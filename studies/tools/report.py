@@ -22,9 +22,9 @@ HEADER = [
     "calls per problem",
     "solved with the calculator",
 ]
-HEADER += ["processor s"]
+HEADER += ["updates", "processor s"]
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)  # of a run, for the calls over training
-OVER_TIME = ["attention", "arm", *(f"at {share:.0%}" for share in SHARES)]
+OVER_TIME = ["attention", "arm", *(f"at {share:.0%}" for share in SHARES), "seeds that rose"]
 
 
 def row(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
@@ -44,11 +44,15 @@ def row(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
         else percent(mean_of(scores({**line, "right": line["right_with_tool"]} for line in own)))
     )
     calls, seconds = (np.mean([line[name] for line in own]) for name in ("calls", "seconds"))
-    return [attention, arm, str(len(own)), percent(mean_of(scores(own))), gain, f"{calls:.2f}", other, f"{seconds:.0f}"]
+    steps = [line["steps"] for line in own if "steps" in line]
+    updates = f"{min(steps)} to {max(steps)}" if steps else ""
+    solved = percent(mean_of(scores(own)))
+    return [attention, arm, str(len(own)), solved, gain, f"{calls:.2f}", other, updates, f"{seconds:.0f}"]
 
 
 def over_time(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
-    """Calls per episode in training: the smallest and the largest of the seeds."""
+    """Calls per episode in training: the smallest and the largest of the seeds; and in how many they rose, from the
+    first rollout to the last."""
     curves = [
         line["curves"]["tools/call_frequency"] for line in lines if (line["attention"], line["arm"]) == (attention, arm)
     ]
@@ -56,7 +60,7 @@ def over_time(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str
     for share in SHARES:
         found = [curve[round(share * (len(curve) - 1))] for curve in curves]
         cells.append(f"{min(found):.2f} to {max(found):.2f}")
-    return [attention, arm, *cells]
+    return [attention, arm, *cells, f"{sum(curve[-1] > curve[0] for curve in curves)} of {len(curves)}"]
 
 
 def table(lines: list[dict[str, Any]]) -> str:

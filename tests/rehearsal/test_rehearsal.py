@@ -38,7 +38,7 @@ from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, logged, make_trainer, 
 SAMPLING = {
     "d1/sampling/loop.py Sampler.checked": (1, "rollout"),  # after the last pass: are log-probs and entropies finite?
     "d1/sampling/loop.py rollout_steps": (1, "rollout"),  # is there padding? attention is fastest without a mask
-    "d1/sampling/loop.py tokens_inside": (1, "rollout of blocks"),  # which rows' blocks begin and end together
+    "d1/sampling/loop.py prompt_lengths": (1, "rollout of blocks"),  # which rows' blocks begin and end together
     "d1/sampling/loop.py Batch.finished": (1, "block"),  # under the EOS stop: which rows have ended and leave
     "d1/sampling/loop.py Sampler.step": (1, "parallel step"),  # which rows have more to reveal; is a step to follow?
 }

@@ -1,5 +1,6 @@
 """`python -m d1 watch` shows what the sampler does, and writes it to files."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,13 @@ from d1.__main__ import main, make_parser
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import encode_prompt, render_prompt
-from d1.sampling import generate
+from d1.sampling import generate, rollout
 from d1.tasks import load_task
+from d1.tools.calls import FORMATS
+from d1.tools.settings import TurnSettings
+from d1.tools.turns import Episode, Toolbox
 from tests.commands import ROOT
+from tests.d1.rl.tool_runs import CALLS, repeat
 
 POCKET = str(ROOT / "pocket" / "base")
 
@@ -72,6 +77,55 @@ def test_before_and_after_are_two_models_of_one_prompt(tiny_model_dir, tmp_path)
     assert (before["title"], after["title"]) == ("base", tiny_model_dir.name)
     assert before["prompt"] != after["prompt"]  # each in its own chat template
     assert len(before["tokens"]) == len(after["tokens"]) == 8
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_an_episode_is_watched_turn_after_turn(tiny_model_dir, tiny_block_dir, monkeypatch, tmp_path, capsys, blocks):
+    """Its turns are those of the sampler, and given text is neither a mask nor a prediction."""
+    monkeypatch.setitem(FORMATS, "test", CALLS)
+    model_dir, tool, page = tiny_block_dir if blocks else tiny_model_dir, tmp_path / "mine.py", tmp_path / "watch.html"
+    tool.write_text(inspect.getsource(repeat))
+    sampling = ["--gen_length", "16", "--block_length", "4", "--temperature", "1.2", "--eos_stop"]
+    turns = ["--tools", str(tool), "--max_turns", "3", "--tool_format", "test", "--pause", "0"]
+    flags = ["--model_path", str(model_dir), "--prompt", "bc", *sampling, *turns]
+    tokenizer, model = load_tokenizer(model_dir), load_model(model_dir)
+    toolbox, found = Toolbox(tokenizer, [2, 0], TurnSettings(max_turns=3), "test"), []
+    for seed in range(12):
+        watched(*flags, "--seed", str(seed), "--html", str(page), "--svg", str(tmp_path / "watch.svg"))
+        (film,) = films(page)
+        functions = {"repeat": repeat}
+        messages, _ = toolbox.told([{"role": "user", "content": "bc"}], functions)
+        episode = Episode(messages, encode_prompt(tokenizer, render_prompt(tokenizer, messages)), functions)
+        passes = []
+
+        def sample(rows, turn, episode=episode, seed=seed, passes=passes):
+            ids = torch.tensor([episode.next_ids])
+            random = [keyed_generator(seed, 0, 0, *[turn] * bool(turn))]
+            how = {"gen_length": 16, "block_length": 4, "steps": 8, "temperature": 1.2, "mask_token_id": 3}
+            how |= {"eos_token_ids": [2, 0], "stops": toolbox.stop_of(turn)}
+            one = rollout(model, ids, torch.ones_like(ids), generator=random, **how)
+            passes.append(int(one.passes))
+            return one.ids[:, -16:].tolist()
+
+        toolbox.play([episode], sample)
+        found.append(len(episode.turns))
+        labels = [label for _, label, _ in film["tokens"]]
+        assert labels == tokenizer.convert_ids_to_tokens(episode.ids)
+        assert [step != -3 for step in film["steps"]] == [bool(own) for own in episode.sampled]
+        assert film["passes"] == sum(passes)
+        assert sorted(film["fed"]) == film["fed"]
+        before = 0
+        for turn, count in zip(episode.turns, passes, strict=True):
+            at = len(turn.prompt_ids) - len(episode.turns[0].prompt_ids)
+            own = film["at"][at : at + len(turn.kept)]
+            assert before < min(own) <= max(own) <= before + count
+            before += count
+        svg = (tmp_path / "watch.svg").read_text()
+        assert svg.count('class="card"') == film["steps"].count(-3) + 1
+    assert len({*found}) > 1  # numbers of turns
+    assert "step 1/24  " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--max_turns needs --tools"):
+        watched("--model_path", str(model_dir), "--prompt", "bc", "--max_turns", "2")
 
 
 def test_a_block_causal_model_is_watched_in_blocks_of_its_own(tiny_block_dir, tmp_path):

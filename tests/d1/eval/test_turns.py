@@ -53,7 +53,7 @@ def without_times(items):
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_episodes_are_those_played_alone_in_any_batch(tiny_model_dir, tiny_block_dir, run, blocks):
+def test_episodes_are_those_played_alone_in_any_batch(tiny_model_dir, tiny_block_dir, run, blocks, monkeypatch):
     model_dir = tiny_block_dir if blocks else tiny_model_dir
     found = [without_times(run(model_dir, f"of {size}", "--batch_size", size)) for size in "14"]
     stopped = run(model_dir, "stopped", "--eos_stop")
@@ -63,6 +63,11 @@ def test_episodes_are_those_played_alone_in_any_batch(tiny_model_dir, tiny_block
         assert {**item, **dict.fromkeys(costs)} == {**other, **dict.fromkeys(costs)}
         assert other["forward_passes"] <= item["forward_passes"]
     assert sum(item["forward_passes"] for item in stopped) < sum(item["forward_passes"] for item in found[0])
+    monkeypatch.setattr(Toolbox, "columns_of", lambda self, episode: None)
+    recomputed = without_times(run(model_dir, "recomputed", "--eos_stop"))
+    for item, other in zip(without_times(stopped), recomputed, strict=True):  # columns save tokens alone
+        assert {**item, "forward_tokens": 0} == {**other, "forward_tokens": 0}
+        assert (item["forward_tokens"] < other["forward_tokens"]) == (blocks and item["turns"] > 1)
     assert 1 < sum(item["turns"] for item in found[0]) / 9 < 3
     assert sum(item["calls"] for item in found[0]) >= 4
     model, tokenizer = load_model(str(model_dir)), load_tokenizer(str(model_dir))

@@ -1,10 +1,16 @@
-"""Fixtures of the tests of RL on servers."""
+"""A model with a causal context, and fixtures of the tests of RL on servers."""
 
 from __future__ import annotations
 
-import pytest
+import shutil
+from pathlib import Path
 
+import pytest
+import torch
+
+from d1.models import load_tokenizer
 from d1.serve import KEY
+from tests.d1.released import CAUSAL, write_released
 
 
 @pytest.fixture
@@ -19,3 +25,17 @@ def server_key(monkeypatch):
 def folder(tmp_path_factory):
     """Of a module's runs; servers read weights below it."""
     return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def tiny_causal_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Nemotron-Labs-Diffusion with the tokenizer of the other tiny models."""
+    tokenizer, folder = load_tokenizer(str(tiny_model_dir)), tmp_path_factory.mktemp("causal") / "model"
+    torch.manual_seed(0)
+    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id")}
+    write_released(folder, CAUSAL, vocab_size=len(tokenizer), **ids)
+    for file in tiny_model_dir.glob("*token*"):
+        shutil.copy(file, folder)
+    for file in tiny_model_dir.glob("chat_template*"):
+        shutil.copy(file, folder)
+    return folder

@@ -1,5 +1,6 @@
 """Episodes in RL: each turn is scored given its true prefix on its own canvas, and an episode is one completion."""
 
+import json
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -19,6 +20,7 @@ from d1.rl.stage import ShowProblems
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from d1.scoring.rollouts import CanvasBlocks
+from d1.show.film import GIVEN
 from d1.tools.calls import FORMATS
 from d1.tools.turns import Episode
 from tests import forks
@@ -26,6 +28,9 @@ from tests.d1.rl.tool_runs import EPISODES, TURNS, last_letters, make_turns, rep
 from tests.tiny_grpo import assert_same, logged, make_trainer, rows, weights
 
 HERE = Path(__file__)
+AHEAD = {"rollout_mode": "server", "rollout_server_base_url": ["http://localhost:1"]}
+AHEAD |= {"rollout_staleness": 1, "sampling_weight_cap": 3.0}
+COSTS = ("forward_passes", "forward_tokens")
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +43,14 @@ def formats():
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_turn_is_a_run_without_tools_to_the_bit(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("kind", ["full attention", "block-causal"])
+def test_one_turn_is_a_run_without_tools_to_the_bit(tiny_model_dir, tiny_block_dir, tmp_path, kind):
+    model_dir = tiny_model_dir if kind == "full attention" else tiny_block_dir
     own = ("max_turns", "tool_format")
     base = {name: value for name, value in TURNS.items() if name not in own}
-    plain = make_trainer(tiny_model_dir, tmp_path, reward=last_letters, base=base, max_steps=3)
+    plain = make_trainer(model_dir, tmp_path, reward=last_letters, base=base, max_steps=3)
     plain.train()
-    one = make_turns(tiny_model_dir, tmp_path, max_turns=1, max_steps=3)
+    one = make_turns(model_dir, tmp_path, max_turns=1, max_steps=3)
     one.train()
     for first, other in zip(rollout_buffer(plain), rollout_buffer(one), strict=True):
         assert all(torch.equal(value, other[name]) for name, value in first.items())
@@ -298,25 +305,77 @@ def test_rows_depend_neither_on_the_subset_at_work_nor_on_its_batches(tiny_model
     assert alone > 3
 
 
-@pytest.mark.parametrize("launcher", ["ddp"])
+@pytest.mark.parametrize("launcher", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_two_processes_with_unequal_turns_sample_the_episodes_of_one(tiny_model_dir, tmp_path, launcher):
-    one = run_turns(str(tiny_model_dir), tmp_path / "one")
-    started = forks.start(
-        run_turns,
-        str(tiny_model_dir),
-        str(tmp_path / "two"),
-        log=tmp_path / "log",
-        folder=HERE.parent,
-        processes=2,
-        ACCELERATE_USE_CPU="true",
+    """Also where each process holds a part of the weights, and all make the same forward passes."""
+    given = str(tiny_model_dir), str(tmp_path / "two"), "0", "", launcher
+    run_turns(given[0], tmp_path / "one", launcher=launcher)
+    environment = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "fsdp2": forks.fsdp2(), "zero3": forks.deepspeed(3)}
+    log = tmp_path / "log"
+    started = forks.start(run_turns, *given, log=log, folder=HERE.parent, processes=2, **environment[launcher])
+    forks.finish(started, log)
+    one, two = (json.loads((tmp_path / name / "rollouts.json").read_text()) for name in ("one", "two"))
+    assert one == two
+    kind = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[launcher]
+    assert json.loads((tmp_path / "two" / "processes.json").read_text()) == [2, kind, launcher != "ddp"]
+    # Turns that score something, of each process's episodes: in some rollouts, one process has more of them.
+    turns = [[sum(any(row[2]) for row in half) for half in (rollout[:18], rollout[18:])] for rollout in two]
+    assert any(first != second for first, second in turns)
+    before, one, two = (
+        load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "one", tmp_path / "two")
     )
-    forks.finish(started, tmp_path / "log")
-    saved = load_file(tmp_path / "two" / "weights.safetensors")
-    assert (tmp_path / "two" / "rollouts.json").read_text() == (tmp_path / "one" / "rollouts.json").read_text()
-    start = load_file(tiny_model_dir / "model.safetensors")
-    for name, value in weights(one.model).items():
-        assert (value - start[name]).abs().max() > 5e-5
-        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-6)
+    for name, value in one.items():
+        assert (value - before[name]).abs().max() > 5e-5
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=2e-6)
+
+
+# --- Columns of earlier turns -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["block-causal", "causal context"])
+def test_turns_read_the_columns_of_those_before_and_episodes_are_those_of_recomputation(
+    tiny_block_dir, tiny_causal_dir, tmp_path, kind
+):
+    """Exactly the whole clean blocks before the cut (with a causal context: those that were finished) are not processed
+    again; an episode that has ended keeps nothing."""
+    found = []
+    for reads in (True, False):
+        model_dir = tiny_block_dir if kind == "block-causal" else tiny_causal_dir
+        clean = {"beta": 0.0, "p_mask_prompt": 0.0}
+        trainer = make_turns(model_dir, tmp_path, max_turns=3, diffusion_steps=16, rollout_batch_size=8, **clean)
+        trainer.model.train()
+        box = trainer.toolbox
+        if not reads:
+            box.columns_of = lambda episode: None
+        kept = []
+
+        def take(episode, canvas_ids, take=box.take, kept=kept):
+            calls, turn = take(episode, canvas_ids), episode.turns[-1]
+            kept.append((len(turn.prompt_ids), len(turn.kept), episode.end, episode.columns.tokens))
+            return calls
+
+        box.take = take
+        batch = trainer._generate_and_score_completions([rows()[row // 4] for row in range(EPISODES)])
+        found.append((batch, kept, {name: trainer._metrics["train"][f"sampling/{name}"] for name in COSTS}))
+        assert not any(episode.columns.tokens for episode in trainer.episodes)
+    (one, kept, costs), (other, _, whole) = found
+    for name in ("canvas_ids", "prompt_ids", "completion_mask", "reveal_steps"):
+        assert torch.equal(one[name], other[name]), name
+    for name in ("rollout_logps", "rollout_entropies"):
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=2e-5)
+    assert costs["forward_passes"] == whole["forward_passes"]
+    saved, cuts = 0, set()
+    for prompt, length, end, tokens in kept:
+        origin = 0 if kind == "block-causal" else prompt
+        cuts.add((prompt + length - origin) % 4)
+        # Rows leave with the block of the cut, which no pass has processed as finished text.
+        expected = 0 if end else prompt + length - 1 - (prompt + length - origin - 1) % 4
+        assert tokens == expected
+        saved += expected
+    assert saved > 0
+    assert cuts == {0, 1, 2, 3}
+    ((tokens,), (all_tokens,)) = costs["forward_tokens"], whole["forward_tokens"]
+    assert (all_tokens - tokens) * EPISODES == pytest.approx(saved)
 
 
 # --- Resume -----------------------------------------------------------------------------------------------------------
@@ -346,9 +405,9 @@ def test_a_run_killed_within_an_episode_resumes_bit_for_bit(tiny_model_dir, tmp_
     assert calls > 12
     forks.wait_for_kill(start("killed", str(calls - 2)), log)
     assert [*(tmp_path / "killed").glob("checkpoint-*")]
-    assert not (tmp_path / "killed" / "weights.safetensors").exists()
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
     forks.finish(start("killed", "0"), log)
-    expected, found = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "killed"))
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     made = len((tmp_path / "killed" / "calls").read_text().split())
     assert (made == calls) if chance else (made > calls)  # logged results are not asked for again
@@ -368,6 +427,8 @@ def test_a_run_killed_within_an_episode_resumes_bit_for_bit(tiny_model_dir, tmp_
         ({"importance_sampling_level": "sequence"}, "weighs whole rows"),
         ({"scored_tokens": "steps"}, "counts what follows a call"),
         ({"truncate_prompts": True}, "truncate_prompts would cut"),
+        (AHEAD, "rollout_staleness samples ahead of the trainer, which makes the calls"),
+        ({"sampler": "parallel", "editing": "quality"}, "editing with tools is not supported"),
         ({"rollout_func": print}, "rollout_func samples whole completions"),
         ({"tools": [], "max_turns": 2}, "max_turns above 1 needs tools"),
         ({"tool_format": "other"}, "--tool_format must be one of xml, json, plain"),
@@ -410,6 +471,7 @@ def test_a_film_of_an_episode_shows_its_turns_one_after_the_other(tiny_model_dir
             assert before <= min(own)
             assert max(own) < before + 8
             before = max(own) + 1
-            given = film.steps[end : len(following.prompt_ids) - start] if following else film.steps[end:]
-            assert {*given} == ({max(own)} if following else set())
+            given = slice(end, len(following.prompt_ids) - start if following else None)
+            assert {*film.steps[given]} == ({GIVEN} if following else set())
+            assert {*film.shown_by()[given]} == ({before} if following else set())
     assert trainer._metrics["eval"] == {}

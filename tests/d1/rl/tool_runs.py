@@ -9,12 +9,12 @@ import signal
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from d1.models import load_model, load_tokenizer
 from d1.rl.config import DiffuGRPOConfig
 from d1.tools.calls import FORMATS, CallFormat, read_plain, write_plain
-from tests.tiny_grpo import SETTINGS, Recorded, rows, weights
+from tests import forks
+from tests.tiny_grpo import SETTINGS, Recorded, rows
 
 CALLS = CallFormat(" ", "a", read_plain, write_plain, "{result}")
 EPISODES = 12
@@ -62,12 +62,14 @@ def make_turns(model_dir, folder, tool=repeat, model=None, cls=Recorded, environ
     return trainer
 
 
-def run_turns(model_dir, folder, kill_at="0", chance=""):
-    """A run that writes its rollouts and weights into `folder`. It kills itself before tool call number `kill_at`. With
+def run_turns(model_dir, folder, kill_at="0", chance="", launcher="ddp"):
+    """A run that writes its rollouts and model into `folder`. It kills itself before tool call number `kill_at`. With
     `chance`, a result depends on how many calls were made before, in any process, and results are logged."""
     torch.set_num_threads(1)
     folder, processes = Path(folder), int(os.environ.get("WORLD_SIZE", "1"))
     folder.mkdir(parents=True, exist_ok=True)
+    if launcher == "fsdp2" and processes > 1:
+        forks.use_fsdp2()
     made = folder / "calls"
 
     def tool(text: str) -> str:
@@ -87,9 +89,11 @@ def run_turns(model_dir, folder, kill_at="0", chance=""):
     options |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # Adam enlarges differences in rounding
     options |= {"save_strategy": "steps", "save_steps": 1, "log_tool_results": bool(chance), "max_turns": 3}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
+    options |= {} if launcher == "ddp" else {"eos_stop": False}  # which split weights cannot have
     trainer = make_turns(model_dir, folder, tool, **options)
     trainer.train(resume_from_checkpoint=bool([*folder.glob("checkpoint-*")]))
+    trainer.save_model(str(folder))
     if trainer.accelerator.is_main_process:
-        save_file(weights(trainer.model), folder / "weights.safetensors")
         (folder / "rollouts.json").write_text(json.dumps(trainer.rollouts))
-    return trainer
+        state = trainer.accelerator.num_processes, trainer.accelerator.distributed_type.value
+        (folder / "processes.json").write_text(json.dumps([*state, trainer.weights_are_split]))

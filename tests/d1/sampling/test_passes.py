@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.caches import CACHES, Cache
-from d1.sampling.passes import Passes
+from d1.sampling.passes import Columns, Passes
+from tests.d1.released import CAUSAL
 from tests.d1.sampling.reference import (
     GIVEN,
     MASK,
@@ -127,6 +128,103 @@ def test_the_exact_cache_changes_nothing_but_the_tokens_computed_which_are_count
             torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=2e-5)
     lengths = torch.tensor(case["widths"]) + case["settings"].gen_length
     assert torch.equal(got.forward_tokens, got.passes * lengths * (2 if case["settings"].cfg_scale else 1))
+
+
+# --- Columns that the next turn of an episode reads again -------------------------------------------------------------
+
+WIDTHS, ENDS = [9, 2, 5, 14], [*range(4, 14)]
+GIVEN_TEXT = [1, 3, 6, 4]  # tokens of given text after each row's cut
+
+
+def following(texts):
+    """The prompts (rows, prompt) of a next turn: the texts up to their cuts, and given text."""
+    rows = [[*text, *(5 + (7 * row + at) % 20 for at in range(GIVEN_TEXT[row]))] for row, text in enumerate(texts)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return rows, ids, mask
+
+
+def copies(columns):
+    return [Columns(list(one.layers)) for one in columns]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"), [("sdar", None), ("sdar", ENDS), ("Fast_dLLM_Qwen", None), (CAUSAL, None), (CAUSAL, ENDS)]
+)
+def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is_cut(load, kind, ends):
+    """Three turns, cut at every offset in a block: tokens, log-probs and passes of a batch, of some of its rows, and of
+    a stream; and exactly the kept columns are not processed again."""
+    model = load(kind)
+    size = 4 if kind == CAUSAL else model.config.block_size
+    whole, length = 1 if kind == CAUSAL else size, 3 * size
+    settings = SamplingSettings(length, size, 6, 0.8, remasking="random")
+    options = {"mask_token_id": MASK, "eos_token_ids": ends}
+
+    def sample(ids, mask, key, rows=range(4), **more):
+        random = [keyed_generator(key, row) for row in rows]
+        return rollout(model, ids[[*rows]], mask[[*rows]], settings, generator=random, **options, **more)
+
+    def blocks_before_the_last(width):
+        """The tokens before the last block that sampling processes."""
+        after = 1 + (width + length - (width if kind == CAUSAL else 0) - 1) % size
+        return width + length - after
+
+    first_ids, first_mask = make_prompts(WIDTHS, 3)
+    for cut in (*range(size, 2 * size), length):
+        ids, mask, widths = first_ids, first_mask, WIDTHS
+        held = [Columns() for _ in WIDTHS]
+        for turn in range(3):
+            known, again = [one.tokens for one in held], copies(held)
+            some, streamed = copies(held), copies(held)
+            found = sample(ids, mask, turn, columns=held)
+            without, recomputed = sample(ids, mask, turn), sample(ids, mask, turn, recompute=True)
+            for other in (without, recomputed):
+                for name in ("ids", "reveal_steps", "passes"):
+                    assert torch.equal(getattr(found, name), getattr(other, name)), (cut, turn, name)
+                for name in ("logps", "entropies"):
+                    torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=0, atol=2e-5)
+            saved = torch.tensor([min(of, width - 1) // whole * whole for of, width in zip(known, widths, strict=True)])
+            assert torch.equal(without.forward_tokens - found.forward_tokens, saved)
+            with fed_tokens(model) as fed:
+                sample(ids, mask, turn, columns=again)
+            assert sum(tokens for _, tokens in fed) == found.forward_tokens.sum()
+            # Of rows 1 and 3 alone, and of a stream in which rows wait.
+            part = sample(ids, mask, turn, [1, 3], columns=[some[1], some[3]])
+            for name in ("ids", "reveal_steps", "forward_tokens"):
+                assert torch.equal(getattr(part, name), getattr(found, name)[[1, 3]]), name
+            torch.testing.assert_close(part.logps, found.logps[[1, 3]], rtol=0, atol=2e-5)
+            texts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+            asked = [(text, keyed_generator(turn, row), None, streamed[row]) for row, text in enumerate(texts)]
+            for numbers, of in rollout_stream(model, asked, settings, batch_size=2, **options):
+                assert torch.equal(of.ids[:, -length:], found.ids[numbers, -length:])
+                assert torch.equal(of.forward_tokens, found.forward_tokens[numbers])
+                torch.testing.assert_close(of.logps, found.logps[numbers], rtol=0, atol=2e-5)
+            # What is left: the prompt and the finished blocks; the last block was never processed whole.
+            texts = [row[-(width + length) :].tolist() for row, width in zip(found.ids, widths, strict=True)]
+            for row, (one, width) in enumerate(zip(held, widths, strict=True)):
+                assert one.tokens == streamed[row].tokens
+                assert one.tokens <= blocks_before_the_last(width)
+                assert ends or one.tokens == blocks_before_the_last(width)
+                for layer, other in zip(one.layers, streamed[row].layers, strict=True):
+                    torch.testing.assert_close(layer, other, rtol=0, atol=1e-4)
+            if turn:
+                assert saved.sum() > 0
+            for one, width in zip(held, widths, strict=True):
+                one.crop(width + cut)
+            rows, ids, mask = following([text[: width + cut] for text, width in zip(texts, widths, strict=True)])
+            widths = [len(row) for row in rows]
+
+
+def test_guidance_and_models_with_full_attention_leave_no_columns(load):
+    ids, mask = make_prompts([5, 2], 0)
+    for kind, more in (("sdar", {"cfg_scale": 0.5}), ("llada", {})):
+        held = [Columns(), Columns()]
+        expected, found = (
+            rollout(load(kind), ids, mask, columns=columns, **LENGTHS, **more) for columns in (None, held)
+        )
+        assert [one.tokens for one in held] == [0, 0]
+        assert torch.equal(expected.ids, found.ids)
 
 
 def test_a_cache_added_from_outside_serves_the_fixed_batch_and_the_stream(load, monkeypatch):
