@@ -57,6 +57,12 @@ def test_tables_have_the_means_and_students_intervals_of_the_lines(monkeypatch, 
     assert report.table(lines[1:]) == "19 of 20 planned runs are done. Tables wait for all of them.\n"
 
 
+def test_the_numbers_of_the_reading_are_those_of_the_tables():
+    page = run.RUNS.parents[1] / "README.md"
+    assert prose.check(page) == []
+    assert len([*prose.TAG.finditer(page.read_text())]) > 10
+
+
 @pytest.mark.parametrize("arm", run.RL)
 def test_an_arm_trains_and_is_judged(tmp_path, arm):
     rows = load_task("sudoku").load_rows("validation").select(range(8))
