@@ -24,12 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.models import prepare
+from d1.models.attention import Blocks, has_causal_context
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size
 from d1.models.packing import two_stream_states
 from d1.ranges import COUNT
 from d1.runs.cli import run_script
 from d1.sampling import generate
+from d1.sft.config import CausalLoss
 from d1.tasks import load_task
 from pocket.answers import Draw
 from pocket.recipes import RECIPES, ROOT, STAGES, Recipe
@@ -39,7 +41,11 @@ WARMUP_STEPS = 50
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int = 64, block_size: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    hidden_size: int = 64,
+    block_size: int | None = None,
+    causal_context: bool = False,
 ) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -57,6 +63,8 @@ def build_model(
     config.is_causal = False  # Transformers then attends in both directions, also when the saved config is loaded
     if block_size is not None:
         config.block_size = block_size
+    if causal_context:
+        config.attention_pattern = "causal-context"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return prepare(LlamaForCausalLM(config))
@@ -89,25 +97,38 @@ def diffusion_loss(
     least_noise: float = 0.0,
 ) -> Tensor:
     """LLaDA's loss: cross-entropy / t' of the masked answer tokens, divided by the number of all answer tokens. For a
-    block-causal model, each block has its own t' (BD3-LM, arXiv 2503.09573)."""
+    model with blocks, each block has its own t' (BD3-LM, arXiv 2503.09573). With a causal context: `CausalLoss`."""
     generator = keyed_generator(*key)
     rows, length = ids.shape
-    block = torch.arange(length) // (block_size(model.config) or length)
+    causal = has_causal_context(model.config)
+    start = prompt_tokens if causal else 0  # of the first block
+    block = (torch.arange(length) - start).clamp(min=0) // (block_size(model.config) or length)
     # Each row's u is uniform, but the batch covers (0, 1) evenly, which takes noise out of the loss.
     u = (torch.rand(1, int(block[-1]) + 1, generator=generator) + torch.arange(rows).unsqueeze(1) / rows) % 1
     p = noise_level(least_noise + (1 - least_noise) * u)[:, block]
     answer = (torch.arange(length) >= prompt_tokens).expand(rows, -1)
     masked = draw_mask(answer, p, generator)
     logits = answer_logits(model, ids, ids.masked_fill(masked, mask_token_id), prompt_tokens)
-    losses = cross_entropy(logits.transpose(1, 2), ids[:, prompt_tokens:], reduction="none")
-    return (losses * masked[:, prompt_tokens:] / p[:, prompt_tokens:]).sum() / losses.numel()
+    targets, hidden, p = (of[:, prompt_tokens:] for of in (ids, masked, p))
+    answers = targets.numel()
+    if causal:  # the clean text predicts the same tokens
+        every = torch.ones_like(p)
+        targets = targets.repeat(1, 2)
+        hidden, p = torch.cat([every, CausalLoss.masked_weight * hidden], dim=1), torch.cat([every, p], dim=1)
+    losses = cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (losses * hidden / p).sum() / answers
 
 
 def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor, prompt_tokens: int) -> Tensor:
-    """Logits (rows, answer, vocabulary) of noised answers; for a block-causal model, they follow the clean text."""
-    size = block_size(model.config)
+    """Logits (rows, answer, vocabulary) of noised answers; with blocks, they follow the clean text. With a causal
+    context, those that the clean text gives for the same tokens come first: (rows, 2 x answer, vocabulary)."""
+    size, length = block_size(model.config), noised.shape[1]
     if size is None:
-        return model(input_ids=noised, logits_to_keep=torch.arange(prompt_tokens, noised.shape[1])).logits
+        return model(input_ids=noised, logits_to_keep=torch.arange(prompt_tokens, length)).logits
+    if has_causal_context(model.config):
+        before = torch.arange(prompt_tokens - 1, length - 1).expand(len(clean), -1)
+        options: dict[str, Any] = {"blocks": Blocks(size, prompt_tokens), "clean_at": before}
+        return body_and_head(model)[1](two_stream_states(model, clean, noised[:, prompt_tokens:], None, **options))
     states = two_stream_states(model, clean, noised[:, prompt_tokens // size * size :], None)
     return body_and_head(model)[1](states[:, prompt_tokens % size :])
 
@@ -124,11 +145,16 @@ def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, g
 
 
 def pretrain(
-    recipe: Recipe, draw: Draw, steps: Sequence[int], seed: int, blocks: int | None = None
+    recipe: Recipe,
+    draw: Draw,
+    steps: Sequence[int],
+    seed: int,
+    blocks: int | None = None,
+    causal_context: bool = False,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The model after both stages of `steps` steps, on the problems that `draw` gives; and its tokenizer."""
     tokenizer = build_tokenizer(recipe.task)
-    model = build_model(tokenizer, seed, recipe.hidden_size, blocks)
+    model = build_model(tokenizer, seed, recipe.hidden_size, blocks, causal_context)
     with tqdm(total=sum(steps), unit="step") as bar:
         for stage, (name, peak_lr, count) in enumerate(zip(STAGES, recipe.peak_lr, steps, strict=True)):
             bar.set_description(name)
@@ -166,16 +192,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block_size", type=COUNT, help="make a block-causal model with blocks of this many tokens")
+    parser.add_argument("--causal_context", action="store_true", help="with blocks, read clean text from left to right")
     parser.add_argument("--hidden_size", type=COUNT, help="width, a multiple of 8; default: the recipe's")
     parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.causal_context and args.block_size is None:
+        raise ValueError("--causal_context needs --block_size")
     torch.set_num_threads(1)  # more than 2 threads slow so small a model down
     recipe = widened(RECIPES[args.task], args.hidden_size)
     draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
-    for part in pretrain(recipe, draw, recipe.steps, args.seed, args.block_size):
+    for part in pretrain(recipe, draw, recipe.steps, args.seed, args.block_size, args.causal_context):
         part.save_pretrained(args.output_dir or ROOT / "pocket" / recipe.base)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from d1.runs.cli import OneLineParser, run_script
+from studies.causal_context.report import parts as causal_context
 from studies.collapse.report import parts as collapse
 from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
@@ -24,6 +25,7 @@ from studies.tools.report import parts as tools
 
 # Each gives the written part of its pages.
 STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
+    causal_context,
     collapse,
     distill,
     editing,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +157,14 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
 
     def turns() -> Iterator[Film]:
         film = Film(title, text, said, [], [], [], [])
+        canvas: list[int] = []
+
+        def collect(film: Film, canvas_ids: Sequence[int]) -> None:
+            canvas[:] = canvas_ids
+
         while episode.end is None:
-            canvas: list[int] = []
             options["stops"], options["columns"] = toolbox.stop_of(len(episode.turns)), [toolbox.columns_of(episode)]
-            for part in turn(lambda film, canvas_ids, canvas=canvas: canvas.extend(canvas_ids)):
+            for part in turn(collect):
                 yield film.followed(part, len(part.tokens))
             if calls := toolbox.take(episode, canvas):
                 toolbox.results(episode, calls)

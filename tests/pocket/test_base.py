@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from jinja2 import TemplateError
+from transformers import LlamaForCausalLM
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
@@ -28,7 +29,8 @@ from tests.sandbox import skip_without_sandbox
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
 SUDOKU = RECIPES["sudoku"]
-BASES = {recipe.base: recipe for recipe in RECIPES.values()} | {BLOCK_BASE: SUDOKU}
+CAUSAL_BASE = "causal_base"
+BASES = {recipe.base: recipe for recipe in RECIPES.values()} | {BLOCK_BASE: SUDOKU, CAUSAL_BASE: SUDOKU}
 TRAIN = ROOT / "dataset" / "sudoku_train.csv"
 QUESTION = "Solve the following Sudoku puzzle: 0002403020033024\n"
 ANSWER = completion("careful a3 b1", "a3 b1 c4 d2")
@@ -82,7 +84,8 @@ def test_puzzles_have_six_holes_and_one_solution(puzzles):
 
 @pytest.mark.parametrize("name", BASES)
 def test_base_is_small_bidirectional_and_loads_exactly(name):
-    """Also for blocks: the first token sees the eighth, where its block ends, and no later one."""
+    """Also for blocks: the first token sees the eighth, where its block ends, and no later one. With a causal context,
+    a clean token sees no later one."""
     base = ROOT / "pocket" / name
     assert sum(file.stat().st_size for file in base.rglob("*") if file.is_file()) <= 4_000_000
     model = load_model(str(base))
@@ -90,7 +93,7 @@ def test_base_is_small_bidirectional_and_loads_exactly(name):
     assert model.config.is_causal is False
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     prompt_tokens, blocks = BASES[name].prompt_tokens, block_size(model.config)
-    assert blocks == (8 if name == BLOCK_BASE else None)
+    assert blocks == (8 if name in (BLOCK_BASE, CAUSAL_BASE) else None)
     ids = torch.arange(4, 4 + prompt_tokens).unsqueeze(0)
     last = prompt_tokens - 1 if blocks is None else blocks - 1
 
@@ -101,7 +104,7 @@ def test_base_is_small_bidirectional_and_loads_exactly(name):
         with torch.no_grad():
             return model(input_ids=other, attention_mask=torch.ones_like(ids)).logits[0, 0]
 
-    assert (first_token(last) - first_token()).abs().max() > 1e-3
+    assert ((first_token(last) - first_token()).abs().max() > 1e-3) == (name != CAUSAL_BASE)
     assert blocks is None or torch.equal(first_token(last + 1), first_token())
 
 
@@ -164,6 +167,36 @@ def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
                 t = least_noise + (1 - least_noise) * ((start + row / 6) % 1)
                 total -= logp[row, i, ids[row, i]].item() / (0.999 * t + 0.001)
     assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - SUDOKU.prompt_tokens)), rel=1e-5)
+
+
+def test_the_loss_with_a_causal_context_is_that_of_masks_written_out(tokenizer):
+    """Blocks begin with the answer; each follows the clean text before it, whose own next tokens count, too."""
+    model = make_base.build_model(tokenizer, seed=0, block_size=8, causal_context=True).eval()
+    key, start = (3, 1, 7), SUDOKU.prompt_tokens
+    ids = make_base.draw_batch(tokenizer, SUDOKU, SUDOKU.traces.problems(TRAIN), key)[:4]
+    seen = []
+    hook = model.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
+    loss = make_base.diffusion_loss(model, ids, start, tokenizer.mask_token_id, key)
+    hook.remove()
+    length = ids.shape[1]
+    noised = torch.cat([ids[:, :start], seen[0][:, length:]], dim=1)
+    masked, total = noised == tokenizer.mask_token_id, 0.0
+    plain = LlamaForCausalLM(model.config).eval()  # without this library's masks
+    plain.load_state_dict(model.state_dict())
+    places = torch.arange(length)
+    causal = plain(input_ids=ids, attention_mask=(places <= places[:, None])[None, None]).logits.log_softmax(-1)
+    total -= causal[:, start - 1 : -1].gather(2, ids[:, start:, None]).sum().item()
+    u = torch.rand(-(-(length - start) // 8), generator=keyed_generator(*key)).tolist()
+    for block, first in enumerate(range(start, length, 8)):
+        text = torch.cat([ids[:, :first], noised[:, first : first + 8]], dim=1)
+        place = torch.arange(text.shape[1])
+        sees = (place <= place[:, None]) | (place >= first) & (place[:, None] >= first)
+        logp = plain(input_ids=text, attention_mask=sees[None, None]).logits.log_softmax(-1)
+        for row, i in masked[:, : text.shape[1]].nonzero().tolist():
+            if i >= first:
+                total -= 0.3 * logp[row, i, ids[row, i]].item() / (0.999 * ((u[block] + row / 4) % 1) + 0.001)
+    assert masked.any()
+    assert loss.item() == pytest.approx(total / (4 * (length - start)), rel=1e-5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])

@@ -19,8 +19,9 @@ TABLES = {  # page -> other pages whose tables it names
     "distill": [STUDIES / "distill" / "README.md"],
     "samplers": [STUDIES / "samplers" / "README.md"],
     "fast_rollouts": [STUDIES / "leaderboard" / "RUNS.md"],
+    "results": [STUDIES / "causal_context" / "README.md"],
 }
-PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill")
+PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill", "results")
 
 
 @pytest.mark.parametrize("name", PAGES)
