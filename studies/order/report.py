@@ -20,15 +20,15 @@ NAMES = (*ORDERS, "random", "threshold")
 Lines = list[dict[str, Any]]
 
 
-def found(lines: Lines, setup: str, arm: str, speed: int | None, name: str) -> list[Mapping[str, Any]]:
+def found(lines: Lines, setup: str, arm: str, speed: int, name: str) -> list[Mapping[str, Any]]:
     """What was judged under a name in an arm's runs, in the order of seeds; [] if a seed is missing."""
-    own = [line for line in lines if (line["setup"], line["arm"], line.get("speed")) == (setup, arm, speed)]
+    own = [line for line in lines if (line["setup"], line["arm"], line["speed"]) == (setup, arm, speed)]
     own = sorted(own, key=lambda line: line["seed"])
     return [line["found"][name] for line in own] if len(own) == len(SEEDS) else []
 
 
 def rule(lines: Lines, setup: str, speed: int, name: str) -> list[Mapping[str, Any]]:
-    return found(lines, setup, "rules", None, f"{name}, {speed}")
+    return found(lines, setup, "rules", 0, f"{name}, {speed}")
 
 
 def best(setup: str, speed: int, schedule: bool) -> str:

@@ -175,7 +175,7 @@ def searches() -> list[Run]:
     found: list[Run] = []
     for setup in STUDIED:
         same = {"setup": setup, "seed": SEARCH_SEED}
-        found.append({**same, "arm": "rules"})
+        found.append({**same, "arm": "rules", "speed": 0, "noise": 0.0, "rate": 0.0})
         found += [{**same, "arm": "order", "speed": SPEEDS[0], "noise": noise, "rate": rate} for noise, rate in CELLS]
     return found
 
@@ -184,7 +184,7 @@ def runs() -> list[Run]:
     """Rules and the head alone seed by seed, then the arms that train the model."""
     found: list[Run] = []
     for seed, setup in product(SEEDS, STUDIED):
-        found.append({"setup": setup, "seed": seed, "arm": "rules"})
+        found.append({"setup": setup, "seed": seed, "arm": "rules", "speed": 0})  # at every speed
         found += [{"setup": setup, "seed": seed, "arm": "order", "speed": speed} for speed in SPEEDS]
     for seed, setup, arm in product(SEEDS, STUDIED, ("joint", "tokens")):
         found.append({"setup": setup, "seed": seed, "arm": arm, "speed": SPEEDS[-1]})
