@@ -241,7 +241,7 @@ def test_the_search_chooses_rules_and_cells_by_validation_problems(search):
     (run.DATA / "search.jsonl").write_text("")
     with pytest.raises(ValueError, match="no rules of sudoku: run the search first"):
         run.levels_of("sudoku")
-    with pytest.raises(ValueError, match="the search of sudoku-sft has 0 of 3 runs"):
+    with pytest.raises(ValueError, match="the search of sudoku-sft has 0 of 2 runs"):
         run.cell_of("sudoku-sft")
 
 
