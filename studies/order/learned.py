@@ -196,9 +196,10 @@ def train(
         batches: prompts (rows, prompt), the rows of a group one after the other, and what gives the rewards (rows,) of
             their completions (rows, length).
     """
-    learning = [{"params": [*head.parameters()], "lr": s.head_rate}] if s.learns_places else []
-    learning += [{"params": [*model.parameters()], "lr": s.rate}] if s.learns_tokens else []
-    optimizer = torch.optim.AdamW(learning, betas=(0.9, 0.99), weight_decay=0.0)
+    both = ((head, s.head_rate, s.learns_places), (model, s.rate, s.learns_tokens))
+    learning = [([*module.parameters()], rate) for module, rate, learns in both if learns]
+    groups = [{"params": weights, "lr": rate} for weights, rate in learning]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / s.updates)
     how: dict[str, Any] = {"temperature": s.temperature * s.learns_tokens, "noise": s.noise * s.learns_places}
     scores, curve = head if s.learns_places else RULES["confidence"], []
@@ -210,8 +211,8 @@ def train(
         optimizer.zero_grad()
         for loss in losses(model, head, taken, advantages, s):
             loss.backward()
-        for group in learning:
-            nn.utils.clip_grad_norm_(group["params"], 1.0)
+        for weights, _ in learning:
+            nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
         curve.append(round(rewards.mean().item(), 4))

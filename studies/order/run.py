@@ -72,7 +72,7 @@ class Start:
         columns = {name: [row[name] for row in rows] for name in ("question", "ground_truth")}
 
         def reward(ids: Tensor) -> Tensor:
-            texts = [self.tokenizer.decode(row).split(self.tokenizer.eos_token)[0] for row in ids.tolist()]
+            texts = [str(self.tokenizer.decode(row)).split(self.tokenizer.eos_token)[0] for row in ids.tolist()]
             said = [[{"role": "assistant", "content": text}] for text in texts]
             return torch.tensor([one(completions=said, **columns) for one in self.module.REWARDS]).sum(0)
 
@@ -152,7 +152,7 @@ def rules(start: Start, rows: Any, levels: Mapping[str, float]) -> Found:
 def line(run: Run, folder: Path, judge: bool) -> dict[str, Any]:
     """Trains an arm, if it is one that trains, and judges it."""
     began, start, arm = time.process_time(), Start(run["setup"], run["seed"], folder), run["arm"]
-    rows, told = start.problems(judge), {}
+    rows, told = start.problems(judge), dict[str, Any]()
     if arm == "rules":
         names = {f"threshold, {speed}": level for speed, level in levels_of(start.task).items()} if judge else None
         found = rules(start, rows, names or {f"threshold {level}": level for level in LEVELS})
@@ -164,7 +164,7 @@ def line(run: Run, folder: Path, judge: bool) -> dict[str, Any]:
         head, generator = Head(start.model.config.hidden_size, run["seed"]), torch.Generator().manual_seed(run["seed"])
         told = {"cell": [noise, rate], "curve": train(start.model, head, start.batches(s, run["seed"]), s, generator)}
         told["trained_s"] = round(time.process_time() - began, 1)
-        judges = {"order": head} if s.learns_places else {}
+        judges: dict[str, Scores] = {"order": head} if s.learns_places else {}
         judges |= {"confidence": RULES["confidence"]} if s.learns_tokens else {}
         found = {name: start.judged(scores, run["speed"], rows) for name, scores in judges.items()}
     seconds = round(time.process_time() - began, 1)
