@@ -17,6 +17,7 @@ from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
 from studies.factorial.report import parts as factorial
 from studies.leaderboard import report as leaderboard
+from studies.order.report import parts as order
 from studies.preference.report import parts as preference
 from studies.reports import write_part
 from studies.samplers import frontier_report, rollouts_report
@@ -31,6 +32,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     editing,
     estimators.parts,
     factorial,
+    order,
     preference,
     frontier_report.parts,
     rollouts_report.parts,
