@@ -15,6 +15,7 @@ from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
 from studies.factorial.report import parts as factorial
+from studies.ladder import report as ladder
 from studies.leaderboard import report as leaderboard
 from studies.preference.report import parts as preference
 from studies.reports import write_part
@@ -29,6 +30,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     editing,
     estimators.parts,
     factorial,
+    ladder.parts,
     preference,
     frontier_report.parts,
     rollouts_report.parts,
@@ -47,6 +49,7 @@ def main(args: argparse.Namespace) -> None:
             write_part(page, text)
     frontier_report.figure()
     estimators.figure()
+    ladder.write_figure()
     leaderboard.write()
 
 

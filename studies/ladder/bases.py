@@ -74,15 +74,16 @@ class Stages:
         blocks: (steps of a problem, rows, optimizer steps) of each part of the first stage: careful answers,
             block-causal attention, where one pass trains all blocks of a text.
         rows: of the later stages, with full attention: careful answers until the model solves `least`, then mixed ones
-            until it solves `highest` or less.
+            until it solves `highest` or less, which must be `lowest` or more.
         every, most: optimizer steps between two judgements, and in all, of either later stage.
     """
 
     blocks: tuple[tuple[int, int, int], ...] = ((2, 16, 1500), (STEPS, 32, 500))
     rows: int = 32
-    least: float = 0.7
+    least: float = 0.6
     highest: float = 0.35
-    every: tuple[int, int] = (100, 10)
+    lowest: float = 0.2
+    every: tuple[int, int] = (200, 20)
     most: tuple[int, int] = (4000, 400)
 
 
@@ -112,7 +113,7 @@ def share_solved(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pr
 
 
 def pretrained(
-    width: int, number: int, files: Mapping[str, Path], stages: Stages = STAGES
+    width: int, number: int, files: Mapping[str, Path], stages: Stages
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase, dict[str, Any]]:
     """A base, its tokenizer, and its optimizer steps and shares of validation problems solved.
 
@@ -149,6 +150,10 @@ def pretrained(
             raise ValueError(f"width {width}, base {number}: {share:.3f} solved after {most} steps, {wanted} wanted")
         found["steps"].append(step)
         found["solved"].append(share)
+    if share < stages.lowest:
+        raise ValueError(
+            f"width {width}, base {number}: {share:.3f} solved at the start, at least {stages.lowest} wanted"
+        )
     return model, tokenizer, found
 
 
@@ -159,7 +164,7 @@ def folder_of(width: int, number: int, folder: Path) -> Path:
 def make(base: Mapping[str, int], folder: Path) -> dict[str, Any]:
     """Makes a base in its folder; returns the rest of its line. The same seed gives the same weights."""
     began, own = time.process_time(), folder_of(base["width"], base["base"], folder)
-    *parts, found = pretrained(base["width"], base["base"], problem_files(folder))
+    *parts, found = pretrained(base["width"], base["base"], problem_files(folder), STAGES)
     made = own.with_name(f"{own.name}.part")
     shutil.rmtree(made, ignore_errors=True)  # left by a killed run
     shutil.rmtree(own, ignore_errors=True)

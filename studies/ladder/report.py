@@ -1,4 +1,4 @@
-"""The tables and the figure of README.md, from data/: gains, their slopes against sizes, and whether the order holds."""
+"""The tables and the figure of README.md, from data/: gains, their slopes on sizes, and whether the order holds."""
 
 from __future__ import annotations
 

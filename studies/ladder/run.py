@@ -37,12 +37,14 @@ ROWS = {
     "--reveal_level 0.9",
     "rldf": "--method rldf --num_iterations 1",
 }
-SAME = "--dataset arithmetic --num_generations 8 --block_length 8 --lr_scheduler_type linear --warmup_steps 0"
+SAME = "--dataset arithmetic --per_device_train_batch_size 32 --num_generations 8 --block_length 8"
+SAME += " --lr_scheduler_type linear --warmup_steps 0"
 RATES = (3e-5, 1e-4, 3e-4)  # at the first width; 1 / width times as large at the others
 FACTORS = (1.0, 1 / 3, 3.0)  # of the scaled rate, checked at the other widths
 MARGIN = 0.04  # by which another factor's accuracy must be higher
 SEARCH_SEEDS, SEEDS = (410, 411), tuple(range(400, 405))
-BUDGET = 1_500_000  # compute tokens of a run
+BUDGET = 2_000_000  # compute tokens of a run
+LEAST_GAIN = 0.05  # of the best row of the search over its base, or no other run starts
 
 SEARCH, CHECKS, RUNS = (DATA / f"{name}.jsonl" for name in ("search", "checks", "runs"))
 
@@ -96,6 +98,17 @@ def scaled_rate(row: str, width: int, searched: Lines) -> float:
     """The rate of the search with the highest mean, of equal ones the smallest, times the first width / width."""
     means = means_of([line for line in searched if line["row"] == row], RATES, "rate", len(SEARCH_SEEDS))
     return max(RATES, key=lambda rate: (means[rate], -rate)) * WIDTHS[0] / width
+
+
+def check_headroom(searched: Lines, start: float) -> None:
+    """Raises ValueError if the search's best row gains too little over the share that the base solves."""
+    found = {row: [line for line in searched if line["row"] == row] for row in ROWS}
+    best = max(max(means_of(lines, RATES, "rate", len(SEARCH_SEEDS)).values()) for lines in found.values())
+    if best < start + LEAST_GAIN:
+        raise ValueError(
+            f"the best row of the search solves {best:.3f}, its base {start:.3f}: raise BUDGET in {__file__}, "
+            "and say so in PROTOCOL.md, before any run of the test"
+        )
 
 
 def chosen_rate(row: str, width: int, searched: Lines, checked: Lines) -> float:
@@ -153,6 +166,10 @@ def main(args: argparse.Namespace) -> None:
         make_bases(width, folder)
         if width == WIDTHS[0]:
             complete(SEARCH, searches(), folder, partial(searched, folder=folder))
+            (first,) = (
+                line for line in read_lines(DATA / "bases.jsonl") if (line["width"], line["base"]) == (width, 0)
+            )
+            check_headroom(read_lines(SEARCH), first["solved"][-1])
         else:
             complete(CHECKS, checks(width), folder, partial(checked, folder=folder))
         complete(RUNS, runs(width), folder, partial(tested, folder=folder))
