@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import time
 from collections import deque
@@ -103,7 +104,9 @@ def problem_files(folder: Path) -> dict[str, Path]:
     if not all(file.exists() for file in files.values()):
         folder.mkdir(parents=True, exist_ok=True)
         for split, rows in splits_of(arithmetic_problems(SEED, STEPS), PROBLEMS).items():
-            write_rows(files[split], rows)
+            part = files[split].with_suffix(f".{os.getpid()}")  # another process may write the same
+            write_rows(part, rows)
+            part.rename(files[split])
     return files
 
 

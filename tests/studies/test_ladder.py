@@ -41,7 +41,7 @@ def test_problems_have_eight_steps_and_no_numbers_twice_and_their_tokens_fill_th
         ids = tokenizer.apply_chat_template(chat, return_dict=False)
         assert len(ids) == PROMPT + CANVAS
         text = tokenizer.decode(ids[PROMPT:], skip_special_tokens=True)
-        amount = eval_steps(problem)
+        amount = amount_after(problem)
         assert load_task("arithmetic").score(text, {"ground_truth": str(amount)})["accuracy"] == 1
         # Each step is told after its number, which also stands before its sentence.
         prompt, answer = (tokenizer.convert_ids_to_tokens(part) for part in (ids[:PROMPT], ids[PROMPT:]))
@@ -51,7 +51,7 @@ def test_problems_have_eight_steps_and_no_numbers_twice_and_their_tokens_fill_th
                 assert prompt[prompt.index(ordinal) + 3] == str(step.operand)
 
 
-def eval_steps(problem):
+def amount_after(problem):
     amount = problem.start
     for sign, operand in problem.steps:
         amount = {"+": amount + operand, "-": amount - operand, "*": amount * operand}[sign]
