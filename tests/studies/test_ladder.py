@@ -42,7 +42,7 @@ def test_problems_have_eight_steps_and_no_numbers_twice_and_their_tokens_fill_th
         assert len(ids) == PROMPT + CANVAS
         text = tokenizer.decode(ids[PROMPT:], skip_special_tokens=True)
         amount = amount_after(problem)
-        assert load_task("arithmetic").score(text, {"ground_truth": str(amount)})["accuracy"] == 1
+        assert load_task("arithmetic").score(text, {"ground_truth": float(amount)})["accuracy"] == 1
         # Each step is told after its number, which also stands before its sentence.
         prompt, answer = (tokenizer.convert_ids_to_tokens(part) for part in (ids[:PROMPT], ids[PROMPT:]))
         for ordinal, step in zip(bases.ORDINALS, problem.steps, strict=False):
