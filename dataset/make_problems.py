@@ -108,10 +108,10 @@ def pocket_countdown_problems(rng: random.Random) -> dict[str, list[Row]]:
     return problems
 
 
-def arithmetic_problems(seed: int) -> Iterator[Row]:
+def arithmetic_problems(seed: int, steps: int = 3) -> Iterator[Row]:
     """Problems in GSM8K's schema; no start comes twice with the same operands."""
     rng = np.random.default_rng(seed)
-    sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), 3)]
+    sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), steps)]
     for numbers in rng.permutation(sets).tolist():
         yield arithmetic_row(*numbers, rng=rng)
 

@@ -29,13 +29,13 @@ def training_numbers(data_file: str | Path) -> list[tuple[int, ...]]:
     ]
 
 
-def problems(data_file: str | Path) -> Draw:
-    """Draws word problems on the numbers of a file."""
+def problems(data_file: str | Path, steps: int | None = None) -> Draw:
+    """Draws word problems on the numbers of a file, with the first `steps` operands (None: all)."""
     numbers = training_numbers(data_file)
 
     def draw(count: int, rng: Generator) -> list[Problem]:
         drawn = (numbers[i] for i in rng.integers(len(numbers), size=count))
-        return [draw_problem(start, operands, rng) for start, *operands in drawn]
+        return [draw_problem(start, operands[:steps], rng) for start, *operands in drawn]
 
     return draw
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def build_model(
     hidden_size: int = 64,
     block_size: int | None = None,
     causal_context: bool = False,
+    initializer_range: float = 0.02,
 ) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -54,6 +55,7 @@ def build_model(
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=256,
+        initializer_range=initializer_range,
         tie_word_embeddings=False,
         use_cache=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -133,15 +135,40 @@ def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor, prompt
     return body_and_head(model)[1](states[:, prompt_tokens % size :])
 
 
-def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, gen_length: int) -> float:
-    """Share of a task's validation problems solved: greedy, blocks of 8, gen_length / 2 steps."""
+def solve_rate(
+    model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, gen_length: int, data_file: str | None = None
+) -> float:
+    """Share of a task's validation problems, or of those of a file, solved: greedy, blocks of 8, gen_length / 2
+    steps."""
     task = load_task(task_name)
-    rows = task.load_rows("validation")
+    rows = task.load_rows("validation", data_file)
     prompts = torch.tensor(tokenizer.apply_chat_template(list(rows["prompt"]), return_dict=False))
     options: dict[str, Any] = {"gen_length": gen_length, "block_length": 8, "steps": gen_length // 2}
     ids = generate(model.eval(), prompts, torch.ones_like(prompts), mask_token_id=tokenizer.mask_token_id, **options)
     texts = tokenizer.batch_decode(ids[:, prompts.shape[1] :], skip_special_tokens=True)
     return sum(task.score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)) / len(texts)
+
+
+def optimized(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    draw: Draw,
+    key: tuple[int, int],
+    rates: Iterable[float],
+) -> Iterator[float]:
+    """Takes one optimizer step per learning rate, and gives the loss of each; `key` is the seed and the stage."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.1)
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        ids = draw_batch(tokenizer, recipe, draw, (*key, step))
+        masking = recipe.prompt_tokens, tokenizer.mask_token_id, (*key, step), recipe.least_noise
+        loss = diffusion_loss(model.train(), ids, *masking)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
 
 
 def pretrain(
@@ -158,21 +185,14 @@ def pretrain(
     with tqdm(total=sum(steps), unit="step") as bar:
         for stage, (name, peak_lr, count) in enumerate(zip(STAGES, recipe.peak_lr, steps, strict=True)):
             bar.set_description(name)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.1)
-            for step in range(count):
-                key = (seed, stage, step)
-                # A linear warm-up times a cosine that ends at 0.
-                rate = min(1.0, (step + 1) / WARMUP_STEPS) * (0.5 * (1 + math.cos(math.pi * step / count)))
-                optimizer.param_groups[0]["lr"] = peak_lr * rate
-                ids = draw_batch(tokenizer, recipe, draw, key)
-                masking = recipe.prompt_tokens, tokenizer.mask_token_id, key, recipe.least_noise
-                loss = diffusion_loss(model.train(), ids, *masking)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+            # A linear warm-up times a cosine that ends at 0.
+            shares = (
+                min(1.0, (i + 1) / WARMUP_STEPS) * (0.5 * (1 + math.cos(math.pi * i / count))) for i in range(count)
+            )
+            rates = (peak_lr * share for share in shares)
+            for loss in optimized(model, tokenizer, recipe, draw, (seed, stage), rates):
                 bar.update()
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             solved = {length: solve_rate(model, tokenizer, recipe.task, length) for length in recipe.lengths}
             bar.write(f"after {name}: solve rate on validation problems {solved}")
     return model, tokenizer

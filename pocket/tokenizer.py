@@ -54,6 +54,15 @@ COUNTDOWN_PROMPT = """\
 ARITHMETIC_PROMPT = """\
 {{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
 """
+ORDINALS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+NUMBERED_PROMPT = """\
+{%- set parts = message['content'].strip().split('\\n')[-1].split('. ') -%}
+{{ bos_token ~ ' ' ~ parts[0] }}
+{%- for part in parts[1:] -%}
+{{ ' ' ~ 'ORDINALS'.split()[loop.index0] ~ ' ' ~ part }}
+{%- endfor -%}
+{{ ' =>' }}
+""".replace("ORDINALS", " ".join(ORDINALS))
 PRODUCTS_PROMPT = """\
 {%- if '<result>' in message['content'] -%}
 {{ ' ' ~ message['content'] ~ ' =>' }}
@@ -86,19 +95,16 @@ PROMPT
 
 
 VERB_WORDS = [*sum(VERBS.values(), ()), *TIMES.values()]
+ARITHMETIC_WORDS = [
+    *(*SIGNS, "has", "them", "How", "many", ".", "?", *PEOPLE, *sorted({*PEOPLE.values()}), *THINGS),
+    *(*VERB_WORDS, *"0123456789", *(f"##{digit}" for digit in range(10))),
+]
 # By task in d1's TASKS: the tokenizer's model, its words, the prompt, and a pattern for texts that are always a token.
 TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] = {
     "sudoku": (WordLevel, [cell + value for cell in CELLS for value in ".1234"], SUDOKU_PROMPT, ""),
     "pocket_countdown": (WordLevel, [*SIGNS, *map(str, range(LARGEST + 1))], COUNTDOWN_PROMPT, "|=>|[-+*/=;()]"),
-    "arithmetic": (
-        WordPiece,
-        [
-            *(*SIGNS, "has", "them", "How", "many", ".", "?", *PEOPLE, *sorted({*PEOPLE.values()}), *THINGS),
-            *(*VERB_WORDS, *"0123456789", *(f"##{digit}" for digit in range(10))),
-        ],
-        ARITHMETIC_PROMPT,
-        "|=>|[-+*/=;().?]",
-    ),
+    "arithmetic": (WordPiece, ARITHMETIC_WORDS, ARITHMETIC_PROMPT, "|=>|[-+*/=;().?]"),
+    "numbered_arithmetic": (WordPiece, [*ARITHMETIC_WORDS, *ORDINALS], NUMBERED_PROMPT, "|=>|[-+*/=;().?]"),
     "products": (
         WordPiece,
         [*SIGNS, *CALLS, *"0123456789", *(f"##{digit}" for digit in range(10))],

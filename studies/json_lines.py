@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def complete(file: Path, runs: Sequence[Run], output: Path, line: Callable[[Run], dict[str, Any]]) -> None:
-    """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock."""
-    for run in runs:
+    """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock.
+    At the end, runs of other processes are waited for, and done here if these were killed."""
+    for wait, run in product((fcntl.LOCK_NB, 0), runs):
         lock = output / "locks" / "-".join(map(str, (file.stem, *run.values())))
         lock.parent.mkdir(parents=True, exist_ok=True)
         with lock.open("a") as claim, contextlib.suppress(BlockingIOError):
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(claim, fcntl.LOCK_EX | wait)
             if run not in [{name: one[name] for name in run} for one in read_lines(file)]:
                 append_line(file, {**run, **line(run)})
                 logger.info("done: %s", run)

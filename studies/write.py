@@ -16,6 +16,7 @@ from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
 from studies.factorial.report import parts as factorial
+from studies.ladder import report as ladder
 from studies.leaderboard import report as leaderboard
 from studies.order.report import parts as order
 from studies.preference.report import parts as preference
@@ -32,6 +33,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     editing,
     estimators.parts,
     factorial,
+    ladder.parts,
     order,
     preference,
     frontier_report.parts,
@@ -51,6 +53,7 @@ def main(args: argparse.Namespace) -> None:
             write_part(page, text)
     frontier_report.figure()
     estimators.figure()
+    ladder.write_figure()
     leaderboard.write()
 
 
