@@ -200,6 +200,7 @@ def test_4bit_weights_take_the_bytes_of_a_model_that_was_loaded(tmp_path, llada_
     folder = llada_writer(tmp_path, torch.bfloat16, **sizes)
     if stage == "sft":
         words = ["--model_name", str(folder), "--dtype", "bfloat16", "--lora_r", "8", "--load_in_4bit"]
+        words += ["--lora_target_modules", "attention"]
         model = prepare_model(sft_parser().parse_args(words))
     else:
         model = load_model(folder, torch.bfloat16, quantization="nf4")
