@@ -33,10 +33,10 @@ test: .venv/.test
 	python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-versions: .venv-oldest/.made .venv-newest/.made
-	for end in oldest newest; do \
+	failed=; for end in oldest newest; do \
 	    .venv-$$end/bin/python -m pytest -n 2 --dist loadfile tests/d1/models tests/d1/sampling tests/d1/scoring \
-	        tests/d1/sft tests/d1/rl $(ARGS) || exit 1; \
-	done
+	        tests/d1/sft tests/d1/rl $(ARGS) || failed="$$failed $$end"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 .venv-oldest/.made .venv-newest/.made: .venv-%/.made: pyproject.toml tests/versions/%.txt
 	"$(PYTHON)" -m venv .venv-$*

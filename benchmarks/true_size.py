@@ -149,9 +149,24 @@ def write_tokenizer(folder: Path, config: dict[str, Any], special: dict[int, str
     backend.model = models.BPE(known | spare | {token: i for i, token in special.items()}, merges)
     backend.add_special_tokens([AddedToken(token, special=True) for token in special.values()])
     backend.save(str(folder / "tokenizer.json"))
+    write_tokenizer_config(folder, special, {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def write_tokenizer_config(folder: Path, special: dict[int, str], fields: dict[str, Any]) -> None:
     end, mask, turn = special.values()
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end, "mask_token": mask}
+    fields = fields | {"eos_token": end, "pad_token": end, "mask_token": mask}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE.replace("END", turn)}))
+
+
+def copy_vocabulary(folder: Path, vocabulary: Path, special: dict[int, str]) -> None:
+    """Copy Qwen's `vocab.json` and `merges.txt`, the files of Dream and SDAR, and name the special tokens in
+    `tokenizer_config.json`. Names of other tokens after the vocabulary, up to the mask, are made up."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(vocabulary / name, folder)
+    ids = range(len(json.loads((folder / "vocab.json").read_text(encoding="utf-8"))), max(special) + 1)
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    added = {str(i): {"content": special.get(i, f"<|unused {i}|>"), "special": True} | plain for i in ids}
+    write_tokenizer_config(folder, special, {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added})
 
 
 def write_checkpoint(folder: Path, model: str, config: dict[str, Any], vocabulary: Path | None) -> None:
@@ -163,11 +178,10 @@ def write_checkpoint(folder: Path, model: str, config: dict[str, Any], vocabular
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     (unfinished / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, indent=2))
-    write_tokenizer(unfinished, config, special)
-    if vocabulary is not None:
-        (unfinished / "tokenizer.json").unlink()
-        for name in ("vocab.json", "merges.txt"):
-            shutil.copy(vocabulary / name, unfinished)
+    if vocabulary is None:
+        write_tokenizer(unfinished, config, special)
+    else:
+        copy_vocabulary(unfinished, vocabulary, special)
     todo = [*shapes(unfinished)]
     if 2 * sum(torch.Size(shape).numel() for _, shape in todo) < psutil.virtual_memory().total:
         write_weights(unfinished, files, todo)
@@ -298,7 +312,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/true_size"))
     parser.add_argument("--layers", type=int, help="keep only the first layers, for a model that exceeds the memory")
     parser.add_argument("--load_in_4bit", action="store_true", help="train on NF4 weights: SFT and RL alone")
-    parser.add_argument("--vocabulary", type=Path, help="folder with Qwen's vocab.json and merges.txt")
+    parser.add_argument("--vocabulary", type=Path, help="dream-7b, sdar-1.7b: folder of vocab.json and merges.txt")
     return parser
 
 

@@ -13,11 +13,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import fsdp_utils
+from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch.serialization import register_package
 from transformers import PreTrainedModel, TrainingArguments, modeling_utils
@@ -59,6 +63,25 @@ except ImportError:  # before Transformers 5.20. Delete this, and the class, onc
 # Transformers 5.17 reads the optimizer of several processes without a GPU to "cpu:0", which torch does not know. Delete
 # this once 5.18 is the oldest version.
 register_package(9, lambda storage: None, lambda storage, at: storage if at.startswith("cpu:") else None)
+
+
+def of_adapter(function: Any, **options: Any) -> Any:
+    """`function` of Accelerate with torch's own state of the trained weights, whole, in place of PEFT's."""
+
+    def with_options(*args: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
+        if adapter_only and sd_options is not None and sd_options.full_state_dict:
+            adapter_only, sd_options = False, replace(sd_options, **options)
+        return function(*args, adapter_only=adapter_only, sd_options=sd_options)
+
+    return with_options
+
+
+# Before Accelerate 1.15, a run of LoRA under FSDP2 that resumes leaves out the checkpoint's adapter without an error.
+# Delete this once 1.15 is the oldest version.
+if Version(version("accelerate")) < Version("1.15"):
+    private: Any = fsdp_utils
+    private._get_model_state_dict = of_adapter(private._get_model_state_dict, ignore_frozen_params=True)
+    private._set_model_state_dict = of_adapter(private._set_model_state_dict, strict=False)
 # The argument of a decoder's forward that is its cache; "past_key_values" before Transformers 5.24. Delete the other
 # name once 5.24 is the oldest version.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"

@@ -110,18 +110,18 @@ def pins_of(file: str) -> dict[str, str]:
 
 
 def test_versions_that_are_installed_or_tested_lie_in_the_stated_ranges():
-    """What the README installs, what runs these tests, and the ends that `make test-versions` tries."""
+    """What the README installs, what runs these tests, the ends that `make test-versions` tries, and Unsloth's pins."""
     project = PROJECT["project"]
     ranges = [Requirement(need) for need in (*project["dependencies"], *project["optional-dependencies"]["serve"])]
-    installed, oldest, newest = map(
-        pins_of, ("constraints.txt", "tests/versions/oldest.txt", "tests/versions/newest.txt")
-    )
+    sets = (f"tests/versions/{name}.txt" for name in ("oldest", "newest", "unsloth"))
+    installed, oldest, newest, unsloth = map(pins_of, ("constraints.txt", *sets))
     for need in ranges:
         name = canonicalize_name(need.name)
         ends = [clause for clause in need.specifier if clause.operator == ">="]
         assert oldest[name].startswith(ends[0].version), name  # the lower end itself
         for version in (installed[name], oldest[name], newest[name]):
             assert need.specifier.contains(version), (name, version)
+        assert need.specifier.contains(unsloth.get(name, installed[name])), name
     for name, version in installed.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of another platform or extra
             assert importlib.metadata.version(name).partition("+")[0] == version, name

@@ -402,11 +402,12 @@ def generate_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each prompt's number and journal entry, as soon as its row ends; the next prompt is taken when there is room.
 
-    Entries use the names of the generation files: texts, `tokens` generated before the end, `forward_passes`,
-    `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
-    the number of rows that ended together, so that the sum over all rows is the total time. A sampler that edits adds
-    `edits` and `first_text`, the text of the tokens that were written first. With tools, an entry is of all turns, and
-    `text` is the last one's; `turns`, `calls`, `failed_calls`, `end` and `messages` are added.
+    Entries use the names of the generation files: texts, `tokens` generated before the end, `reveal_steps` (per such
+    token, the row's forward pass that wrote it, from 0), `forward_passes`, `forward_tokens` (tokens processed in these
+    passes), and `seconds`: the time since the last rows ended, divided by the number of rows that ended together, so
+    that the sum over all rows is the total time. A sampler that edits adds `edits` and `first_text`, the text of the
+    tokens that were written first. With tools, an entry is of all turns, and `text` is the last one's; `turns`,
+    `calls`, `failed_calls`, `end` and `messages` are added, without `reveal_steps`.
 
     Raises:
         NotFiniteError: a row's logits are not finite; the message names its problem.
@@ -437,14 +438,15 @@ def generate_rows(
                 yield from ((number, entry | {"seconds": seconds / len(ended)}) for number, entry in ended)
                 continue
             seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
-            values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits
-            ids, first_ids, passes, forward_tokens, edits = (of.tolist() for of in values)
+            values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits, sampled.reveal_steps
+            ids, first_ids, passes, forward_tokens, edits, steps = (of.tolist() for of in values)
             for row, number in enumerate(numbers):
                 entry = {
                     "index": rows.at_work.pop(number)[0].key,
                     "generations": tokenizer.decode(ids[row]),
                     "text": tokenizer.decode(ids[row][: lengths[row]], skip_special_tokens=True),
                     "tokens": lengths[row],
+                    "reveal_steps": steps[row][: lengths[row]],
                     "forward_passes": passes[row],
                     "forward_tokens": forward_tokens[row],
                     "seconds": seconds,

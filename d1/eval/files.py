@@ -3,8 +3,9 @@
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files have more fields:
 
-- per item `text`, `tokens` (generated before the end), `forward_passes`, `forward_tokens` (processed in these passes),
-  and with a sampler that edits `edits` (tokens that replaced others) and `first_text` (the text without the edits);
+- per item `text`, `tokens` (generated before the end), `reveal_steps` (the pass that wrote each of these, from 0; not
+  with tools), `forward_passes`, `forward_tokens` (processed in these passes), and with a sampler that edits `edits`
+  (tokens that replaced others) and `first_text` (the text without the edits);
 - per file `task`, `expected_problems` and `prompt_protocol`.
 
 An error in a file or an item is noted in its setup, and the rest is read.

@@ -145,6 +145,11 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     with torch.device("meta"):
         # Transformers chooses the kernel: the one that a config names may be missing, or not run on fake tensors.
         model: Any = prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
+    if settings.load_in_4bit and settings.stage in ("sft", "prefer"):  # PEFT's `prepare_model_for_kbit_training`
+        in_4bit = {id(layer.weight) for layer in quantised(model)}
+        for parameter in model.parameters():
+            if id(parameter) not in in_4bit:
+                parameter.data = parameter.data.float()
     if training and settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if training and not full:
@@ -153,6 +158,12 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
         if settings.gradient_checkpointing:
             model.enable_input_require_grads()
     return model.train(training)
+
+
+def quantised(model: Any) -> list[torch.nn.Linear]:
+    """The layers whose weights bitsandbytes stores in 4 bits: not the embeddings, the head and the adapter."""
+    inside = (m for n, m in model.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n)
+    return [module for module in inside if isinstance(module, torch.nn.Linear)]
 
 
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
@@ -272,20 +283,20 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
 
     Without ZeRO, trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in
     `dtype`, and an fp32 copy with the states. ZeRO stage 1 divides the states among the GPUs, stage 2 also the
-    gradients, stage 3 also the weights.
+    gradients, stage 3 also the weights. With 4-bit weights, SFT and preference training keep the others (embeddings,
+    head, norms) in fp32, as QLoRA does.
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
-    sizes = [p.numel() for p in model.parameters()]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
     share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
     trained_size = size if settings.zero else 4
-    frozen = (sum(sizes) - trained) * float(size)
-    if settings.load_in_4bit:
-        blocks = [m for n, m in model.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n]
-        frozen += sum(m.weight.numel() for m in blocks if isinstance(m, torch.nn.Linear)) * (NF4_BYTES - size)
+    fixed = [p for p in model.parameters() if not (p.requires_grad and settings.stage != "eval")]
+    frozen = float(sum(p.numel() * p.element_size() for p in fixed))
     buffers = min(trained, BUCKET) * size if settings.zero else 0
-    if settings.zero == 3 or settings.load_in_4bit:
-        buffers += max(sizes) * size  # a gathered or dequantised weight
+    if settings.load_in_4bit:
+        frozen += sum(layer.weight.numel() for layer in quantised(model)) * (NF4_BYTES - size)
+    if settings.zero == 3 or settings.load_in_4bit:  # a gathered or dequantised weight; not of those kept in fp32
+        buffers += max(p.numel() for p in model.parameters() if p.element_size() == size) * size
     reference = 0.0
     if settings.stage in ("rl", "prefer") and settings.lora_r == 0 and settings.beta > 0:
         reference = trained * float(trained_size if settings.stage == "prefer" else size)

@@ -171,7 +171,8 @@ def named_dtype(name: str | None) -> torch.dtype:
 def load_base(path: str, options: dict[str, Any]) -> Any:
     """The model without adapters; `options` are for `from_pretrained`."""
     config, kind = native_config(path)
-    if kind.uniform_noise and "quantization_config" in options:
+    quantised = "quantization_config" in options
+    if kind.uniform_noise and quantised:
         raise ValueError(
             f"{path}: 4-bit weights are for linear layers, and most weights of a {config.model_type} are stacks of "
             "experts, which would stay in 16 bits: leave load_in_4bit out"
@@ -183,7 +184,7 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
     options["key_mapping"] = None if kind.names is None else dict(kind.names)
     # Experts are stacked layer by layer: files are read in order, or threads would read the whole checkpoint ahead.
     stacked = experts(config) > 0
-    copies = stacked or needs_copy(path, options["dtype"], options.get("device_map"))
+    copies = stacked or quantised or needs_copy(path, options["dtype"], options.get("device_map"))
     try:
         with reading_weights(copies, in_order=stacked), converting(config.model_type, kind.joins):
             model, report = auto_class(config).from_pretrained(path, config=config, **options)

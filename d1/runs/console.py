@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def log_without_account(folder: str | Path) -> None:
 
     os.environ.setdefault("WANDB_DIR", str(folder))
     online = "WANDB_MODE" in os.environ
+    # Without `prompt`, as in 0.22, `login` asks on the terminal if no key is set. Delete this once 0.31 is the oldest.
+    quiet: Any = {"prompt": False} if "prompt" in signature(wandb.login).parameters else None
     with contextlib.suppress(wandb.Error):
-        online = online or wandb.login(prompt=False)
+        online = online or ((quiet is not None or bool(wandb.api.api_key)) and wandb.login(**quiet or {}))
     if not online:
         os.environ["WANDB_MODE"] = "offline"
         wandb.teardown()  # it has read the variable already

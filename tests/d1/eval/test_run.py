@@ -211,6 +211,7 @@ def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_
         found, text = alone(tiny_model_dir, item, steps=12, temperature=1.0, **how)
         assert item["generations"] == text
         assert (item["forward_passes"], item["forward_tokens"]) == (found.passes.item(), found.forward_tokens.item())
+        assert item["reveal_steps"] == found.reveal_steps[0, : item["tokens"]].tolist()
     record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
     assert record["settings"]["sampler"] == "cached+parallel"
     with pytest.raises(ValueError, match=r"different run \(.*sampler: 'cached\+parallel' there, 'exact' now.*'factor'"):

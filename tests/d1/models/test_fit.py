@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from d1.__main__ import main, make_parser
 from d1.commands.fit import of_method, with_recipe
-from d1.models import prepare
+from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.fit import (
     BUCKET,
@@ -29,8 +29,10 @@ from d1.models.head import body_and_head, target_logps
 from d1.models.kinds import native_config
 from d1.models.packing import two_stream_states
 from d1.rl.train import make_parser as rl_parser
+from d1.runs.stage import prepare_model
 from d1.sampling import generate
 from d1.scoring import Views, score
+from d1.sft.train import make_parser as sft_parser
 from tests.commands import ROOT
 from tests.d1.released import config_of
 
@@ -199,6 +201,29 @@ def test_lora_and_four_bits_for_llada_8b():
     linear = PARAMETERS - 2 * 126464 * 4096 - 4096 - 32 * 2 * 4096
     assert four["weights"] == pytest.approx(lora["weights"] - 2 * linear + linear * 4.127 / 8, rel=1e-3)
     assert resident_bytes(LLADA, FitSettings("eval"))["weights"] == 2 * PARAMETERS
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_4bit_weights_take_the_bytes_of_a_model_that_was_loaded(tmp_path, llada_writer, stage):
+    """SFT's own preparation keeps embeddings, head and norms in fp32; RL keeps them in 16 bits."""
+    sizes = {"d_model": 256, "mlp_hidden_size": 512, "vocab_size": 2048, "embedding_size": 2048}
+    folder = llada_writer(tmp_path, torch.bfloat16, **sizes)
+    if stage == "sft":
+        words = ["--model_name", str(folder), "--dtype", "bfloat16", "--lora_r", "8", "--load_in_4bit"]
+        words += ["--lora_target_modules", "attention"]
+        model = prepare_model(sft_parser().parse_args(words))
+    else:
+        model = load_model(folder, torch.bfloat16, quantization="nf4")
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=lora_targets(model, "attention")))
+    names = {name for name, p in model.named_parameters() if "lora_" not in name and p.dtype == torch.float32}
+    assert bool(names) == (stage == "sft")
+    found = 0
+    for parameter in model.parameters():
+        found += parameter.nbytes if not parameter.requires_grad else 4 * parameter.numel()
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            found += state.absmax.nbytes + state.state2.absmax.nbytes
+    settings = FitSettings(stage, lora_r=8, load_in_4bit=True)
+    assert resident_bytes(native_config(str(folder))[0], settings)["weights"] == pytest.approx(found, rel=1e-3)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -59,6 +60,18 @@ def test_loading_holds_the_weights_once(tmp_path, kind_dirs, llada_writer):
     assert size > 200e6
     growth, largest = peak_growth(folder, kind_dirs["llada"], "float32")
     assert 0.9 * size < growth < 1.3 * size + 2 * largest
+
+
+def test_4bit_weights_keep_no_file_of_16_bit_weights_mapped(tmp_path, llada_writer):
+    """Norms and embeddings that lie in the file would keep all its pages, those of the quantised weights included."""
+    folder = llada_writer(tmp_path, torch.bfloat16)
+    mapped = load_model(folder, torch.bfloat16)
+    assert str(folder) in Path("/proc/self/maps").read_text()
+    del mapped
+    gc.collect()
+    model = load_model(folder, torch.bfloat16, quantization="nf4")
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert model.num_parameters() > 0
 
 
 class LiveBytes(TorchDispatchMode):

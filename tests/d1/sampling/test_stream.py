@@ -39,8 +39,8 @@ def assert_row(taken, row, expected, number):
         for name in ("ids", "steps"):
             written = getattr(taken.writes, name)[row, -length:, :most], getattr(expected.writes, name)[number]
             pairs[f"{name} of writes"] = [*written]
-    for name, pair in pairs.items():
-        torch.testing.assert_close(*pair, rtol=0, atol=2e-5 if name in ("logps", "entropies") else 0)
+    for name, pair in pairs.items():  # torch 2.9 rounds up to 2.5e-5 apart
+        torch.testing.assert_close(*pair, rtol=0, atol=4e-5 if name in ("logps", "entropies") else 0)
 
 
 @pytest.mark.parametrize(("kind", "sampler"), [*FULL, *BLOCKS], ids=str)
