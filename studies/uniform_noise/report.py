@@ -16,7 +16,7 @@ from studies.uniform_noise.run import ARMS, DATA, RATES, SEARCHED, runs
 HEADER = ["arm", "seeds", "solved", "minus sft", "exact minus this arm", "solved as trained", "rollouts"]
 HEADER += ["compute tokens", "processor s"]
 UPDATES = ["arm", "largest ratio before an update", "and in second updates", "second updates: flipped passes, %"]
-UPDATES += ["flipped positions, %", "clipped, %"]
+UPDATES += ["flipped positions, %", "clipped, %", "reward, first quarter", "last quarter"]
 
 
 def as_trained(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,12 +45,16 @@ def row(arm: str, lines: list[dict[str, Any]]) -> list[str]:
 
 
 def updates(arm: str, lines: list[dict[str, Any]]) -> list[str]:
-    """First and second updates of each rollout, over all seeds: largest ratios, and mean shares in percent."""
+    """First and second updates of each rollout, over all seeds: largest ratios, and mean shares in percent; then the
+    mean reward of the first and of the last quarter of the rollouts."""
     curves = [line["curves"] for line in lines if line["arm"] == arm]
     firsts, seconds = (max(max(of["ratio_max"][start::2]) for of in curves) for start in (0, 1))
     names = ("accepted/flipped_passes", "accepted/flipped_positions", "clip_ratio/region_mean")
     shares = [[value for of in curves for value in of[name][1::2]] for name in names]
-    return [arm, f"{firsts:.6f}", f"{seconds:.2f}", *(f"{100 * fmean(of):.2f}" if of else "" for of in shares)]
+    cells = [arm, f"{firsts:.6f}", f"{seconds:.2f}", *(f"{100 * fmean(of):.2f}" if of else "" for of in shares)]
+    rewards = [of["reward"] for of in curves]
+    ends = ([of[: max(1, len(of) // 4)] for of in rewards], [of[-max(1, len(of) // 4) :] for of in rewards])
+    return [*cells, *(f"{fmean(map(fmean, of)):.3f}" for of in ends)]
 
 
 def table(search: list[dict[str, Any]], lines: list[dict[str, Any]]) -> str:

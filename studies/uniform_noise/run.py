@@ -61,14 +61,15 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    attention = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 64}
-    attention |= {"global_head_dim": 16, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    text: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 64}
+    text |= {"global_head_dim": 16, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
+    text |= {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
     text |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 128}
-    text |= {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 32, **attention, **ends}
-    vision = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text |= {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 32, **ends}
+    vision: dict[str, Any] = {"model_type": "gemma4_vision", "hidden_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
-    images = dict.fromkeys(("image_token_id", "boi_token_id", "eoi_token_id"), len(tokenizer) - 1)
+    vision["intermediate_size"] = 16
+    images: Any = dict.fromkeys(("image_token_id", "boi_token_id", "eoi_token_id"), len(tokenizer) - 1)
     config = DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=CANVAS, **images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -103,6 +103,7 @@ def test_the_rate_with_the_highest_mean_is_chosen_and_a_search_must_be_complete(
 def made(generator, arm, seed, right):
     curves = {"ratio_max": [1.0, 1.5, 1.0, 2.0 + seed], "clip_ratio/region_mean": [0.0, 0.25, 0.0, 0.75]}
     flips = {"accepted/flipped_passes": [0.0, 0.1], "accepted/flipped_positions": [0.0, 0.02]}
+    curves["reward"] = [0.5, 0.6, 0.7, 0.8, 0.8, 0.8, 0.9, 0.7 + 0.1 * seed]
     curves |= flips if arm == "exact" else {name: [] for name in flips}
     costs = {"rollouts": 2, "compute": 5, "seconds": 7, "curves": curves}
     one = {"arm": arm, "seed": seed, "right": right, "right_as_trained": "".join(generator.choice(["0", "1"], 40))}
@@ -130,8 +131,8 @@ def test_the_table_waits_for_all_arms_and_its_differences_are_paired_over_shared
     assert numbers[1] <= low + 0.051, "the interval is at least Student's over seeds"
     assert numbers[2] >= high - 0.051
     assert cells["exact"][3] == cells["sft"][3] == ""
-    assert report.updates("exact", lines)[1:] == ["1.000000", "5.00", "10.00", "2.00", "50.00"]
-    assert report.updates("surrogate", lines)[1:] == ["1.000000", "4.00", "", "", "50.00"]
+    assert report.updates("exact", lines)[1:] == ["1.000000", "5.00", "10.00", "2.00", "50.00", "0.550", "0.875"]
+    assert report.updates("surrogate", lines)[1:] == ["1.000000", "4.00", "", "", "50.00", "0.550", "0.850"]
     few = [line for line in lines if line["arm"] != "surrogate-rollouts"]
     assert report.table([], few) == f"{len(few)} of {len(run.runs())} planned runs are done.\n"
 
