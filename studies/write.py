@@ -24,6 +24,7 @@ from studies.reports import write_part
 from studies.samplers import frontier_report, rollouts_report
 from studies.staleness.report import parts as staleness
 from studies.tools.report import parts as tools
+from studies.uniform_noise.report import parts as uniform_noise
 
 # Each gives the written part of its pages.
 STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
@@ -40,6 +41,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     rollouts_report.parts,
     staleness,
     tools,
+    uniform_noise,
 )
 
 

@@ -20,8 +20,9 @@ TABLES = {  # page -> other pages whose tables it names
     "samplers": [STUDIES / "samplers" / "README.md"],
     "fast_rollouts": [STUDIES / "leaderboard" / "RUNS.md"],
     "results": [STUDIES / "causal_context" / "README.md"],
+    "models": [STUDIES / "uniform_noise" / "README.md"],
 }
-PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill", "results")
+PAGES = ("leaderboard", "estimators", "samplers", "fast_rollouts", "editing", "distill", "models", "results")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -29,6 +30,12 @@ def test_named_numbers_and_orders_are_those_of_the_tables(name):
     page = ROOT / "docs" / f"{name}.md"
     assert prose.check(page, TABLES.get(name, ())) == []
     assert prose.TAG.search(page.read_text())
+
+
+def test_the_reading_of_uniform_noise_has_the_numbers_of_its_tables():
+    page = STUDIES / "uniform_noise" / "README.md"
+    assert prose.check(page) == []
+    assert len(prose.TAG.findall(page.read_text())) == 8
 
 
 def test_every_number_and_order_of_the_leaderboard_has_a_name_and_it_starts_with_the_highest_mean():
