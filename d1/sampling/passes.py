@@ -336,8 +336,8 @@ class FinishedBlocks(WindowPasses):
         return max(tokens - tokens % self.size, 0)
 
     def read_blocks(self, counts: list[int]) -> tuple[DynamicCache, Tensor]:
-        """A cache of the first columns of the new rows, so many of each, and (rows, keys) 1 at their tokens. The rows
-        keep nothing of theirs."""
+        """A cache of the first `counts` columns of the new rows, and (rows, keys) 1 at their tokens. The rows keep
+        nothing of theirs."""
         past, longest = DynamicCache(), max(counts)
         given = [block.columns for block in self.blocks[len(self.kept) :]]
         readers = [(row, one.layers) for row, one in enumerate(given) if one is not None and counts[row]]

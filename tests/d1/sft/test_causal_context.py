@@ -24,9 +24,10 @@ from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from tests import forks
 from tests.d1.models.test_causal_context import Stock
-from tests.d1.sft.test_loss import ROWS, SPLITS_ALONE, assert_same, rows_of_all_lengths
+from tests.d1.sft.test_loss import ROWS, assert_same, rows_of_all_lengths
 
 SIZE = 4
+SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 Moved = tuple[float, dict[str, Tensor]]  # a step's loss, and its gradient by the name of a weight
 OURS, AUTOMODEL = CausalLoss(0.5), CausalLoss(row_noise=True)
 WAYS: dict[str, dict[str, Any]] = {
@@ -151,7 +152,7 @@ def expected(source, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("split", SPLITS_ALONE)
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_and_gradient_are_those_of_the_formula(source, tokenizer, tmp_path, expected, way, split, packed):
     assert_same(one_step(make_trainer(tmp_path, source, tokenizer, *split, packed=packed, **WAYS[way])), expected[way])
