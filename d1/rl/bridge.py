@@ -252,6 +252,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """The model without wrappers; split weights are gathered if the settings ask for it."""
         options = {"gather_deepspeed3_params": self.args.ds3_gather_for_generation}
         if self._dist.is_fsdp:  # samplers call parts of the model, and FSDP2 refuses that before the whole was called
+            # Before Accelerate 1.15 the weights outside the layers are split again after that. Delete this once 1.15 is
+            # the oldest.
+            if hasattr(self.model_wrapped, "set_reshard_after_forward"):  # FSDP2's
+                self.model_wrapped.set_reshard_after_forward(False, recurse=False)
             run_inside(self.model_wrapped, lambda model: None)
         again = "gradient_checkpointing_kwargs"  # TRL 1.15 has no such argument. Delete this once 1.16 is the oldest
         if again in signature(unwrap_model_for_generation).parameters:
