@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
@@ -254,7 +255,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         if self._dist.is_fsdp:  # samplers call parts of the model, and FSDP2 refuses that before the whole was called
             # Before Accelerate 1.15 the weights outside the layers are split again after that. Delete this once 1.15 is
             # the oldest.
-            if hasattr(self.model_wrapped, "set_reshard_after_forward"):  # FSDP2's
+            if isinstance(self.model_wrapped, FSDPModule):
                 self.model_wrapped.set_reshard_after_forward(False, recurse=False)
             run_inside(self.model_wrapped, lambda model: None)
         again = "gradient_checkpointing_kwargs"  # TRL 1.15 has no such argument. Delete this once 1.16 is the oldest
