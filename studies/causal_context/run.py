@@ -24,7 +24,7 @@ from pocket.demo import BLOCK_BASE, sft
 from pocket.recipes import ROOT
 from studies.json_lines import complete
 from studies.leaderboard.plan import TASKS
-from studies.leaderboard.run import commit, logs_of, train
+from studies.leaderboard.run import commit, logs_of, train_from
 from studies.samplers.measure import FRESH, measured
 
 RUNS = Path(__file__).parent / "data" / "runs.jsonl"
@@ -70,9 +70,7 @@ def line(run: Mapping[str, Any], folder: Path, rows: Any, budget: int = BUDGET) 
         model, flags = own / "sft", []
     elif run["arm"] in RL:
         flags = settings(run, budget)
-        places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", base]
-        places += ["--output_dir", own, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
-        error = train(own.name, [*map(str, places), *flags])
+        error = train_from(base, own, flags)
         model = base if error else own
     costs = logs_of(own) | {"processor_seconds": round(time.process_time() - began, 1)}
     options = samplers(run["attention"], run["arm"])

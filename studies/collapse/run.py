@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
-from pocket.recipes import ROOT
 from studies.json_lines import Run, complete, read_lines
 from studies.leaderboard.plan import TASKS, Setup, accuracy
-from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train
+from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train_from
 from studies.samplers.rollouts import CANVAS, METHOD, RATE, TASK
 
 DATA = Path(__file__).parent / "data"
@@ -125,9 +124,7 @@ def trained(run: Run, stage: Stage, start: Path, folder: Path, quick: bool) -> d
         tokens = TOKENS if stage.equal == "tokens" else tokens_for(SECONDS, run["arm"])
         budget = ["--max_compute_tokens", tokens, "--max_steps", 100_000]
     flags = [*flags_of(run["arm"], run["seed"], rate, budget), *stage.flags]
-    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
-    places += ["--output_dir", folder, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
-    error = train(folder.name, [*map(str, places), *flags])
+    error = train_from(start, folder, flags)
     file = folder / "metrics.jsonl"
     logs = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     series = {name: [float(f"{log[name]:.4g}") for log in logs if name in log] for name in SERIES}

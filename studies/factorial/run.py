@@ -13,16 +13,14 @@ import shutil
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from dataset.make_problems import write_rows
-from pocket.recipes import ROOT
 from studies.json_lines import complete, read_lines
-from studies.leaderboard.plan import SETUPS, TASKS, accuracy
-from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train
+from studies.leaderboard.plan import SETUPS, TASKS, best_rate
+from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train_from
 from studies.samplers.measure import NEW
 
 DATA = Path(__file__).parent / "data"
@@ -66,9 +64,7 @@ def line(run: Mapping[str, Any], rate: float, folder: Path, judge: list[str], bu
     start = make_start(folder, setup, run["seed"])
     shutil.rmtree(own, ignore_errors=True)  # left by a killed run
     flags = settings(run, rate, budget)
-    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
-    places += ["--output_dir", own, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
-    error = train(own.name, [*map(str, places), *flags])
+    error = train_from(start, own, flags)
     found: dict[str, Any] = {**evaluate(setup.task, start if error else own, own / "judged", judge)}
     right = "0" * len(found["right"]) if error else found["right"]
     costs = logs_of(own)
@@ -78,16 +74,9 @@ def line(run: Mapping[str, Any], rate: float, folder: Path, judge: list[str], bu
 
 
 def chosen(setup: str, cell: str, lines: list[dict[str, Any]]) -> float:
-    """The rate of the search with the highest mean; of equal ones, the smallest.
-
-    Raises:
-        ValueError: the search of this cell is not complete.
-    """
-    own = [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)]
-    found = {rate: [accuracy(line["right"]) for line in own if line["rate"] == rate] for rate in RATES}
-    if any(len(of) < len(SEARCH_SEEDS) for of in found.values()):
-        raise ValueError(f"the search of {setup}, {cell} is not complete: run it first")
-    return max(RATES, key=lambda rate: (fmean(found[rate]), -rate))
+    """The rate that the search found for a cell; ValueError if its search is not complete."""
+    own = (line for line in lines if (line["setup"], line["cell"]) == (setup, cell))
+    return best_rate(own, RATES, len(SEARCH_SEEDS), f"{setup}, {cell}")
 
 
 def searches() -> list[dict[str, Any]]:

@@ -21,11 +21,10 @@ from typing import Any
 
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
-from pocket.recipes import ROOT
 from studies.json_lines import complete, read_lines
 from studies.ladder.bases import BASES, CANVAS, DATA, PROMPT, WIDTHS, base_model, make_bases, problem_files
 from studies.leaderboard.plan import accuracy
-from studies.leaderboard.run import commit, evaluate, logs_of, train
+from studies.leaderboard.run import commit, evaluate, logs_of, train_from
 
 # Row -> its flags of RL. The updates per rollout are those that the leaderboard's search chose for word problems.
 ROWS = {
@@ -70,10 +69,7 @@ def line(run: Mapping[str, Any], rate: float, folder: Path, problems: str, budge
     start = base_model(run["width"], run["base"], folder)
     shutil.rmtree(own, ignore_errors=True)  # left by a killed run
     flags = settings(run["row"], run["seed"], rate, budget)
-    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
-    places += ["--data_file", files["train"], "--output_dir", own]
-    places += ["--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
-    error = train(own.name, [*map(str, places), *flags])
+    error = train_from(start, own, ["--data_file", str(files["train"]), *flags])
     found: dict[str, Any] = {**judged(start if error else own, files[problems], own / "judged")}
     right = "0" * len(found["right"]) if error else found["right"]
     costs = logs_of(own)

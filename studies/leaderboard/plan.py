@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -306,6 +306,19 @@ QUICK = Protocol(
 def accuracy(outcomes: str) -> float:
     """The share of ones in "0110..."."""
     return outcomes.count("1") / len(outcomes)
+
+
+def best_rate(lines: Iterable[Mapping[str, Any]], rates: Sequence[float], seeds: int, name: str) -> float:
+    """The rate of a search with the highest mean accuracy; of equal ones, the smallest.
+
+    Raises:
+        ValueError: a rate has fewer than `seeds` lines; the message has the `name` of what was searched.
+    """
+    lines = [*lines]
+    found = {rate: [accuracy(line["right"]) for line in lines if line["rate"] == rate] for rate in rates}
+    if any(len(of) < seeds for of in found.values()):
+        raise ValueError(f"the search of {name} is not complete: run it first")
+    return max(rates, key=lambda rate: (fmean(found[rate]), -rate))
 
 
 def updates_of(method: str) -> tuple[int, ...]:

@@ -93,6 +93,13 @@ def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> st
     return None
 
 
+def train_from(start: Path, own: Path, flags: Sequence[str]) -> str | None:
+    """`train`, from the model `start` into the folder `own`, with pocket.yaml's settings and these."""
+    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start, "--output_dir", own]
+    places += ["--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
+    return train(own.name, [*map(str, places), *flags])
+
+
 def evaluate(name: str, model: Path, folder: Path, flags: Sequence[object] = ()) -> dict[str, str]:
     """Whether each problem of a task was solved, as "0110...", in the order of its file, and a hash of the questions.
 

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
-from pocket.recipes import ROOT
 from studies.json_lines import complete
 from studies.leaderboard.plan import TASKS, Setup
-from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train
+from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train_from
 
 DATA = Path(__file__).parent / "data" / "rollouts.jsonl"
 TASK, RATE = "arithmetic", 2e-4
@@ -81,9 +80,7 @@ def trained(arm: Arm, seed: int, start: Path, folder: Path, steps: int) -> dict[
     """Trains; returns the run's settings, its error if the loss or the weights did not stay finite, its costs, and the
     share of right completions in each rollout."""
     flags = settings(arm, seed, steps)
-    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
-    places += ["--output_dir", folder, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
-    error = train(folder.name, [*map(str, places), *flags])
+    error = train_from(start, folder, flags)
     file = folder / "metrics.jsonl"
     logs = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     tokens = [log["sampling/forward_tokens"] for log in logs if "sampling/forward_tokens" in log]

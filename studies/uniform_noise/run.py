@@ -14,7 +14,6 @@ import shutil
 import time
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,11 +24,10 @@ from d1.runs.record import run_record
 from d1.sft import train as sft_train
 from d1.tasks import load_task
 from dataset.make_problems import write_rows
-from pocket.recipes import ROOT
 from pocket.tokenizer import CELLS, build_tokenizer
 from studies.json_lines import Run, complete, read_lines
-from studies.leaderboard.plan import accuracy
-from studies.leaderboard.run import commit, evaluate, logs_of, train
+from studies.leaderboard.plan import best_rate
+from studies.leaderboard.run import commit, evaluate, logs_of, train_from
 from studies.samplers.measure import NEW
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -116,9 +114,7 @@ def settings(arm: str, seed: int, rate: float) -> list[str]:
 def reinforce(start: Path, own: Path, flags: list[str], length: list[str]) -> dict[str, Any]:
     """Trains into the folder `own`; returns costs and curves, which have one value per optimizer step."""
     shutil.rmtree(own, ignore_errors=True)  # left by a killed run
-    places: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--model_path", start]
-    places += ["--output_dir", own, "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", 1]
-    error = train(own.name, [*map(str, places), *flags, *length])
+    error = train_from(start, own, [*flags, *length])
     logs = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
     curves = {name: [round(of[name], 6) for of in logs if "loss" in of and name in of] for name in CURVES}
     return {"settings": flags, "error": error, **logs_of(own), "curves": curves}
@@ -151,17 +147,9 @@ def line(run: Run, rate: float | None, length: list[str], folder: Path, judge: l
 
 
 def chosen(arm: str, lines: list[dict[str, Any]]) -> float:
-    """The rate of the search with the highest mean; of equal ones, the smallest.
-
-    Raises:
-        ValueError: the search of this arm is not complete.
-    """
+    """The rate that the search found for an arm; ValueError if its search is not complete."""
     searched = arm if arm in SEARCHED else "surrogate"
-    own = [of for of in lines if of["arm"] == searched]
-    found = {rate: [accuracy(of["right"]) for of in own if of["rate"] == rate] for rate in RATES}
-    if any(len(of) < len(SEARCH_SEEDS) for of in found.values()):
-        raise ValueError(f"the search of {searched} is not complete: run it first")
-    return max(RATES, key=lambda rate: (fmean(found[rate]), -rate))
+    return best_rate((of for of in lines if of["arm"] == searched), RATES, len(SEARCH_SEEDS), searched)
 
 
 def runs() -> list[Run]:
