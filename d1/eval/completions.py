@@ -119,8 +119,6 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
     config = config_of(args.model_path, args.checkpoint_path) if args.tools else None
-    if config is not None:
-        require_masks(config, "a run with tools")
     toolbox, functions = tools_of(args, tokenizer, config)
     shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     prompts = []
@@ -136,7 +134,10 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
 
 
 def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
-    """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first."""
+    """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
+    if tools are given and the model of this `config` has no mask token."""
+    if args.tools:
+        require_masks(config, "a run with tools")
     length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
     settings = TurnSettings.of(args, length, config)
     functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
