@@ -83,7 +83,7 @@ if Version(version("accelerate")) < Version("1.15"):
     private: Any = fsdp_utils
     private._get_model_state_dict = of_adapter(private._get_model_state_dict, ignore_frozen_params=True)
     private._set_model_state_dict = of_adapter(private._set_model_state_dict, strict=False)
-# Before torch 2.13, a layer under FSDP2 stays split in the second of two recomputed passes of one backward pass (`score`
+# Before torch 2.13, a layer under FSDP2 stays split when a second pass of the same backward pass is recomputed (`score`
 # with several views). Delete this once 2.13 is the oldest version.
 if Version(torch.__version__) < Version("2.13"):
     fsdp: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
