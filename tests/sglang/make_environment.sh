@@ -8,4 +8,4 @@ environment=${1:-.venv-sglang}
 pip=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" "${TORCH:-torch==2.14.1}" setuptools
 "${pip[@]}" --no-deps -r tests/sglang/requirements.txt
-"${pip[@]}" --constraint tests/sglang/requirements.txt --no-build-isolation -e . pytest pytest-xdist hypothesis
+"${pip[@]}" --constraint tests/sglang/requirements.txt --no-build-isolation -e . pytest pytest-xdist hypothesis "bitsandbytes==0.50.2"
