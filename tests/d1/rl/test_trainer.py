@@ -40,11 +40,12 @@ def test_accumulation_changes_neither_rollouts_nor_updates(tiny_model_dir, tmp_p
 
 @pytest.mark.parametrize(("accumulation", "per_generation", "mu"), COMBINATIONS)
 def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumulation, per_generation, mu):
-    def keys(split):
+    def keys(split, refill=0):
         """For twelve rollouts whose micro-batches are split into this number of parts."""
         args = {"gradient_accumulation_steps": split * accumulation, "steps_per_generation": split * per_generation}
         cycle = args["steps_per_generation"] * mu
         trainer = SimpleNamespace(mode="train", micro_steps_per_rollout=cycle, args=SimpleNamespace(seed=42, **args))
+        trainer.refill = refill
         for rollout in range(12):
             trainer.micro_step = rollout * cycle
             yield from (DiffuGRPOTrainer.key(trainer, purpose) for purpose in ("views", "rollout"))
@@ -52,6 +53,9 @@ def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumula
     found = list(keys(1))
     assert len(set(found)) == 2 * 12
     assert list(keys(4)) == found
+    again = [*keys(1, refill=1), *keys(1, refill=2)]
+    assert len({*found, *again}) == 3 * 2 * 12
+    assert [*keys(4, refill=1), *keys(4, refill=2)] == again
     assert [step for _, _, step in found[::2]] == [n * per_generation * mu // accumulation for n in range(12)]
     if accumulation == 1:  # unchanged from earlier versions
         cycle = per_generation * mu
