@@ -499,8 +499,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             new = within(more, shares, self.group, everyone)
             batch, kept = fill(padded_to(batch, *widths), kept, padded_to(more, *widths), new, everyone)
         if self.refill:
-            of_prompts = "prompt_ids", "prompt_mask"
-            batch |= zip(of_prompts, self.padded(unpadded(*map(batch.get, of_prompts))), strict=True)
+            ids, mask = self.padded(unpadded(batch["prompt_ids"], batch["prompt_mask"]))
+            batch |= {"prompt_ids": ids, "prompt_mask": mask}
         self.log_metric("sampling/refills", self.refill)
         self.refill = 0
         return batch
