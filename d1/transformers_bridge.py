@@ -1,5 +1,5 @@
-"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it. Names
-that are public but have no stable home are imported here, too."""
+"""The only module that uses private names of Transformers, Accelerate and torch: for each, the version checked, and
+when to delete it. Names that are public but have no stable home are imported here, too."""
 
 # ruff: noqa: E402
 from __future__ import annotations
