@@ -459,7 +459,8 @@ METHODS: dict[str, Method] = {
     ),
     # OpenMOSS/DiRL@ec4bfb3: configs/rl.yaml, scripts/dapo.sh, train/dapo.py; clip as in modeling_sdar.py
     # The canvas is as configured, not 8192 tokens. Dropped prompts are replaced in at most 12 rounds of a rollout each;
-    # the release has rounds of three times this size, and no limit.
+    # the release has rounds of three times this size, and no limit. It samples at least 128 tokens, and takes rows in
+    # the order of their file (--shuffle_dataset false).
     "dipo": method(
         "DiPO, of DiRL, for block-causal models",
         **THRESHOLD,  # REMASKING_STRATEGY low_confidence_dynamic, as many DENOISING_STEPS_PER_BLOCK as tokens
