@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
@@ -82,6 +83,18 @@ if Version(version("accelerate")) < Version("1.15"):
     private: Any = fsdp_utils
     private._get_model_state_dict = of_adapter(private._get_model_state_dict, ignore_frozen_params=True)
     private._set_model_state_dict = of_adapter(private._set_model_state_dict, strict=False)
+# Before torch 2.13, a layer under FSDP2 stays split when a second pass of the same backward pass is recomputed (`score`
+# with several views). Delete this once 2.13 is the oldest version.
+if Version(torch.__version__) < Version("2.13"):
+    fsdp: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
+    skipped = fsdp.FSDPState._pre_forward
+
+    def gathered(state: Any, module: Any, *given: Any) -> Any:
+        if state._training_state == fsdp.TrainingState.PRE_BACKWARD:
+            module.unshard()
+        return skipped(state, module, *given)
+
+    fsdp.FSDPState._pre_forward = gathered
 # The argument of a decoder's forward that is its cache; "past_key_values" before Transformers 5.24. Delete the other
 # name once 5.24 is the oldest version.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"

@@ -15,7 +15,7 @@ from studies.collapse.report import parts as collapse
 from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
-from studies.factorial.report import parts as factorial
+from studies.factorial import report as factorial
 from studies.ladder import report as ladder
 from studies.leaderboard import report as leaderboard
 from studies.order.report import parts as order
@@ -33,7 +33,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     distill,
     editing,
     estimators.parts,
-    factorial,
+    factorial.parts,
     ladder.parts,
     order,
     preference,
@@ -55,6 +55,7 @@ def main(args: argparse.Namespace) -> None:
             write_part(page, text)
     frontier_report.figure()
     estimators.figure()
+    factorial.write_figure()
     ladder.write_figure()
     leaderboard.write()
 

@@ -278,8 +278,42 @@ def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> T
 def keep_prompts(batch: Batch, shares: Sequence[float], group: int, everyone: Everyone) -> float:
     """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
     returns the share of prompts kept."""
+    return keep(batch, within(batch, shares, group, everyone), group, everyone)
+
+
+def within(batch: Batch, shares: Sequence[float], group: int, everyone: Everyone) -> Tensor:
+    """(prompts,) bool, of all processes: whether the fraction of correct completions is within `shares`."""
     right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
-    return keep(batch, (right >= shares[0]) & (right <= shares[1]), group, everyone)
+    return (right >= shares[0]) & (right <= shares[1])
+
+
+def padded_to(batch: Batch, prompt: int, canvas: int, pad: int) -> Batch:
+    """The batch with TRL's tensors padded to `prompt` and `canvas` tokens; of what is wider, only padding is cut."""
+    wide = dict(batch)
+    for of, value in (("ids", pad), ("mask", 0)):
+        ids, completions = f"prompt_{of}", f"completion_{of}"
+        wide[ids] = F.pad(batch[ids], (prompt - batch[ids].shape[1], 0), value=value)
+        wide[completions] = F.pad(batch[completions], (0, canvas - batch[completions].shape[1]), value=value)
+    return wide
+
+
+def fill(batch: Batch, kept: Tensor, more: Batch, new: Tensor, everyone: Everyone) -> tuple[Batch, Tensor]:
+    """The batch in which those prompts of `more` that are kept, `new`, replace in their order those of `batch` that are
+    not, and which prompts it keeps; (prompts,) bool each, of all processes. All tensors have equal shapes there."""
+    free, able = (~kept).nonzero().squeeze(1), new.nonzero().squeeze(1)
+    free, able = free[: len(able)], able[: len(free)]
+    source = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, free, able)  # -1: the prompt stays
+    everyones = everyone.gather(more["advantages"])
+    rows = torch.arange(len(everyones), device=kept.device).view(len(kept), -1)[source].flatten()
+    count = len(batch["advantages"])
+    own = everyone.own(rows, count)
+    replaced = everyone.own((source >= 0).repeat_interleave(len(everyones) // len(kept)), count)
+    filled = dict(batch)
+    for name, value in batch.items():
+        if value.dim():
+            others = everyone.gather(more[name])[own]
+            filled[name] = torch.where(replaced.view(-1, *[1] * (value.dim() - 1)), others, value)
+    return filled, kept.index_fill(0, free, True)
 
 
 def keep_share(batch: Batch, share: float, group: int, everyone: Everyone, generator: torch.Generator) -> float:

@@ -153,14 +153,18 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         started = time.perf_counter()
-        self.rows = inputs
-        batch = super()._generate_and_score_completions(inputs)
-        batch |= {**({} if self.episodes else self.record), **self.row_rewards}
+        batch = self.sampled_batch(inputs)
         self.after_rollout(batch)
         self.record, self.row_rewards, self.episodes = {}, {}, []
         if self.model.training:
             self.rollout_seconds.append(time.perf_counter() - started)
         return batch
+
+    def sampled_batch(self, rows: list[dict[str, Any]]) -> Batch:
+        """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
+        self.rows = rows
+        batch = super()._generate_and_score_completions(rows)
+        return batch | {**({} if self.episodes else self.record), **self.row_rewards}
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()

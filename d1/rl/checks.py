@@ -430,6 +430,13 @@ def about_advantages(s: Settings) -> Iterator[str]:
         )
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share needs two shares, the smaller first, got {s.right_share}"
+    if s.right_share is not None and s.refills:
+        wrong = {
+            "rollout_staleness samples before it is known which prompts are dropped": s.rollout_staleness,
+            "state_reward reads the rows of one batch": s.state_reward,
+            "edit_threshold has records of different sizes": s.sampling_settings().edits is not None,
+        }
+        yield from (f"{why}, and refills {s.refills} replaces prompts: set --refills 0" for why in wrong if wrong[why])
 
 
 def about_replay(s: Settings) -> Iterator[str]:
@@ -487,6 +494,8 @@ def against_turns(s: Settings) -> Iterator[str]:
         yield "state_reward finishes single canvases, which are turns of an episode: set --state_reward 0"
     if s.prompt_share < 1:
         yield f"prompt_share {s.prompt_share:g} counts the steps of single canvases: set --prompt_share 1"
+    if s.refills:
+        yield f"refills {s.refills} replaces single canvases: set --refills 0"
     if s.rollout_staleness:
         yield "rollout_staleness samples ahead of the trainer, which makes the calls: set it to 0"
     if s.truncate_prompts:
@@ -516,6 +525,8 @@ def unread(s: Settings) -> Iterator[tuple[str, str]]:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if s.max_compute_tokens is None:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
+    if s.right_share is None:
+        yield "refills", "it replaces the prompts that right_share drops, which is not set"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
     used: list[tuple[str, dict[str, Any], list[Any]]] = [
@@ -544,7 +555,7 @@ ON_RESUME = OnResume(
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
-            *("objective", "kl", "advantage", "scale_rewards", "right_share", "prompt_share"),
+            *("objective", "kl", "advantage", "scale_rewards", "right_share", "refills", "prompt_share"),
             *("tools", "max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"),
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),

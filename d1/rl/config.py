@@ -217,6 +217,9 @@ class DiffuGRPOConfig(GRPOConfig):
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
+    refills: Annotated[int, NATURAL] = setting(
+        0, "right_share: at most this many more batches of prompts, sampled to replace those that are dropped."
+    )
     prompt_share: Annotated[float, Range(0, 1, open_low=True)] = setting(
         1.0,
         "Keep this share of a rollout's prompts: those whose rewards differ, then the solved, then the unsolved with "

@@ -458,7 +458,8 @@ METHODS: dict[str, Method] = {
         scale=dict(learning_rate=1e-06, num_generations=4, max_completion_length=256, block_length=32, **CONSTANT),
     ),
     # OpenMOSS/DiRL@ec4bfb3: configs/rl.yaml, scripts/dapo.sh, train/dapo.py; clip as in modeling_sdar.py
-    # The canvas is as configured, not 8192 tokens. Dropped prompts are not replaced by new ones.
+    # The canvas is as configured, not 8192 tokens. Dropped prompts are replaced in at most 12 rounds of a rollout each;
+    # the release has rounds of three times this size, and no limit.
     "dipo": method(
         "DiPO, of DiRL, for block-causal models",
         **THRESHOLD,  # REMASKING_STRATEGY low_confidence_dynamic, as many DENOISING_STEPS_PER_BLOCK as tokens
@@ -475,6 +476,7 @@ METHODS: dict[str, Method] = {
         max_grad_norm=1.0,
         epsilon_high=0.28,
         right_share=[1e-6, 1 - 1e-6],  # prompts with only correct or only wrong completions are dropped
+        refills=12,
         reveal_level=0.9,  # DYNAMIC_THRESHOLD
         scale=dict(learning_rate=1e-06, num_generations=8, **CONSTANT | dict(lr_scheduler_type="constant_with_warmup")),
     ),

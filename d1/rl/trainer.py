@@ -41,12 +41,14 @@ from d1.rl.batch import (
     count,
     draw_updates,
     evaluating,
+    fill,
     joined_turns,
     keep_prompts,
     keep_share,
     largest_ratio,
     loss_inputs,
     mean_entropy,
+    padded_to,
     peak_memory_gb,
     prompt_masked,
     record_and_costs,
@@ -63,6 +65,7 @@ from d1.rl.batch import (
     updates_are_alike,
     view_logps_as_sampled,
     views_of,
+    within,
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, own_calls, reference_from, rollout_buffer
 from d1.rl.checks import check_noise, check_tools_of_trainer, check_trainer
@@ -164,6 +167,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].after_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
+        self.refill, self.sampled = 0, 0  # the number of a refill of the current rollout; with refills, of all batches
         self.warned_of_scores = False
         self.servers: PolicyServers | None = None
         self.ahead: Ahead | None = None
@@ -204,8 +208,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return seed, stream, self.evaluation_rollouts
         now = self.micro_step if micro_step is None else micro_step
         step, micro_batch = divmod(now, self.args.gradient_accumulation_steps)
-        # If one optimizer step has several rollouts, each has its own streams.
-        return seed, stream + micro_batch // self.micro_steps_per_rollout * len(STREAMS), step
+        # If one optimizer step has several rollouts, or a rollout is refilled, each has its own streams.
+        rollouts = -(-self.args.gradient_accumulation_steps // self.micro_steps_per_rollout)
+        number = micro_batch // self.micro_steps_per_rollout + self.refill * rollouts
+        return seed, stream + number * len(STREAMS), step
 
     def row_keys(self, purpose: str, rows: int, turns: int = 1) -> list[tuple[int, ...]]:
         """The key of each turn of each row: that of the rollout, the row's number over all processes, and after the
@@ -477,6 +483,34 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     # --- Reward and views ---------------------------------------------------------------------------------------------
 
+    def sampled_batch(self, rows: list[dict[str, Any]]) -> Batch:
+        """TRL's. With `refills`, prompts that `right_share` drops are replaced by the next ones of the order, which are
+        sampled until enough are kept (dynamic sampling of DAPO, arXiv 2503.14476, equation 11)."""
+        args, size, shares = self.args, len(rows), self.args.right_share
+        if not (args.refills and shares) or self.mode == "eval":
+            return super().sampled_batch(rows)
+        everyone = Everyone(self.accelerator.gather, self.first_row(size))
+        widths = args.max_prompt_length, self.sampling.gen_length, self.text_tokenizer.pad_token_id
+        batch = self.next_batch(size)
+        kept = within(batch, shares, self.group, everyone)
+        while not kept.all() and self.refill < args.refills:
+            self.refill += 1
+            more = self.next_batch(size)
+            new = within(more, shares, self.group, everyone)
+            batch, kept = fill(padded_to(batch, *widths), kept, padded_to(more, *widths), new, everyone)
+        if self.refill:
+            of_prompts = "prompt_ids", "prompt_mask"
+            batch |= zip(of_prompts, self.padded(unpadded(*map(batch.get, of_prompts))), strict=True)
+        self.log_metric("sampling/refills", self.refill)
+        self.refill = 0
+        return batch
+
+    def next_batch(self, size: int) -> Batch:
+        """A batch of the next prompts in the order, `size` rows of which are this process's."""
+        rows = self.rows_of(self.sampled)[self.first_row(size) :][:size]
+        self.sampled += 1
+        return super().sampled_batch(rows)
+
     def after_rollout(self, batch: Batch) -> None:
         """Adds what belongs to the samples of a rollout: their views and the log-probs in these."""
         everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
@@ -729,6 +763,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         save_file(tensors, tensors_file)
         counters = {"format": FORMAT, "batches": len(batches), "losses": self.loss_sums(), **self.trl_counters()}
         counters |= {"processes": self.accelerator.num_processes, "compute": int(self.compute)}
+        counters |= {"sampled": self.sampled}
         counters_file.write_text(json.dumps(counters, default=list))  # TRL's logs of completions are deques
         if self.args.sync_ref_model and self.args.should_save:
             reference = {name: value.detach().cpu().contiguous() for name, value in self.reference_weights()}
@@ -756,7 +791,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             batches[int(index)][key] = value.to(self.accelerator.device)
         self.resumed = True
         self.set_loss_sums(counters["losses"])
-        self.compute = counters["compute"]
+        self.compute, self.sampled = counters["compute"], counters.get("sampled", 0)
         self.restore_trl(batches, counters)
         if self.args.sync_ref_model:
             reference = load_file(folder / REFERENCE)

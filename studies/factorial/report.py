@@ -1,4 +1,4 @@
-"""The table of README.md: the effects of the ideas and of their interactions, from data/runs.jsonl."""
+"""The table and the figure of README.md: the effects of the ideas and of their interactions, from data/runs.jsonl."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from d1.show.curves import WIDTH, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of
 from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED, runs
 from studies.json_lines import read_lines
 from studies.reports import holm, points, scores
 
-TESTED = 2  # effects of at most so many ideas together are tested
+TESTED = 2  # effects of at most this many ideas together are tested
+FIGURE = Path(__file__).with_name("effects.svg")
 
 Effects = dict[tuple[str, ...], Mean]
 
@@ -38,16 +40,25 @@ def effects(cells: Mapping[str, np.ndarray]) -> Effects:
     return found
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """All effects of each setup, with Holm's p-values over those that are tested in all setups together."""
-    every: dict[tuple[str, tuple[str, ...]], Mean] = {}
+def every_effect(lines: list[dict[str, Any]]) -> dict[str, Effects] | None:
+    """The effects of each setup; None as long as a cell lacks a seed that another has."""
+    found = {}
     for setup in STUDIED:
         cells = {
             cell: scores(line for line in lines if (line["setup"], line["cell"]) == (setup, cell)) for cell in CELLS
         }
         if len({of.shape for of in cells.values()}) != 1 or not next(iter(cells.values())).size:
-            return f"{len(lines)} of {len(runs())} planned runs are done. Effects wait for all cells.\n"
-        every |= {(setup, ideas): mean for ideas, mean in effects(cells).items()}
+            return None
+        found[setup] = effects(cells)
+    return found
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """All effects of each setup, with Holm's p-values over those that are tested in all setups together."""
+    found = every_effect(lines)
+    if found is None:
+        return f"{len(lines)} of {len(runs())} planned runs are done. Effects wait for all cells.\n"
+    every = {(setup, ideas): mean for setup, of in found.items() for ideas, mean in of.items()}
     tested = {key: mean.p for key, mean in every.items() if len(key[1]) <= TESTED and mean.p is not None}
     adjusted = dict(zip(tested, holm([*tested.values()]), strict=True))
     rows = [
@@ -57,6 +68,27 @@ def table(lines: list[dict[str, Any]]) -> str:
     return markdown_table(["setup", "effect", "points [95%]", "Holm's p"], rows)
 
 
+def figure(lines: list[dict[str, Any]], path: Path = FIGURE) -> None:
+    """Plots the tested effects with 95% intervals, a panel per setup; nothing as long as cells are missing."""
+    found = every_effect(lines)
+    if found is None:
+        return
+    drawn, axes = panels(1, len(STUDIED), size=(WIDTH, 3.4), share_x=True, share_y=True)
+    for axis, (setup, of) in zip(axes, found.items(), strict=True):
+        shown = {" x ".join(ideas): mean for ideas, mean in of.items() if len(ideas) <= TESTED}
+        value, low, high = 100 * np.array([mean[:3] for mean in shown.values()]).T
+        axis.errorbar(value, range(len(shown)), xerr=[value - low, high - value], fmt="o", markersize=4, linewidth=1.2)
+        axis.set_yticks(range(len(shown)), [*shown])
+        axis.axvline(0, color="0.5", linewidth=1)
+        axis.set(title=setup, xlabel="effect, points")
+    axes[0].invert_yaxis()
+    save_figure(drawn, path)
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     return {Path(__file__).with_name("README.md"): table(read_lines(DATA / "runs.jsonl"))}
+
+
+def write_figure() -> None:
+    figure(read_lines(DATA / "runs.jsonl"))

@@ -48,7 +48,7 @@ def test_effects_are_those_of_a_model_with_interactions():
     assert found["prompt",][1:3] == pytest.approx((low, high))
 
 
-def test_the_table_waits_for_all_cells_and_tests_main_effects_and_pairs():
+def test_the_table_waits_for_all_cells_and_tests_main_effects_and_pairs(tmp_path):
     generator = np.random.default_rng(1)
     lines = [
         {"setup": setup, "cell": cell, "seed": seed, "right": "".join(generator.choice(["0", "1"], 40))}
@@ -60,6 +60,10 @@ def test_the_table_waits_for_all_cells_and_tests_main_effects_and_pairs():
     assert len(rows) == 2 * 15
     assert sum(row.split("|")[4].strip() != "" for row in rows) == 2 * 10
     assert report.table(lines[:-1]) == "255 of 256 planned runs are done. Effects wait for all cells.\n"
+    report.figure(lines[:-1], tmp_path / "effects.svg")
+    assert not (tmp_path / "effects.svg").exists()
+    report.figure(lines, tmp_path / "effects.svg")
+    assert all(text in (tmp_path / "effects.svg").read_text() for text in (*STUDIED, "advantages x replay"))
 
 
 def test_the_rate_with_the_highest_mean_is_chosen_and_a_search_must_be_complete():

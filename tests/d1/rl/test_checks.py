@@ -217,6 +217,7 @@ REFUSED = [
     ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
     ({"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"}, "signed_softmax .* sum_then_normalize"),
     ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
+    ({"method": "egspo-sa", "right_share": [0.2, 0.8], "refills": 1}, "state_reward reads .* set --refills 0"),
     ({"method": "tracerl", "loss_type": "grpo"}, "some of a row's views, but clipped_views with loss_type grpo"),
     ({"split_views": True}, "some of a row's views, but trl with loss_type bnpo needs all"),
     ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely, k3_again"),

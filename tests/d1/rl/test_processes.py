@@ -154,8 +154,10 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
 ACCUMULATED = ("d1+accumulated", "espo+accumulated", "stable-drl+accumulated", "rldf+accumulated")
 # Two micro-batches of six rows, "+weights" with the sampler's log-probs; not for means over one micro-batch's tokens.
 TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weights", "d1+falling")
-# Of these, one of each advantage, of each draw that depends on rows of other processes, and of what compares groups.
-ACROSS = ("d1", "wd1", "espo", "agrpo", "tracerl", "bgpo", "stable-drl", "egspo", "gdsd", "reinforce", *TOGETHER[-2:])
+# Of these, one of each advantage, of each draw that depends on rows of other processes, of what compares groups, and of
+# what moves rows between processes.
+ACROSS = ("d1", "wd1", "espo", "agrpo", "tracerl", "bgpo", "stable-drl", "egspo", "gdsd", "reinforce", "dipo")
+ACROSS += TOGETHER[-2:]
 AGREE = ("reward", "learning_rate", "kl", "ratio_max", "prompts_kept", "sampling/logp_difference_abs")
 AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 
