@@ -11,7 +11,7 @@ from pathlib import Path
 
 from d1.runs.cli import OneLineParser, run_script
 from studies.causal_context.report import parts as causal_context
-from studies.collapse.report import parts as collapse
+from studies.collapse import report as collapse
 from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
@@ -29,7 +29,7 @@ from studies.uniform_noise.report import parts as uniform_noise
 # Each gives the written part of its pages.
 STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     causal_context,
-    collapse,
+    collapse.parts,
     distill,
     editing,
     estimators.parts,
@@ -54,6 +54,7 @@ def main(args: argparse.Namespace) -> None:
         for page, text in parts().items():
             write_part(page, text)
     frontier_report.figure()
+    collapse.write_figure()
     estimators.figure()
     factorial.write_figure()
     ladder.write_figure()

@@ -1,4 +1,4 @@
-"""The tables of README.md, from data/*.jsonl."""
+"""The tables and the figure of README.md, from data/*.jsonl."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
+from d1.show.curves import WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.collapse.run import ARMS, DATA, STAGES, runs
@@ -20,6 +22,10 @@ from studies.samplers.rollouts_report import MARGIN, share
 
 LEAST = 0.806  # a run that solves less has collapsed: 8 points below exact rollouts in studies/samplers
 FIRST = 32  # rollouts
+FIGURE = Path(__file__).with_name("logs.svg")
+CURVES = {"rewards/accuracy/mean": "right in rollouts", "places/nll": "nll", "places/impossible": "impossible"}
+CURVES |= {"places/effective": "effective"}
+SPAN = 8  # rollouts that a point of a curve is the mean of
 TESTS = (
     *(("merging", "P", "P8"), ("merging, with a cache", "C", "C8"), ("places", "P+", "P")),
     *(("places, with a cache", "C+", "C"), ("stale keys", "P+", "C+"), ("weights", "C+w", "C+"), ("jumps", "G", "P+")),
@@ -56,9 +62,20 @@ def untrained(lines: Lines) -> str:
     return markdown_table(head, rows)
 
 
+def curve(line: Mapping[str, Any], name: str) -> np.ndarray:
+    """(rollouts,) what a run logged as `name`. A rollout whose prompts are all dropped has no trajectories: nan."""
+    given = np.array(line["series"][name])
+    if not name.startswith("places/"):
+        return given
+    counts = np.array(line["series"]["places/tokens_nll"]) != 0
+    values = np.full(len(counts), np.nan)
+    values[counts] = given if len(given) == counts.sum() else given[counts]
+    return values
+
+
 def early(line: Mapping[str, Any], name: str) -> float:
-    values = line["series"][f"places/{name}"][:FIRST]
-    return fmean(1 - value if name == "effective" else value for value in values)
+    mean = float(np.nanmean(curve(line, f"places/{name}")[:FIRST]))
+    return 1 - mean if name == "effective" else mean
 
 
 def of_logs(lines: Lines) -> str:
@@ -75,6 +92,25 @@ def of_logs(lines: Lines) -> str:
     ]
     head = [f"mean of the first {FIRST} rollouts", f"collapsed ({len(bad)})", f"others ({len(good)})", "p after Holm"]
     return markdown_table(head, rows)
+
+
+def figure(lines: Lines, path: Path = FIGURE) -> None:
+    """Plots what the runs of `logs` logged, with 95% t-intervals over the runs that collapsed, and over the others."""
+    drawn, axes = panels(2, 2, size=(WIDTH, 5), share_x=True)
+    for axis, (name, title) in zip(axes, CURVES.items(), strict=True):
+        for is_bad, label in ((True, "collapsed"), (False, "others")):
+            series = np.array([curve(line, name) for line in lines if collapsed(line) == is_bad])
+            means = np.nanmean(series.reshape(len(series), -1, SPAN), 2)
+            at = SPAN * (np.arange(means.shape[1]) + 0.5)
+            half = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
+            (middle,) = axis.plot(at, means.mean(0), label=f"{label} ({len(means)})")
+            low, high = means.mean(0) - half, means.mean(0) + half
+            axis.fill_between(at, low, high, alpha=0.2, color=middle.get_color())
+        axis.set_title(title)
+    for axis in axes[2:]:
+        axis.set_xlabel("rollout")
+    legend(drawn)
+    save_figure(drawn, path)
 
 
 def table(lines: Lines, reference: Lines) -> str:
@@ -131,6 +167,7 @@ def parts() -> dict[Path, str]:
         text += f"\n### Untrained\n\n{untrained(found['untrained'])}"
     if len(found["logs"]) == planned["logs"]:
         text += f"\n### Logs of `prefix`\n\n{of_logs(found['logs'])}"
+        text += f"\n![What runs that collapsed and the others logged, against rollouts]({FIGURE.name})\n"
     titles = {"test": "At equal rollouts", "tokens": "At equal tokens", "seconds": "At equal processor seconds"}
     for stage, title in titles.items():
         if found[stage]:
@@ -140,3 +177,10 @@ def parts() -> dict[Path, str]:
         if stage == "tokens" and all(len(found[name]) == planned[name] for name in ("tokens", "reference")):
             text += f"\n{goal(found['tokens'], found['reference'])}"
     return {Path(__file__).with_name("README.md"): text}
+
+
+def write_figure() -> None:
+    """Writes the figure; nothing as long as runs are missing."""
+    lines = read_lines(DATA / "logs.jsonl")
+    if len(lines) == len(runs("logs")):
+        figure(lines)

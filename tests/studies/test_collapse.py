@@ -1,11 +1,14 @@
 """The study of collapses: its arms are settings of RL, and its tests are those that the protocol names."""
 
+import numpy as np
 import pytest
 
 from d1.rl.train import make_parser
 from pocket.recipes import ROOT
 from studies.collapse import report
-from studies.collapse.run import ARMS, STAGES, flags_of, runs
+from studies.collapse.run import ARMS, DATA, STAGES, flags_of, runs
+from studies.json_lines import read_lines
+from studies.samplers import rollouts
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -44,3 +47,23 @@ def test_collapses_are_counted_and_compared_as_registered():
     }
     assert {run["seed"] for run in runs("logs")} == {*range(40, 60)}
     assert not {*STAGES["rates"].seeds} & {*STAGES["test"].seeds}
+
+
+def test_rollouts_without_trajectories_are_left_out_where_they_were():
+    series = {"places/tokens_nll": [2.0, 0.0, 1.0, 3.0], "places/nll": [0.5, 0.0, 0.0, 0.7]}
+    series |= {"places/effective": [0.9, 0.5, 0.7], "rewards/accuracy/mean": [0.1, 0.0, 0.2, 0.3]}
+    line = {"series": {name: values * 16 for name, values in series.items()}}
+    curves = {name: report.curve(line, name)[:4].tolist() for name in series}
+    assert curves["places/nll"] == pytest.approx([0.5, np.nan, 0.0, 0.7], nan_ok=True)
+    assert curves["places/effective"] == pytest.approx([0.9, np.nan, 0.5, 0.7], nan_ok=True)
+    assert curves["rewards/accuracy/mean"] == [0.1, 0.0, 0.2, 0.3]
+    assert report.early(line, "nll") == pytest.approx(0.4)  # of the first 32 rollouts, 24 have trajectories
+    assert report.early(line, "effective") == pytest.approx(0.3)
+
+
+def test_the_runs_of_logs_solve_what_those_of_the_first_study_did():
+    """`--log_places` changes no update: to the problem."""
+    first = {line["seed"]: line["right"]["exact"] for line in read_lines(rollouts.DATA) if line["arm"] == "prefix"}
+    again = {line["seed"]: line["right"] for line in read_lines(DATA / "logs.jsonl")}
+    assert {seed: first[seed] for seed in again} == again
+    assert len(again) == 20
