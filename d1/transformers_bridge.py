@@ -85,7 +85,7 @@ if Version(version("accelerate")) < Version("1.15"):
     private._set_model_state_dict = of_adapter(private._set_model_state_dict, strict=False)
 # Before torch 2.13, a layer under FSDP2 stays split when a second pass of the same backward pass is recomputed (`score`
 # with several views). Delete this once 2.13 is the oldest version.
-if Version(torch.__version__) < Version("2.13"):
+if Version(torch.__version__) < Version("2.13") and torch.distributed.is_available():
     fsdp: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
     skipped = fsdp.FSDPState._pre_forward
 
