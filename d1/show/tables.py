@@ -13,6 +13,7 @@ def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, one line per row, each with a newline at its end."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A Markdown table, one line per row, each with a newline at its end; ValueError if a row has not as many cells as
+    the header."""
+    lines = zip(*zip(header, ["---"] * len(header), *rows, strict=True), strict=True)
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -115,8 +115,8 @@ def bases_table(lines: Lines) -> str:
         ]
         for line in lines
     ]
-    head = ["width", "base", "million parameters", "steps, blocks", "steps, careful answers", "steps, mixed answers"]
-    head += ["solved after careful answers, %", "solved at the start, %", "processor hours"]
+    head = ["width", "base", "million parameters", "steps: short problems", "blocks", "careful answers", "mixed"]
+    head += ["solved after blocks, %", "careful answers, %", "mixed, the start, %", "processor hours"]
     return markdown_table(head, rows) if rows else "No base is made yet.\n"
 
 

@@ -38,7 +38,7 @@ ROWS = {
 }
 SAME = "--dataset arithmetic --per_device_train_batch_size 32 --num_generations 8 --block_length 8"
 SAME += " --lr_scheduler_type linear --warmup_steps 0"
-RATES = (3e-5, 1e-4, 3e-4)  # at the first width; 1 / width times as large at the others
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)  # at the first width; 1 / width times as large at the others
 FACTORS = (1.0, 1 / 3, 3.0)  # of the scaled rate, checked at the other widths
 MARGIN = 0.04  # by which another factor's accuracy must be higher
 SEARCH_SEEDS, SEEDS = (410, 411), tuple(range(400, 405))

@@ -100,7 +100,7 @@ def test_rows_differ_in_what_they_are_compared_for(tmp_path):
 
 
 def test_rates_are_scaled_by_width_and_replaced_only_if_another_is_clearly_better():
-    right = {3e-5: "1100", 1e-4: "1110", 3e-4: "0111"}
+    right = {1e-5: "1000", 3e-5: "1100", 1e-4: "1110", 3e-4: "0111", 1e-3: "0001"}
     searched = [
         {"row": "d1", "seed": seed, "rate": rate, "right": right[rate]} for seed, rate in product(SEARCH_SEEDS, RATES)
     ]
@@ -120,7 +120,7 @@ def test_rates_are_scaled_by_width_and_replaced_only_if_another_is_clearly_bette
     assert run.chosen_rate("d1", 64, searched, []) == 1e-4
     with pytest.raises(ValueError, match="the search of rates is not complete: factor 3"):
         run.chosen_rate("d1", 240, searched, checked(50, 45, 55)[:-1])
-    with pytest.raises(ValueError, match=r"the search of rates is not complete: rate 0\.0003"):
+    with pytest.raises(ValueError, match=r"the search of rates is not complete: rate 0\.001"):
         run.scaled_rate("d1", 64, searched[:-1])
 
 
