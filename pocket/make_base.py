@@ -30,7 +30,7 @@ from d1.models.kinds import block_size
 from d1.models.packing import two_stream_states
 from d1.ranges import COUNT
 from d1.runs.cli import run_script
-from d1.sampling import generate
+from d1.sampling import eos_cut, generate
 from d1.sft.config import CausalLoss
 from d1.tasks import load_task
 from pocket.answers import Draw
@@ -145,7 +145,9 @@ def solve_rate(
     prompts = torch.tensor(tokenizer.apply_chat_template(list(rows["prompt"]), return_dict=False))
     options: dict[str, Any] = {"gen_length": gen_length, "block_length": 8, "steps": gen_length // 2}
     ids = generate(model.eval(), prompts, torch.ones_like(prompts), mask_token_id=tokenizer.mask_token_id, **options)
-    texts = tokenizer.batch_decode(ids[:, prompts.shape[1] :], skip_special_tokens=True)
+    completions = ids[:, prompts.shape[1] :]
+    ended = ~eos_cut(completions, [tokenizer.eos_token_id])  # what follows the first EOS is no answer
+    texts = tokenizer.batch_decode(completions.masked_fill(ended, tokenizer.eos_token_id), skip_special_tokens=True)
     return sum(task.score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)) / len(texts)
 
 

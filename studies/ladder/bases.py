@@ -93,7 +93,7 @@ SHORT = (2, 16, 1500)  # before the stages, with blocks: steps of a problem, row
 STAGES = (
     Stage(rows=16, mixed=False, block=8, every=500, most=6000, least=0.6, needed=False),
     Stage(rows=32, mixed=False, block=None, every=200, most=3000, least=0.6),
-    Stage(rows=32, mixed=True, block=None, every=10, most=400, highest=0.35),
+    Stage(rows=32, mixed=True, block=None, every=5, most=400, highest=0.35),
 )
 LOWEST = 0.2  # of the share that a base shows at the start
 
