@@ -297,22 +297,19 @@ def padded_to(batch: Batch, prompt: int, canvas: int, pad: int) -> Batch:
     return wide
 
 
-def fill(batch: Batch, kept: Tensor, more: Batch, new: Tensor, everyone: Everyone) -> tuple[Batch, Tensor]:
+def fill(batch: Batch, kept: Tensor, more: Batch, new: Tensor, group: int, everyone: Everyone) -> tuple[Batch, Tensor]:
     """The batch in which those prompts of `more` that are kept, `new`, replace in their order those of `batch` that are
     not, and which prompts it keeps; (prompts,) bool each, of all processes. All tensors have equal shapes there."""
     free, able = (~kept).nonzero().squeeze(1), new.nonzero().squeeze(1)
     free, able = free[: len(able)], able[: len(free)]
     source = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, free, able)  # -1: the prompt stays
-    everyones = everyone.gather(more["advantages"])
-    rows = torch.arange(len(everyones), device=kept.device).view(len(kept), -1)[source].flatten()
-    count = len(batch["advantages"])
-    own = everyone.own(rows, count)
-    replaced = everyone.own((source >= 0).repeat_interleave(len(everyones) // len(kept)), count)
+    rows = source.unsqueeze(1) * group + torch.arange(group, device=kept.device)  # negative: the row stays
+    own = everyone.own(rows.flatten(), len(batch["advantages"]))
     filled = dict(batch)
     for name, value in batch.items():
         if value.dim():
-            others = everyone.gather(more[name])[own]
-            filled[name] = torch.where(replaced.view(-1, *[1] * (value.dim() - 1)), others, value)
+            replaced = (own >= 0).view(-1, *[1] * (value.dim() - 1))
+            filled[name] = torch.where(replaced, everyone.gather(more[name])[own], value)
     return filled, kept.index_fill(0, free, True)
 
 

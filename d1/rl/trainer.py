@@ -497,7 +497,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.refill += 1
             more = self.next_batch(size)
             new = within(more, shares, self.group, everyone)
-            batch, kept = fill(padded_to(batch, *widths), kept, padded_to(more, *widths), new, everyone)
+            both = padded_to(batch, *widths), kept, padded_to(more, *widths), new
+            batch, kept = fill(*both, self.group, everyone)
         if self.refill:
             ids, mask = self.padded(unpadded(batch["prompt_ids"], batch["prompt_mask"]))
             batch |= {"prompt_ids": ids, "prompt_mask": mask}
@@ -762,8 +763,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         }
         save_file(tensors, tensors_file)
         counters = {"format": FORMAT, "batches": len(batches), "losses": self.loss_sums(), **self.trl_counters()}
-        counters |= {"processes": self.accelerator.num_processes, "compute": int(self.compute)}
-        counters |= {"sampled": self.sampled}
+        counters |= {"processes": self.accelerator.num_processes, "compute": int(self.compute), "sampled": self.sampled}
         counters_file.write_text(json.dumps(counters, default=list))  # TRL's logs of completions are deques
         if self.args.sync_ref_model and self.args.should_save:
             reference = {name: value.detach().cpu().contiguous() for name, value in self.reference_weights()}
