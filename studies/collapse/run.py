@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from studies.json_lines import Run, complete, read_lines
-from studies.leaderboard.plan import TASKS, Setup, accuracy
+from studies.leaderboard.plan import TASKS, Setup, best_rate
 from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train_from
 from studies.samplers.rollouts import CANVAS, METHOD, RATE, TASK
 
@@ -104,19 +104,16 @@ def tokens_for(seconds: float, arm: str) -> int:
     return round(seconds * sum(line["compute"] for line in own) / sum(line["processor_seconds"] for line in own))
 
 
-def best_rate(arm: str) -> float:
-    """The rate with the highest mean accuracy in the stage `rates`; ValueError if a run of it is missing."""
-    own = [line for line in read_lines(DATA / "rates.jsonl") if line["arm"] == arm]
-    if len(own) < len(RATES) * len(STAGES["rates"].seeds):
-        raise ValueError(f"stage seconds: data/rates.jsonl has {len(own)} runs of {arm}: run the stage rates first")
-    by_rate = {rate: fmean(accuracy(one["right"]) for one in own if one["rate"] == rate) for rate in RATES}
-    return max(RATES, key=lambda rate: by_rate[rate])
+def chosen_rate(arm: str) -> float:
+    """The rate that the stage `rates` found for an arm; ValueError if a run of it is missing."""
+    own = (line for line in read_lines(DATA / "rates.jsonl") if line["arm"] == arm)
+    return best_rate(own, RATES, len(STAGES["rates"].seeds), f"{arm}, stage rates,")
 
 
 def trained(run: Run, stage: Stage, start: Path, folder: Path, quick: bool) -> dict[str, Any]:
     """Trains; returns the run's settings, its error if the loss or the weights did not stay finite, its costs, and
     what it logged in each rollout."""
-    rate = best_rate(run["arm"]) if stage.equal == "seconds" else run["rate"]
+    rate = chosen_rate(run["arm"]) if stage.equal == "seconds" else run["rate"]
     budget: list[object] = ["--max_steps", stage.steps]
     if quick:
         budget = ["--max_steps", 3]
