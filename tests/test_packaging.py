@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
@@ -112,6 +113,7 @@ def pins_of(file: str) -> dict[str, str]:
 def test_versions_that_are_installed_or_tested_lie_in_the_stated_ranges():
     """What the README installs, what runs these tests, the ends that `make test-versions` tries, and Unsloth's pins."""
     project = PROJECT["project"]
+    lowest = project["requires-python"].removeprefix(">=")
     ranges = [Requirement(need) for need in (*project["dependencies"], *project["optional-dependencies"]["serve"])]
     sets = (f"tests/versions/{name}.txt" for name in ("oldest", "newest", "unsloth"))
     installed, oldest, newest, unsloth = map(pins_of, ("constraints.txt", *sets))
@@ -125,6 +127,8 @@ def test_versions_that_are_installed_or_tested_lie_in_the_stated_ranges():
     for name, version in installed.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of another platform or extra
             assert importlib.metadata.version(name).partition("+")[0] == version, name
+            python = importlib.metadata.metadata(name)["Requires-Python"]
+            assert SpecifierSet(python or "").contains(f"{lowest}.0"), f"{name} {version} needs Python {python}"
 
 
 def test_another_version_is_one_error_at_import(monkeypatch):

@@ -188,17 +188,17 @@ def next_refused(certain: Tensor, q: Tensor, refused: Tensor, rivals: Tensor, la
     the sum, over these draws, of their probability times that of less confident draws at all other rivals."""
     confidence, q, refused = (layout.table(of, 0) for of in (certain, q, refused))
     rivals = layout.table(rivals, 0)
-    steps, log_f, vocab = confidence.shape
+    _, log_f, vocab = confidence.shape
     ascending, order = confidence.sort(-1)
     below = torch.nn.functional.pad(q.gather(-1, order).cumsum(-1), (1, 0))  # of the n least confident tokens
     # (steps, places, places x vocab): at each place, how many tokens come after each draw, at each place.
-    draws = confidence.view(steps, 1, -1).expand(-1, log_f, -1).contiguous()
+    draws = confidence.flatten(1).unsqueeze(1).expand(-1, log_f, -1).contiguous()
     columns = torch.arange(log_f, device=q.device)
     right = columns.unsqueeze(1) > columns.repeat_interleave(vocab)  # in a tie, the left one is chosen first
     after = [torch.searchsorted(ascending, draws, right=also_equal) for also_equal in (False, True)]
     mass = below.gather(-1, torch.where(right, after[1], after[0]))
     other = rivals.unsqueeze(-1) & (columns.unsqueeze(1) != columns.repeat_interleave(vocab))
-    total = (mass.where(other, 1.0).prod(1) * (q * refused).view(steps, -1)).sum(-1)
+    total = (mass.where(other, 1.0).prod(1) * (q * refused).flatten(1)).sum(-1)
     return total.where(total > 0, 1.0).log().where(total > 0, -torch.inf)
 
 
@@ -212,7 +212,7 @@ def clocks(best: Tensor, logits: Tensor, steps: Steps, layout: Layout, settings:
     scores = order.scores(layout.table(best, 0.0), layout.table(entropies, 0.0), no_draws) / settings.noise
     hidden = layout.table(steps.hidden, False)
     ranks = layout.table(steps.ranks.where(steps.written, 2**30), -1).masked_fill(~hidden, -1)
-    found = torch.zeros_like(scores[:, 0])
+    found = scores.new_zeros(len(scores))
     if settings.rule is not None and (cutoff := RULES[settings.rule].cutoff) is not None:
         # log(rate x time); from 80 on, in fp32, the clock has certainly rung.
         log_rates = (scores - cutoff(settings.level) / settings.noise).clamp(max=80.0)

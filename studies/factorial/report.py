@@ -1,25 +1,31 @@
-"""The table and the figure of README.md: the effects of the ideas and of their interactions, from data/runs.jsonl."""
+"""The tables and the figure of README.md, from data/runs.jsonl: the effects of the ideas and of their interactions, and
+what each cell solves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from d1.show.curves import WIDTH, panels, save_figure
 from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED, runs
 from studies.json_lines import read_lines
-from studies.reports import holm, points, scores
+from studies.reports import holm, percent, points, scores
 
 TESTED = 2  # effects of at most this many ideas together are tested
-FIGURE = Path(__file__).with_name("effects.svg")
+SMALL = 0.02  # an effect whose interval lies within this on both sides is called smaller
+FIGURE = ROOT / "docs" / "factorial.svg"
 
 Effects = dict[tuple[str, ...], Mean]
+Lines = list[dict[str, Any]]
+Cells = dict[str, dict[str, np.ndarray]]  # setup -> cell -> (seeds, problems)
 
 
 def effects(cells: Mapping[str, np.ndarray]) -> Effects:
@@ -40,42 +46,66 @@ def effects(cells: Mapping[str, np.ndarray]) -> Effects:
     return found
 
 
-def every_effect(lines: list[dict[str, Any]]) -> dict[str, Effects] | None:
-    """The effects of each setup; None as long as a cell lacks a seed that another has."""
-    found = {}
+def every_cell(lines: Lines) -> Cells | None:
+    """The scores of each cell of each setup; None as long as a cell lacks a seed that another has."""
+    found: Cells = {}
     for setup in STUDIED:
-        cells = {
-            cell: scores(line for line in lines if (line["setup"], line["cell"]) == (setup, cell)) for cell in CELLS
-        }
-        if len({of.shape for of in cells.values()}) != 1 or not next(iter(cells.values())).size:
+        of = {cell: [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)] for cell in CELLS}
+        found[setup] = {cell: scores(own) for cell, own in of.items()}
+        if len({table.shape for table in found[setup].values()}) != 1 or not found[setup][CELLS[0]].size:
             return None
-        found[setup] = effects(cells)
     return found
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def cell_table(found: Cells, lines: Lines) -> str:
+    """What each cell solves, its rate, and the mean number of its optimizer steps."""
+    rows = []
+    for cell in CELLS:
+        rows.append([cell])
+        for setup in STUDIED:
+            own = [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)]
+            solved, steps = percent(mean_of(found[setup][cell])), fmean(line["steps"] for line in own)
+            rows[-1] += [solved, f"{own[0]['rate']:.0e}", f"{steps:.0f}"]
+    return markdown_table(["cell", *(f"{setup}{of}" for setup in STUDIED for of in ("", ", rate", ", updates"))], rows)
+
+
+def effect_table(found: Cells) -> str:
     """All effects of each setup, with Holm's p-values over those that are tested in all setups together."""
-    found = every_effect(lines)
-    if found is None:
-        return f"{len(lines)} of {len(runs())} planned runs are done. Effects wait for all cells.\n"
-    every = {(setup, ideas): mean for setup, of in found.items() for ideas, mean in of.items()}
+    every = {(setup, ideas): mean for setup, of in found.items() for ideas, mean in effects(of).items()}
     tested = {key: mean.p for key, mean in every.items() if len(key[1]) <= TESTED and mean.p is not None}
     adjusted = dict(zip(tested, holm([*tested.values()]), strict=True))
     rows = [
-        [setup, " x ".join(ideas), points(mean), f"{adjusted[setup, ideas]:.2g}" if (setup, ideas) in adjusted else ""]
+        [
+            *(setup, " x ".join(ideas), points(mean)),
+            f"{adjusted[setup, ideas]:.2g}" if (setup, ideas) in adjusted else "",
+            "yes" if max(-mean.low, mean.high) < SMALL else "",
+        ]
         for (setup, ideas), mean in every.items()
     ]
-    return markdown_table(["setup", "effect", "points [95%]", "Holm's p"], rows)
+    return markdown_table(["setup", "effect", "points [95%]", "Holm's p", "within 2 points"], rows)
 
 
-def figure(lines: list[dict[str, Any]], path: Path = FIGURE) -> None:
+def tables(lines: Lines) -> str:
+    """The tables and the figure's name; how many runs are done, as long as some are missing."""
+    found = every_cell(lines)
+    if found is None:
+        return f"{len(lines)} of {len(runs())} planned runs are done. Effects wait for all cells.\n"
+    parts = [
+        f"### Effects\n\n{effect_table(found)}",
+        f"![Effects and interactions of two ideas, in points](../../docs/{FIGURE.name})\n",
+        f"### Cells, percent solved [95%]\n\n{cell_table(found, lines)}",
+    ]
+    return "\n".join(parts)
+
+
+def figure(lines: Lines, path: Path = FIGURE) -> None:
     """Plots the tested effects with 95% intervals, a panel per setup; nothing as long as cells are missing."""
-    found = every_effect(lines)
+    found = every_cell(lines)
     if found is None:
         return
     drawn, axes = panels(1, len(STUDIED), size=(WIDTH, 3.4), share_x=True, share_y=True)
     for axis, (setup, of) in zip(axes, found.items(), strict=True):
-        shown = {" x ".join(ideas): mean for ideas, mean in of.items() if len(ideas) <= TESTED}
+        shown = {" x ".join(ideas): mean for ideas, mean in effects(of).items() if len(ideas) <= TESTED}
         value, low, high = 100 * np.array([mean[:3] for mean in shown.values()]).T
         axis.errorbar(value, range(len(shown)), xerr=[value - low, high - value], fmt="o", markersize=4, linewidth=1.2)
         axis.set_yticks(range(len(shown)), [*shown])
@@ -87,7 +117,7 @@ def figure(lines: list[dict[str, Any]], path: Path = FIGURE) -> None:
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    return {Path(__file__).with_name("README.md"): table(read_lines(DATA / "runs.jsonl"))}
+    return {Path(__file__).with_name("README.md"): tables(read_lines(DATA / "runs.jsonl"))}
 
 
 def write_figure() -> None:

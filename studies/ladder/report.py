@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 
 from d1.show.curves import MARKED, WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.json_lines import read_lines
 from studies.ladder.bases import BASES, DATA, WIDTHS
@@ -19,7 +20,7 @@ from studies.ladder.run import ROWS, RUNS, runs
 from studies.reports import holm, points, scores
 
 REFERENCE, *OTHERS = ROWS
-FIGURE = Path(__file__).with_name("gains.svg")
+FIGURE = ROOT / "docs" / "ladder.svg"
 
 Lines = list[dict[str, Any]]
 Cell = tuple[str, int, int]  # row, width, base
@@ -100,7 +101,7 @@ def results(lines: Lines, octaves: Sequence[float]) -> str:
         f"Gains that are above 0 at all sizes and with both bases: {above}.\n",
         f"Slopes of gains, in points per doubling of the parameters [95%]:\n\n{markdown_table(head, rows)}",
         f"Rank correlation of the rows' accuracies between two sizes:\n\n{order_table(found)}",
-        f"![Gains over {REFERENCE} against the number of parameters]({FIGURE.name})\n",
+        f"![Gains over {REFERENCE} against the number of parameters](../../docs/{FIGURE.name})\n",
     ]
     return "\n".join(parts)
 

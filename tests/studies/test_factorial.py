@@ -48,18 +48,22 @@ def test_effects_are_those_of_a_model_with_interactions():
     assert found["prompt",][1:3] == pytest.approx((low, high))
 
 
-def test_the_table_waits_for_all_cells_and_tests_main_effects_and_pairs(tmp_path):
+def test_the_tables_wait_for_all_cells_and_tests_main_effects_and_pairs(tmp_path):
     generator = np.random.default_rng(1)
     lines = [
-        {"setup": setup, "cell": cell, "seed": seed, "right": "".join(generator.choice(["0", "1"], 40))}
+        {"setup": setup, "cell": cell, "seed": seed, "rate": 1e-4, "steps": 57}
+        | {"right": "".join(generator.choice(["0", "1"], 40))}
         for setup in STUDIED
         for cell in CELLS
         for seed in SEEDS
     ]
-    rows = [line for line in report.table(lines).splitlines() if line.startswith(("| sudoku", "| arith"))]
+    rows = [line for line in report.tables(lines).splitlines() if line.startswith(("| sudoku", "| arith"))]
     assert len(rows) == 2 * 15
     assert sum(row.split("|")[4].strip() != "" for row in rows) == 2 * 10
-    assert report.table(lines[:-1]) == "255 of 256 planned runs are done. Effects wait for all cells.\n"
+    right = [line["right"] for line in lines if (line["setup"], line["cell"]) == (STUDIED[0], CELLS[-1])]
+    share = np.mean([one == "1" for one in "".join(right)])
+    assert f"| {CELLS[-1]} | {100 * share:.1f} [" in report.tables(lines)
+    assert report.tables(lines[:-1]) == "255 of 256 planned runs are done. Effects wait for all cells.\n"
     report.figure(lines[:-1], tmp_path / "effects.svg")
     assert not (tmp_path / "effects.svg").exists()
     report.figure(lines, tmp_path / "effects.svg")

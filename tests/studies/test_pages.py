@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from studies.estimators import report as estimators
+from studies.factorial import report as factorial
 from studies.json_lines import read_lines
 from studies.leaderboard import report as leaderboard
 from studies.leaderboard.figures import draw_curves, draw_places
@@ -92,9 +93,10 @@ def test_the_figures_are_those_of_the_data(board, tmp_path):
     draw_places(shown, tmp_path / "leaderboard.svg")
     draw_curves(shown, tmp_path / "leaderboard_curves.svg")
     estimators.figure(tmp_path / "estimators.svg")
+    factorial.figure(read_lines(factorial.DATA / "runs.jsonl"), tmp_path / "factorial.svg")
     frontier_report.figure(tmp_path / "samplers.svg")
     drawn = sorted(tmp_path.iterdir())
-    assert len(drawn) == 4
+    assert len(drawn) == 5
     for path in drawn:
         assert texts(path) == texts(DOCS / path.name), f"{path.name} is older than its data: make studies"
     names = [name for table in shown for name in table.places if name != START]

@@ -231,6 +231,19 @@ def test_edits_have_the_probability_of_all_draws_of_hidden_and_visible_places():
         torch.testing.assert_close(given, torch.autograd.grad(torch.stack([*expected.values()]).log().sum(), [logits]))
 
 
+@pytest.mark.parametrize("counts", [[], [0], [0, 0]], ids=str)
+@pytest.mark.parametrize("order", [*ORDERS, *NOISY])
+def test_steps_without_places_are_certain(order, counts):
+    """A rollout whose prompts are all dropped scores nothing, and its loss still needs a path to the logits."""
+    settings, none = settings_of(**ORDERS[order] if order in ORDERS else NOISY[order]), torch.zeros(0).bool()
+    logits = torch.zeros(0, VOCAB, dtype=torch.float64, requires_grad=True)
+    steps = Steps(counts, none, none, none.long(), none.long(), torch.zeros(len(counts)).bool())
+    tokens, places = step_logps(logits, steps, settings, settings.drawn(MASK))
+    assert (tokens.tolist(), places.tolist()) == ([], [0.0] * len(counts))
+    (tokens.sum() + places.sum()).backward()
+    assert logits.grad.shape == (0, VOCAB)
+
+
 def test_nothing_of_a_step_depends_on_the_others_of_its_chunk(monkeypatch):
     """Steps of different sizes, cut into chunks that hold whole steps."""
     counts = [3, 1, 2, 3, 3, 2]
