@@ -188,12 +188,12 @@ def next_refused(certain: Tensor, q: Tensor, refused: Tensor, rivals: Tensor, la
     the sum, over these draws, of their probability times that of less confident draws at all other rivals."""
     confidence, q, refused = (layout.table(of, 0) for of in (certain, q, refused))
     rivals = layout.table(rivals, 0)
-    _, log_f, vocab = confidence.shape
+    _, count, vocab = confidence.shape
     ascending, order = confidence.sort(-1)
     below = torch.nn.functional.pad(q.gather(-1, order).cumsum(-1), (1, 0))  # of the n least confident tokens
     # (steps, places, places x vocab): at each place, how many tokens come after each draw, at each place.
-    draws = confidence.flatten(1).unsqueeze(1).expand(-1, log_f, -1).contiguous()
-    columns = torch.arange(log_f, device=q.device)
+    draws = confidence.flatten(1).unsqueeze(1).expand(-1, count, -1).contiguous()
+    columns = torch.arange(count, device=q.device)
     right = columns.unsqueeze(1) > columns.repeat_interleave(vocab)  # in a tie, the left one is chosen first
     after = [torch.searchsorted(ascending, draws, right=also_equal) for also_equal in (False, True)]
     mass = below.gather(-1, torch.where(right, after[1], after[0]))

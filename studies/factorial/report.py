@@ -46,12 +46,15 @@ def effects(cells: Mapping[str, np.ndarray]) -> Effects:
     return found
 
 
+def lines_of(lines: Lines, setup: str, cell: str) -> Lines:
+    return [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)]
+
+
 def every_cell(lines: Lines) -> Cells | None:
     """The scores of each cell of each setup; None as long as a cell lacks a seed that another has."""
     found: Cells = {}
     for setup in STUDIED:
-        of = {cell: [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)] for cell in CELLS}
-        found[setup] = {cell: scores(own) for cell, own in of.items()}
+        found[setup] = {cell: scores(lines_of(lines, setup, cell)) for cell in CELLS}
         if len({table.shape for table in found[setup].values()}) != 1 or not found[setup][CELLS[0]].size:
             return None
     return found
@@ -63,7 +66,7 @@ def cell_table(found: Cells, lines: Lines) -> str:
     for cell in CELLS:
         rows.append([cell])
         for setup in STUDIED:
-            own = [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)]
+            own = lines_of(lines, setup, cell)
             solved, steps = percent(mean_of(found[setup][cell])), fmean(line["steps"] for line in own)
             rows[-1] += [solved, f"{own[0]['rate']:.0e}", f"{steps:.0f}"]
     return markdown_table(["cell", *(f"{setup}{of}" for setup in STUDIED for of in ("", ", rate", ", updates"))], rows)

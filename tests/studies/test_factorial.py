@@ -48,7 +48,7 @@ def test_effects_are_those_of_a_model_with_interactions():
     assert found["prompt",][1:3] == pytest.approx((low, high))
 
 
-def test_the_tables_wait_for_all_cells_and_tests_main_effects_and_pairs(tmp_path):
+def test_the_tables_wait_for_all_cells_and_test_main_effects_and_pairs(tmp_path):
     generator = np.random.default_rng(1)
     lines = [
         {"setup": setup, "cell": cell, "seed": seed, "rate": 1e-4, "steps": 57}
