@@ -148,7 +148,7 @@ def figure(lines: Lines, sizes: Mapping[int, int], path: Path = FIGURE) -> None:
 
 
 def parts() -> dict[Path, str]:
-    """Page -> the part of it that is written. With all runs, the figure is written, too."""
+    """Page -> the part of it that is written."""
     bases, lines = read_lines(DATA / "bases.jsonl"), read_lines(RUNS)
     done = {line["width"] for line in bases} == {*WIDTHS}
     text = results(lines, octaves_of(bases) if done else [])

@@ -54,13 +54,14 @@ def settings(row: str, seed: int, rate: float, budget: int = BUDGET) -> list[str
     """The flags of RL that define a run, in addition to pocket.yaml's, without files."""
     flags: list[object] = [*ROWS[row].split(), *SAME.split(), "--seed", seed, "--learning_rate", rate]
     flags += ["--max_prompt_length", PROMPT, "--max_completion_length", CANVAS, "--diffusion_steps", CANVAS // 2]
-    flags += ["--lr_scheduler_kwargs", "{}", "--views_at_once", 64]
+    flags += ["--lr_scheduler_kwargs", "{}", "--views_at_once", 16]  # as fast as 64, or faster
     return [*map(str, flags), "--max_compute_tokens", str(budget), "--max_steps", str(budget)]
 
 
 def judged(model: Path, problems: Path, folder: Path) -> dict[str, str]:
     """Whether a model solves each problem of a file, as "0110...", and a hash of the problems: greedy, two per step."""
-    return evaluate("arithmetic", model, folder, ["--gen_length", CANVAS, "--data_file", problems])
+    flags = ["--gen_length", CANVAS, "--data_file", problems, "--batch_size", 32]  # a fifth faster than 128
+    return evaluate("arithmetic", model, folder, flags)
 
 
 def line(run: Mapping[str, Any], rate: float, folder: Path, problems: str, budget: int = BUDGET) -> dict[str, Any]:
