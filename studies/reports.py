@@ -58,6 +58,14 @@ def points(mean: Mean | Interval) -> str:
     return f"{100 * mean.value:+.1f} [{100 * mean.low:+.1f}, {100 * mean.high:+.1f}]"
 
 
+def gain(own: Iterable[Mapping[str, Any]], other: Iterable[Mapping[str, Any]]) -> str:
+    """What `own` solves minus what `other` does, in points, over the seeds that both have; "" if there is none."""
+    by_seed = [{line["seed"]: line for line in lines} for lines in (own, other)]
+    seeds = by_seed[0].keys() & by_seed[1].keys()
+    ours, theirs = (scores(lines[seed] for seed in seeds) for lines in by_seed)
+    return points(mean_of(ours - theirs)) if seeds else ""
+
+
 def written_part(page: Path) -> str:
     """What `write_part` wrote into a page.
 

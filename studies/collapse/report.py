@@ -17,7 +17,7 @@ from studies.collapse.run import ARMS, DATA, STAGES, runs
 from studies.collapse.untrained import SAMPLERS, models
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
-from studies.reports import holm, p_above, percent, points, scores
+from studies.reports import gain, holm, p_above, percent, scores
 from studies.samplers.rollouts_report import MARGIN, share
 
 LEAST = 0.806  # a run that solves less has collapsed: 8 points below exact rollouts in studies/samplers
@@ -120,11 +120,9 @@ def table(lines: Lines, reference: Lines) -> str:
     rows = []
     for arm in ARMS:
         own = [line for line in (*lines, *reference) if line["arm"] == arm]
-        seeds = {line["seed"] for line in own} & {line["seed"] for line in reference}
-        pairs = [[line for line in of if line["seed"] in seeds] for of in (own, reference)]
         if not own:
             continue
-        gap = points(mean_of(scores(pairs[0]) - scores(pairs[1]))) if seeds and arm != "exact" else ""
+        gap = gain(own, reference) if arm != "exact" else ""
         bad = sum(map(collapsed, own))
         numbers = [fmean(line[name] for line in own) for name in ("steps", "compute", "processor_seconds", "seconds")]
         costs = [f"{numbers[0]:.0f}", f"{numbers[1] / 1e6:.2f}", f"{numbers[2]:.1f}", f"{numbers[3]:.1f}"]

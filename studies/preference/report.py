@@ -12,18 +12,15 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.preference.run import ARMS, DATA
-from studies.reports import percent, points, scores
+from studies.reports import gain, percent, scores
 
 CHOSEN = 3e-5  # learning rate
 NAMES = {"sft": "SFT, where all others start", "vrpo": "VRPO", "elbo-kto": "ELBO-KTO", "diffu-grpo": "diffu-GRPO"}
 
 
 def against(found: list[dict[str, Any]], arm: str, here: list[dict[str, Any]]) -> str:
-    """The gain over another arm's runs of the same seeds, with its 95% interval over seeds and problems; empty for this
-    arm itself."""
-    seeds = {line["seed"] for line in found}
-    other = [line for line in here if line["arm"] == arm and line["seed"] in seeds]
-    return "" if found[0]["arm"] == arm or len(other) < len(seeds) else points(mean_of(scores(found) - scores(other)))
+    """The gain over another arm; empty for this arm itself."""
+    return "" if found[0]["arm"] == arm else gain(found, [line for line in here if line["arm"] == arm])
 
 
 def table() -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.reports import percent, points, scores
+from studies.reports import gain, percent, scores
 from studies.staleness.run import ARMS, DATA, RATE, SEEDS, free_seconds
 
 HEADER = ["task", "arm", "seeds", "solved", "difference to in turn", "rollouts", "seconds on two free cores"]
@@ -23,19 +23,13 @@ def seconds_of(line: dict[str, Any]) -> float:
 
 
 def row(task: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
-    """A row of the table: means over seeds. The difference is over the seeds that both arms have."""
-    own = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
-    seeds = {line["seed"] for line in own}
-    turn = [line for line in lines if (line["task"], line["arm"]) == (task, "in turn")]
-    seeds &= {line["seed"] for line in turn}
-    shared = [[line for line in of if line["seed"] in seeds] for of in (own, turn)]
-    gain = points(mean_of(scores(shared[0]) - scores(shared[1]))) if seeds and arm != "in turn" else ""
-    means = {
-        name: f"{np.mean([line[f'{name}_seconds'] for line in own]):.0f}" for name in ("trainer", "server", "clock")
-    }
+    """A row of the table: means over seeds."""
+    own, turn = ([line for line in lines if (line["task"], line["arm"]) == (task, of)] for of in (arm, "in turn"))
+    more = "" if arm == "in turn" else gain(own, turn)
+    seconds = [f"{np.mean([line[f'{name}_seconds'] for line in own]):.0f}" for name in ("trainer", "server", "clock")]
     return [
-        *(task, arm, str(len(own)), percent(mean_of(scores(own))), gain, str(ARMS[arm].rollouts)),
-        *(f"{np.mean([seconds_of(line) for line in own]):.1f}", *means.values()),
+        *(task, arm, str(len(own)), percent(mean_of(scores(own))), more, str(ARMS[arm].rollouts)),
+        *(f"{np.mean([seconds_of(line) for line in own]):.1f}", *seconds),
     ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.reports import percent, points, scores
+from studies.reports import gain, percent, points, scores
 from studies.tools.run import ARMS, BLOCKS, RUNS, SEEDS
 
 HEADER = [
@@ -28,16 +28,13 @@ OVER_TIME = ["attention", "arm", *(f"at {share:.0%}" for share in SHARES), "seed
 
 
 def row(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
-    """A row of the table: means over seeds. The difference is over the seeds that both arms have; the SFT model, which
-    has one seed, is compared with each."""
+    """A row of the table: means over seeds. The SFT model, which has one seed, is compared with each."""
     own, tool = (
         [line for line in lines if (line["attention"], line["arm"]) == (attention, of)] for of in (arm, "tool")
     )
-    seeds = {line["seed"] for line in tool} if arm == "sft" else {line["seed"] for line in (*own, *tool)}
-    paired = scores(line for line in tool if line["seed"] in seeds)
-    gain = (
-        points(mean_of(paired - scores(own))) if arm != "tool" and len(paired) and len(own) in (1, len(paired)) else ""
-    )
+    less = "" if arm == "tool" else gain(tool, own)
+    if arm == "sft" and tool:
+        less = points(mean_of(scores(tool) - scores(own)))
     other = (
         ""
         if arm in ("sft", "tool")
@@ -47,7 +44,7 @@ def row(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
     steps = [line["steps"] for line in own if "steps" in line]
     updates = f"{min(steps)} to {max(steps)}" if steps else ""
     solved = percent(mean_of(scores(own)))
-    return [attention, arm, str(len(own)), solved, gain, f"{calls:.2f}", other, updates, f"{seconds:.0f}"]
+    return [attention, arm, str(len(own)), solved, less, f"{calls:.2f}", other, updates, f"{seconds:.0f}"]
 
 
 def over_time(attention: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
-from studies.reports import percent, points, scores
+from studies.reports import gain, percent, points, scores
 from studies.uniform_noise.run import ARMS, DATA, RATES, SEARCHED, runs
 
 HEADER = ["arm", "seeds", "solved", "minus sft", "exact minus this arm", "solved as trained", "rollouts"]
@@ -24,12 +24,10 @@ def as_trained(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def difference(arm: str, other: str, lines: list[dict[str, Any]]) -> str:
-    """`arm` minus `other` in points, over the seeds that both have; the SFT model, which has one, is paired with each
-    seed."""
+    """`arm` minus `other` in points; the SFT model, which has one seed, is paired with each."""
     own, its = ([line for line in lines if line["arm"] == of] for of in (arm, other))
     if other != "sft":
-        shared = {line["seed"] for line in own} & {line["seed"] for line in its}
-        own, its = ([line for line in of if line["seed"] in shared] for of in (own, its))
+        return gain(own, its)
     return points(mean_of(scores(own) - scores(its))) if own and its else ""
 
 

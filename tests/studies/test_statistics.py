@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from pocket.uncertainty import half_width, mean_of, p_values
 from studies.estimators.report import difference, influences, mean_over, rank_correlation
-from studies.reports import holm
+from studies.reports import gain, holm, points
 from studies.samplers.measure import area, aup
 from studies.samplers.rollouts_report import share
 
@@ -104,6 +104,13 @@ def test_holms_rule_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_a_gain_is_paired_by_the_seeds_that_both_have():
+    own = [{"seed": 3, "right": "11"}, {"seed": 1, "right": "10"}, {"seed": 2, "right": "01"}]
+    other = [{"seed": 1, "right": "01"}, {"seed": 4, "right": "11"}, {"seed": 3, "right": "01"}]
+    assert gain(own, other) == points(mean_of(np.array([[1, -1], [1, 0]])))
+    assert gain(own, other[1:2]) == ""
 
 
 def test_shares_have_the_interval_of_clopper_and_pearson():
