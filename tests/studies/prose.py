@@ -9,7 +9,7 @@ A name follows what it belongs to, in a comment that readers of the page do not 
   in the column "rank", too. `tied:`: they share one.
 
 TABLE is the beginning of the heading above a table; ROW and COLUMN are the first cell of a row and of a column or the
-beginning of it. All are in lower case with "-" between words. COLUMN is "solved" if it is not given.
+beginning of it. All are in lower case with "-" between words and "plus" for "+". COLUMN is "solved" if it is not given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Table = tuple[str, list[str], list[list[str]]]  # slugs of the heading and of th
 
 
 def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", text.lower().replace("+", " plus ")).strip("-")
 
 
 def tables_in(path: Path) -> list[Table]:
@@ -87,7 +87,7 @@ def numbers(text: str) -> list[float]:
 def subject(before: str, rows: Iterable[str]) -> str:
     """The last name of a row in the last paragraph or item of a text; "" without one."""
     paragraph = TAG.sub("", re.split(r"\n\n|\n- ", before)[-1]).lower()
-    names = "|".join(re.escape(row) for row in rows)
+    names = "|".join(re.escape(row) for row in sorted(rows, key=len, reverse=True))
     return (re.findall(rf"(?<![\w-])(?:{names})(?![\w-])", paragraph) or [""])[-1]
 
 

@@ -21,7 +21,10 @@ TABLES = {  # page -> other pages whose tables it names
     "editing": [STUDIES / "editing" / "README.md"],
     "distill": [STUDIES / "distill" / "README.md"],
     "samplers": [STUDIES / "samplers" / "README.md"],
-    "fast_rollouts": [STUDIES / "leaderboard" / "RUNS.md", STUDIES / "factorial" / "README.md"],
+    "fast_rollouts": [
+        STUDIES / "leaderboard" / "RUNS.md",
+        *(STUDIES / name / "README.md" for name in ("factorial", "collapse")),
+    ],
     "results": [STUDIES / "causal_context" / "README.md"],
     "models": [STUDIES / "uniform_noise" / "README.md"],
 }
@@ -93,6 +96,7 @@ TABLE = """# Words at 5M
 | method | solved, % | minus d1 | rank |
 | --- | --- | --- | --- |
 | a* | 88.8 [86.9, 90.7] | +19.3 [+16.2, +22.7] | 1, a |
+| a+ | 91.2 [90.0, 92.4] | +21.6 [+19.0, +24.2] | 1, a |
 | b | 82.9 [75.3, 88.7] | +13.3 [+5.9, +18.8] | 2-3, ab |
 | d1 | 69.6 [66.0, 72.8] | | 3, b |
 """
@@ -102,6 +106,7 @@ TABLE = """# Words at 5M
     ("right", "planted"),
     [
         ("a has 88.8 [86.9, 90.7]<!--words/a-->.", "d1 has 88.8 [86.9, 90.7]<!--words/d1-->."),
+        ("a+ has 91.2<!--words/a-plus-->", "a has 91.2<!--words/a-plus-->"),
         ("a has 88.8%<!--words/a/solved-->.", "d1 has 88.8%<!--words/a/solved-->."),
         ("a gains 19.3 [16.2, 22.7]<!--words/a/minus-->", "a gains 19.3 [16.2, 22.8]<!--words/a/minus-->"),
         ("a: -19.3 [-22.7, -16.2]<!--neg:words/a/minus-->", "a: 19.3 [16.2, 22.7]<!--neg:words/a/minus-->"),
