@@ -132,7 +132,7 @@ def table(lines: Lines, reference: Lines) -> str:
 
 
 def verdicts(lines: Lines) -> str:
-    """The registered tests, given once all runs are there."""
+    """The registered tests, given once all runs are there, and what the first arm solves minus the second."""
     by = {arm: [line for line in lines if line["arm"] == arm] for arm in STAGES["test"].arms}
     bad = {arm: sum(map(collapsed, own)) for arm, own in by.items()}
     p_values = [
@@ -140,8 +140,11 @@ def verdicts(lines: Lines) -> str:
         for _, few, many in TESTS
     ]
     each = zip(TESTS, holm(p_values), strict=True)
-    rows = [[what, f"{few}: {bad[few]}", f"{many}: {bad[many]}", f"{p:.2g}"] for (what, few, many), p in each]
-    return markdown_table(["suspect", "fewer collapse in", "than in", "p after Holm"], rows)
+    rows = [
+        [what, f"{few}: {bad[few]}", f"{many}: {bad[many]}", f"{p:.2g}", gain(by[few], by[many])]
+        for (what, few, many), p in each
+    ]
+    return markdown_table(["suspect", "fewer collapse in", "than in", "p after Holm", "in points [95%]"], rows)
 
 
 def goal(lines: Lines, reference: Lines) -> str:

@@ -35,13 +35,14 @@ def test_collapses_are_counted_and_compared_as_registered():
     lines = []
     for run in runs("test"):
         solved = 413 - (run["seed"] - 80 < bad.get(run["arm"], 0))  # of 512: 80.7% or 80.5%
-        lines.append({"arm": run["arm"], "error": None, "right": "1" * solved + "0" * (512 - solved)})
+        lines.append({**run, "error": None, "right": "1" * solved + "0" * (512 - solved)})
     assert len(lines) == 160
     assert report.collapsed({"error": "not finite", "right": "1" * 512})
     rows = [row.split("|")[1:-1] for row in report.verdicts(lines).splitlines()[2:]]
     found = {tuple(cell.strip() for cell in row[:3]): float(row[3]) for row in rows}
     assert found["merging", "P: 3", "P8: 13"] == pytest.approx(7 * 0.00154, rel=0.05)
     assert found["merging, with a cache", "C: 1", "C8: 6"] > 0.05
+    assert rows[0][4].strip().startswith("+0.1 ")  # ten of 20 runs solve one of 512 problems more
     assert {(what, few, many) for what, few, many in report.TESTS} == {
         (what, few.split(":")[0], many.split(":")[0]) for what, few, many in found
     }
