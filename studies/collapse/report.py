@@ -169,10 +169,11 @@ def parts() -> dict[Path, str]:
     if len(found["logs"]) == planned["logs"]:
         text += f"\n### Logs of `prefix`\n\n{of_logs(found['logs'])}"
         text += f"\n![What runs that collapsed and the others logged, against rollouts]({FIGURE.name})\n"
+    reference = found["reference"] if len(found["reference"]) == planned["reference"] else []
     titles = {"test": "At equal rollouts", "tokens": "At equal tokens", "seconds": "At equal processor seconds"}
     for stage, title in titles.items():
         if found[stage]:
-            text += f"\n### {title}\n\n{table(found[stage], found['reference'])}"
+            text += f"\n### {title}\n\n{table(found[stage], reference)}"
         if stage == "test" and len(found["test"]) == planned["test"]:
             text += f"\n{verdicts(found['test'])}"
         if stage == "tokens" and all(len(found[name]) == planned[name] for name in ("tokens", "reference")):
