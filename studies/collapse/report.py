@@ -176,8 +176,8 @@ def parts() -> dict[Path, str]:
             text += f"\n### {title}\n\n{table(found[stage], reference)}"
         if stage == "test" and len(found["test"]) == planned["test"]:
             text += f"\n{verdicts(found['test'])}"
-        if stage == "tokens" and all(len(found[name]) == planned[name] for name in ("tokens", "reference")):
-            text += f"\n{goal(found['tokens'], found['reference'])}"
+        if stage == "tokens" and reference and len(found["tokens"]) == planned["tokens"]:
+            text += f"\n{goal(found['tokens'], reference)}"
     return {Path(__file__).with_name("README.md"): text}
 
 
