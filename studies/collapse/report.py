@@ -13,7 +13,7 @@ from scipy import stats
 from d1.show.curves import WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
-from studies.collapse.run import ARMS, DATA, STAGES, runs
+from studies.collapse.run import ARMS, BEST, DATA, FAST, RATES, STAGES, mean_accuracy, runs, setting_of
 from studies.collapse.untrained import SAMPLERS, models
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
@@ -118,7 +118,7 @@ def table(lines: Lines, reference: Lines) -> str:
     head = ["arm", "seeds", "solved, % [95%]", "minus exact [95%]", "collapsed [95%]", "updates", "tokens, M"]
     head += ["processor s", "seconds of the clock"]
     rows = []
-    for arm in ARMS:
+    for arm in (*ARMS, BEST):
         own = [line for line in (*lines, *reference) if line["arm"] == arm]
         if not own:
             continue
@@ -147,9 +147,16 @@ def verdicts(lines: Lines) -> str:
     return markdown_table(["suspect", "fewer collapse in", "than in", "p after Holm", "in points [95%]"], rows)
 
 
+def searched() -> str:
+    """What each arm solves with each rate, in percent of the validation problems, and which one is `best`."""
+    rows = [[arm, *(f"{100 * mean_accuracy(arm, rate):.1f}" for rate in RATES)] for arm in STAGES["rates"].arms]
+    arm, rate = setting_of("goal", {"arm": BEST})
+    return f"{markdown_table(['arm', *map(str, RATES)], rows)}\n`{BEST}` is {arm} at {rate}.\n"
+
+
 def goal(lines: Lines, reference: Lines) -> str:
     """Which arms with at most one collapsed run are not worse than exact rollouts."""
-    by = {arm: [line for line in lines if line["arm"] == arm] for arm in STAGES["tokens"].arms}
+    by = {arm: [line for line in lines if line["arm"] == arm] for arm in (*FAST, BEST)}
     able = [arm for arm, own in by.items() if sum(map(collapsed, own)) <= 1]
     p_values = [p_above(scores(by[arm]) - scores(reference), -MARGIN) for arm in able]
     each = zip(able, holm([1.0 if p is None else p for p in p_values]), strict=True)
@@ -163,21 +170,25 @@ def parts() -> dict[Path, str]:
     found = {stage: read_lines(DATA / f"{stage}.jsonl") for stage in ("untrained", *STAGES)}
     planned = {"untrained": len(models())} | {stage: len(runs(stage)) for stage in STAGES}
     done = ", ".join(f"{len(lines)} of {planned[stage]} ({stage})" for stage, lines in found.items())
+    complete = {stage for stage, lines in found.items() if len(lines) == planned[stage]}
     text = f"Runs that are done: {done}.\n"
     if found["untrained"]:
         text += f"\n### Untrained\n\n{untrained(found['untrained'])}"
-    if len(found["logs"]) == planned["logs"]:
+    if "logs" in complete:
         text += f"\n### Logs of `prefix`\n\n{of_logs(found['logs'])}"
         text += f"\n![What runs that collapsed and the others logged, against rollouts]({FIGURE.name})\n"
-    reference = found["reference"] if len(found["reference"]) == planned["reference"] else []
+    reference = found["reference"] if "reference" in complete else []
+    lines = {"test": found["test"], "tokens": [*found["tokens"], *found["goal"]], "seconds": found["seconds"]}
     titles = {"test": "At equal rollouts", "tokens": "At equal tokens", "seconds": "At equal processor seconds"}
     for stage, title in titles.items():
-        if found[stage]:
-            text += f"\n### {title}\n\n{table(found[stage], reference)}"
-        if stage == "test" and len(found["test"]) == planned["test"]:
-            text += f"\n{verdicts(found['test'])}"
-        if stage == "tokens" and reference and len(found["tokens"]) == planned["tokens"]:
-            text += f"\n{goal(found['tokens'], reference)}"
+        if lines[stage]:
+            text += f"\n### {title}\n\n{table(lines[stage], reference)}"
+        if stage == "test" and "test" in complete:
+            text += f"\n{verdicts(lines[stage])}"
+        if stage == "tokens" and {"reference", "tokens", "goal"} <= complete:
+            text += f"\n{goal(lines[stage], reference)}"
+    if "rates" in complete:
+        text += f"\n### Rates\n\n{searched()}"
     return {Path(__file__).with_name("README.md"): text}
 
 

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m studies.collapse.run untrained    # gradients before training, per sampler and estimator
     OMP_NUM_THREADS=1 python -m studies.collapse.run logs         # `prefix` again, with the probability of its rollouts
     OMP_NUM_THREADS=1 python -m studies.collapse.run test         # the registered test, at equal rollouts
-    OMP_NUM_THREADS=1 python -m studies.collapse.run reference tokens rates seconds    # at equal tokens, and seconds
+    OMP_NUM_THREADS=1 python -m studies.collapse.run reference tokens rates goal seconds    # at equal tokens, seconds
     OMP_NUM_THREADS=1 python -m studies.collapse.run test --quick     # one short run of each arm, in another folder
 
 If a command is killed, run it again; several processes share the work of a stage.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from studies.json_lines import Run, complete, read_lines
-from studies.leaderboard.plan import TASKS, Setup, best_rate
+from studies.leaderboard.plan import TASKS, Setup, accuracy, best_rate
 from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train_from
 from studies.samplers.rollouts import CANVAS, METHOD, RATE, TASK
 
@@ -43,7 +43,10 @@ SERIES += ("places/no_support", "places/impossible", "places/dropped")
 
 THRESHOLD = ("--sampler", "parallel", "--reveal", "threshold", "--reveal_level", "0.95")
 PREFIX: tuple[str, ...] = ("--sampler", "cached+parallel", "--kv_cache", "prefix", *THRESHOLD[2:])
+LASTING: tuple[str, ...] = (*PREFIX[:3], "lasting", *THRESHOLD[2:])
 STEPS = ("--segment_steps", "1", "--loss_type", "sum")
+SHARED = ("--segment_steps", "1", "--num_iterations", "2", "--split_views", "true")
+DRAWN = (*STEPS, "--num_views", "2")
 PLACES: tuple[str, ...] = ("--estimator", "places", "--objective", "clipped_places", "--loss_type", "sum")
 PLACES += ("--scored_tokens", "completed")
 GUMBEL = ("--remasking", "gumbel", "--order_temperature", "0.05")
@@ -58,10 +61,19 @@ ARMS: dict[str, tuple[str, ...]] = {
     "C+w": (*PREFIX, *PLACES, "--trajectory_weight_cap", "2"),
     "G": (*THRESHOLD, *GUMBEL, *PLACES),
 }
+CHEAPER: dict[str, tuple[str, ...]] = {
+    "P-2": (*THRESHOLD, *SHARED),
+    "C-2": (*PREFIX, *SHARED),
+    "C-v": (*PREFIX, *DRAWN),
+    "L": (*LASTING, *STEPS),
+    "L-2": (*LASTING, *SHARED),
+    "L-v": (*LASTING, *DRAWN),
+}
+BEST = "best"  # of `SINGLE` and their rates, in the stage `rates`
 
 
 class Stage(NamedTuple):
-    """Arms and seeds, the problems that judge them, learning rates, and the budget (None: steps)."""
+    """Arms and seeds, the problems that judge them, learning rates, and optimizer steps (None: a budget in tokens)."""
 
     split: str
     seeds: range
@@ -69,18 +81,19 @@ class Stage(NamedTuple):
     rates: tuple[float, ...] = (RATE,)
     steps: int | None = None
     flags: tuple[str, ...] = ()
-    equal: str = "tokens"
 
 
 FAST = tuple(ARMS)[1:]
+SINGLE = (*(arm for arm in FAST if arm not in ("P8", "C8", "G")), *CHEAPER)
 STAGES = {
     "logs": Stage("test", range(40, 60), ("C8",), steps=96, flags=("--log_places", "true")),
     "test": Stage("test", range(80, 100), FAST, steps=96),
     # Exact rollouts have their own budget, the 100 steps of studies/samplers: the reference of the goal.
     "reference": Stage("test", range(80, 100), ("exact",), steps=100),
     "tokens": Stage("test", range(80, 100), FAST),
-    "rates": Stage("validation", range(64, 66), FAST, RATES),
-    "seconds": Stage("test", range(80, 100), FAST, equal="seconds"),
+    "rates": Stage("validation", range(64, 66), (*FAST, *CHEAPER), RATES),
+    "goal": Stage("test", range(80, 100), (BEST,)),
+    "seconds": Stage("test", range(80, 100), FAST),
 }
 
 
@@ -88,7 +101,7 @@ def flags_of(arm: str, seed: int, rate: float, budget: list[object]) -> list[str
     """The flags of RL that define a run, in addition to pocket.yaml's."""
     flags: list[object] = [*METHOD, *CANVAS, "--dataset", TASKS[TASK].dataset, *TASKS[TASK].flags, "--seed", seed]
     flags += ["--num_generations", 8, "--learning_rate", rate, "--lr_scheduler_type", "linear"]
-    flags += ["--lr_scheduler_kwargs", "{}", "--warmup_steps", 0, *budget, *ARMS[arm]]
+    flags += ["--lr_scheduler_kwargs", "{}", "--warmup_steps", 0, *budget, *(ARMS | CHEAPER)[arm]]
     return [*map(str, flags)]
 
 
@@ -110,35 +123,49 @@ def chosen_rate(arm: str) -> float:
     return best_rate(own, RATES, len(STAGES["rates"].seeds), f"{arm}, stage rates,")
 
 
-def trained(run: Run, stage: Stage, start: Path, folder: Path, quick: bool) -> dict[str, Any]:
+def mean_accuracy(arm: str, rate: float) -> float:
+    """Of the stage `rates`."""
+    lines = read_lines(DATA / "rates.jsonl")
+    return fmean(accuracy(line["right"]) for line in lines if (line["arm"], line["rate"]) == (arm, rate))
+
+
+def setting_of(stage: str, run: Run) -> tuple[str, float]:
+    """The arm and the rate that a run trains; ValueError if they come from the stage `rates` and a run is missing."""
+    if run["arm"] == BEST:
+        return max(((arm, chosen_rate(arm)) for arm in SINGLE), key=lambda setting: mean_accuracy(*setting))
+    return run["arm"], chosen_rate(run["arm"]) if stage == "seconds" else run.get("rate", RATE)
+
+
+def trained(stage: str, run: Run, start: Path, folder: Path, quick: bool) -> dict[str, Any]:
     """Trains; returns the run's settings, its error if the loss or the weights did not stay finite, its costs, and
     what it logged in each rollout."""
-    rate = chosen_rate(run["arm"]) if stage.equal == "seconds" else run["rate"]
-    budget: list[object] = ["--max_steps", stage.steps]
+    chosen, (arm, rate) = STAGES[stage], setting_of(stage, run)
+    budget: list[object] = ["--max_steps", chosen.steps]
     if quick:
         budget = ["--max_steps", 3]
-    elif stage.steps is None:
-        tokens = TOKENS if stage.equal == "tokens" else tokens_for(SECONDS, run["arm"])
+    elif chosen.steps is None:
+        tokens = tokens_for(SECONDS, arm) if stage == "seconds" else TOKENS
         budget = ["--max_compute_tokens", tokens, "--max_steps", 100_000]
-    flags = [*flags_of(run["arm"], run["seed"], rate, budget), *stage.flags]
+    flags = [*flags_of(arm, run["seed"], rate, budget), *chosen.flags]
     error = train_from(start, folder, flags)
     file = folder / "metrics.jsonl"
     logs = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     series = {name: [float(f"{log[name]:.4g}") for log in logs if name in log] for name in SERIES}
     fed = [log["sampling/forward_tokens"] for log in logs if "sampling/forward_tokens" in log]
-    found = {"settings": flags, "error": error, **logs_of(folder), "completion_tokens": round(fmean(fed or [0]), 1)}
+    found = {"setting": [arm, rate], "settings": flags, "error": error, **logs_of(folder)}
+    found["completion_tokens"] = round(fmean(fed or [0]), 1)
     return found | {"series": {name: values for name, values in series.items() if values}}
 
 
-def line(stage: str, run: Run, folder: Path, quick: bool = False) -> dict[str, Any]:
+def line(stage: str, folder: Path, quick: bool, run: Run) -> dict[str, Any]:
     """Trains, and judges by the exact sampler; a model that did not stay finite has solved nothing."""
-    chosen, own = STAGES[stage], folder / "-".join(map(str, (stage, *run.values())))
+    own = folder / "-".join(map(str, (stage, *run.values())))
     start = make_start(folder, Setup(TASK, "sft"), run["seed"])
     shutil.rmtree(own, ignore_errors=True)  # left by a killed run
-    found = trained(run, chosen, start, own, quick)
+    found = trained(stage, run, start, own, quick)
     limit = ["--limit", "32"] if quick else []
     model = start if found["error"] else own
-    judged = evaluate(TASK, model, own / "judged", ["--split", chosen.split, *limit])
+    judged = evaluate(TASK, model, own / "judged", ["--split", STAGES[stage].split, *limit])
     right = "0" * len(judged["right"]) if found["error"] else judged["right"]
     shutil.rmtree(own)
     return found | {"right": right, "problems": judged["problems"], "commit": commit(), **run_record()}
@@ -152,15 +179,11 @@ def runs(stage: str) -> list[Run]:
     return [dict(zip(names, (arm, seed, rate), strict=False)) for seed, arm, rate in each]
 
 
-def line_of_stage(stage: str, folder: Path, quick: bool, run: Run) -> dict[str, Any]:
-    return line(stage, {"rate": RATE, **run}, folder, quick)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=["untrained", *STAGES])
     parser.add_argument("--quick", action="store_true", help="one seed, three steps and 32 problems; leaves no data")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS], help="only these")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CHEAPER, BEST], help="only these")
     parser.add_argument("--output_dir", default="runs/collapse", help="of the models (default: %(default)s)")
     return parser
 
@@ -179,7 +202,7 @@ def main(args: argparse.Namespace) -> None:
         if args.quick:
             chosen = [run for run in chosen if run["seed"] == STAGES[stage].seeds[0]]
         file = folder / f"quick-{stage}.jsonl" if args.quick else DATA / f"{stage}.jsonl"
-        complete(file, chosen, folder, partial(line_of_stage, stage, folder, args.quick))
+        complete(file, chosen, folder, partial(line, stage, folder, args.quick))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
 """The study of collapses: its arms are settings of RL, and its tests are those that the protocol names."""
 
+import json
+
 import numpy as np
 import pytest
 
 from d1.rl.train import make_parser
 from pocket.recipes import ROOT
 from studies.collapse import report
-from studies.collapse.run import ARMS, DATA, STAGES, flags_of, runs
+from studies.collapse.run import ARMS, BEST, CHEAPER, DATA, RATES, SINGLE, STAGES, flags_of, runs, setting_of
 from studies.json_lines import read_lines
 from studies.samplers import rollouts
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_each_arm_is_what_the_protocol_says(arm, tmp_path):
+def arguments(arm, folder):
     places = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), "--model_path", str(ROOT), "--output_dir"]
     flags = flags_of(arm, 80, 2e-4, ["--max_steps", 96])
-    args, _ = make_parser().parse_args_and_config([*places, str(tmp_path), *flags])
+    return make_parser().parse_args_and_config([*places, str(folder), *flags])[0]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_each_arm_is_what_the_protocol_says(arm, tmp_path):
+    args = arguments(arm, tmp_path)
     sampling, merged, exact = args.sampling_settings(), arm in ("exact", "P8", "C8"), arm[-1] in "+wG"
     assert args.estimator == ("places" if exact else "replay")
     assert args.objective == ("clipped_places" if exact else "clipped_views")
@@ -27,6 +33,50 @@ def test_each_arm_is_what_the_protocol_says(arm, tmp_path):
     assert (sampling.noise > 0) == (arm == "G")
     assert (args.trajectory_weight_cap is not None) == (arm == "C+w")
     assert args.num_iterations == 1
+
+
+@pytest.mark.parametrize("arm", CHEAPER)
+def test_each_cheaper_arm_scores_single_steps(arm, tmp_path):
+    args, shared, drawn = arguments(arm, tmp_path), arm.endswith("-2"), arm.endswith("-v")
+    assert (args.estimator, args.segment_steps) == ("replay", 1)
+    assert args.sampling_settings().cache == {"P": None, "C": "prefix", "L": "lasting"}[arm[0]]
+    assert (args.num_iterations, args.split_views, args.loss_type) == (
+        (2, True, "views") if shared else (1, False, "sum")
+    )
+    assert args.num_views == (2 if drawn else None)
+
+
+def test_the_best_setting_has_the_highest_mean_of_the_search(tmp_path, monkeypatch):
+    """Merged steps and noise on the order are not eligible; a search that lacks a run chooses nothing."""
+    monkeypatch.setattr("studies.collapse.run.DATA", tmp_path)
+    solved = {("C8", 1e-4): 9, ("G", 1e-4): 9, ("C", 2e-4): 6, ("L-v", 4e-4): 7}
+    lines = [{**run, "right": "1" * solved.get((run["arm"], run["rate"]), 5) + "0" * 5} for run in runs("rates")]
+    assert len(lines) == 2 * len(RATES) * (len(SINGLE) + 3)
+    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert setting_of("goal", {"arm": BEST}) == ("L-v", 4e-4)
+    assert setting_of("seconds", {"arm": "C"}) == ("C", 2e-4)
+    assert setting_of("tokens", {"arm": "C"}) == ("C", 2e-4)
+    assert setting_of("rates", {"arm": "C", "rate": 1e-4}) == ("C", 1e-4)
+    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    with pytest.raises(ValueError, match="not complete"):
+        setting_of("goal", {"arm": BEST})
+
+
+def test_the_best_setting_is_one_more_arm_of_the_goal():
+    """Holm's correction counts it, if at most one of its runs has collapsed."""
+
+    def line(arm, seed, solved):
+        return {"arm": arm, "seed": seed, "error": None, "right": "1" * solved + "0" * (512 - solved)}
+
+    reference = [line("exact", seed, 450 + seed % 3) for seed in range(20)]
+    lines = [line("C", seed, 450 + seed % 3 + (10, -14)[seed % 2]) for seed in range(20)]
+    lines += [line(arm, seed, 400) for arm in ("P8", "P", "P+", "C8", "C+", "C+w", "G") for seed in range(20)]
+    one = report.goal(lines + [line(BEST, seed, 300) for seed in range(20)], reference)
+    two = report.goal(lines + [line(BEST, seed, 450 + (5, -19)[seed % 2]) for seed in range(20)], reference)
+    p = {text: float(text.split("`C`: p ")[1].split(",")[0].rstrip(".\n")) for text in (one, two)}
+    assert "best" not in one
+    assert "`best`: p " in two
+    assert 1e-4 < p[two] == pytest.approx(2 * p[one], rel=0.05)
 
 
 def test_collapses_are_counted_and_compared_as_registered():
