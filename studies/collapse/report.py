@@ -154,6 +154,13 @@ def searched() -> str:
     return f"{markdown_table(['arm', *map(str, RATES)], rows)}\n`{BEST}` is {arm} at {rate}.\n"
 
 
+def contrasts(lines: Lines) -> str:
+    """What the first arm of each registered test solves minus the second, without a test."""
+    by = {arm: [line for line in lines if line["arm"] == arm] for arm in FAST}
+    rows = [[what, few, many, gain(by[few], by[many])] for what, few, many in TESTS]
+    return markdown_table(["suspect", "arm", "compared with", "in points [95%]"], rows)
+
+
 def goal(lines: Lines, reference: Lines) -> str:
     """Which arms with at most one collapsed run are not worse than exact rollouts."""
     by = {arm: [line for line in lines if line["arm"] == arm] for arm in (*FAST, BEST)}
@@ -185,6 +192,8 @@ def parts() -> dict[Path, str]:
             text += f"\n### {title}\n\n{table(lines[stage], reference)}"
         if stage == "test" and "test" in complete:
             text += f"\n{verdicts(lines[stage])}"
+        if stage in ("tokens", "seconds") and stage in complete:
+            text += f"\n{contrasts(lines[stage])}"
         if stage == "tokens" and {"reference", "tokens", "goal"} <= complete:
             text += f"\n{goal(lines[stage], reference)}"
     if "rates" in complete:
