@@ -199,9 +199,7 @@ class DiffuGRPOConfig(GRPOConfig):
     antithetic: bool = setting(False, "elbo: draws in pairs of opposite masks, which together hide every token.")
     stratified: bool = setting(False, "elbo: draw one time from each of equal parts of [0, 1).")
     segments: OptionalCount = setting(None, "segments: number of segments of a canvas's steps; one per step if unset.")
-    segment_steps: OptionalCount = setting(
-        None, "replay: merge this number of steps into one. With fast samplers RL can collapse unless it is 1."
-    )
+    segment_steps: OptionalCount = setting(None, "replay: merge this number of steps into one; 1 suits fast samplers.")
     draw_steps: str = setting("uniform", f"replay with num_views: how steps are chosen: {', '.join(DRAW_STEPS)}.")
     mean_step: bool = setting(False, "replay with num_views: estimate the mean over steps instead of their sum.")
     split_views: bool = setting(False, "Divide a rollout's views among its num_iterations updates.")

@@ -13,7 +13,7 @@ from scipy import stats
 from d1.show.curves import WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
-from studies.collapse.run import ARMS, BEST, DATA, FAST, RATES, STAGES, mean_accuracy, runs, setting_of
+from studies.collapse.run import ARMS, BEST, DATA, RATES, STAGES, mean_accuracy, runs, setting_of
 from studies.collapse.untrained import SAMPLERS, models
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
@@ -113,15 +113,18 @@ def figure(lines: Lines, path: Path = FIGURE) -> None:
     save_figure(drawn, path)
 
 
+def by_arm(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
+    """The lines of each arm that has some."""
+    found = {arm: [line for line in lines if line["arm"] == arm] for arm in (*ARMS, BEST)}
+    return {arm: own for arm, own in found.items() if own}
+
+
 def table(lines: Lines, reference: Lines) -> str:
     """Accuracy, collapses and costs per arm; differences to exact rollouts are paired by seed and problem."""
     head = ["arm", "seeds", "solved, % [95%]", "minus exact [95%]", "collapsed [95%]", "updates", "tokens, M"]
     head += ["processor s", "seconds of the clock"]
     rows = []
-    for arm in (*ARMS, BEST):
-        own = [line for line in (*lines, *reference) if line["arm"] == arm]
-        if not own:
-            continue
+    for arm, own in by_arm((*lines, *reference)).items():
         gap = gain(own, reference) if arm != "exact" else ""
         bad = sum(map(collapsed, own))
         numbers = [fmean(line[name] for line in own) for name in ("steps", "compute", "processor_seconds", "seconds")]
@@ -133,7 +136,7 @@ def table(lines: Lines, reference: Lines) -> str:
 
 def verdicts(lines: Lines) -> str:
     """The registered tests, given once all runs are there, and what the first arm solves minus the second."""
-    by = {arm: [line for line in lines if line["arm"] == arm] for arm in STAGES["test"].arms}
+    by = by_arm(lines)
     bad = {arm: sum(map(collapsed, own)) for arm, own in by.items()}
     p_values = [
         stats.fisher_exact([[bad[few], 20 - bad[few]], [bad[many], 20 - bad[many]]], alternative="less").pvalue
@@ -149,21 +152,23 @@ def verdicts(lines: Lines) -> str:
 
 def searched() -> str:
     """What each arm solves with each rate, in percent of the validation problems, and which one is `best`."""
-    rows = [[arm, *(f"{100 * mean_accuracy(arm, rate):.1f}" for rate in RATES)] for arm in STAGES["rates"].arms]
+    lines = read_lines(DATA / "rates.jsonl")
+    arms = STAGES["rates"].arms
+    rows = [[arm, *(f"{100 * mean_accuracy(arm, rate, lines):.1f}" for rate in RATES)] for arm in arms]
     arm, rate = setting_of("goal", {"arm": BEST})
     return f"{markdown_table(['arm', *map(str, RATES)], rows)}\n`{BEST}` is {arm} at {rate}.\n"
 
 
 def contrasts(lines: Lines) -> str:
     """What the first arm of each registered test solves minus the second, without a test."""
-    by = {arm: [line for line in lines if line["arm"] == arm] for arm in FAST}
+    by = by_arm(lines)
     rows = [[what, few, many, gain(by[few], by[many])] for what, few, many in TESTS]
     return markdown_table(["suspect", "arm", "compared with", "in points [95%]"], rows)
 
 
 def goal(lines: Lines, reference: Lines) -> str:
     """Which arms with at most one collapsed run are not worse than exact rollouts."""
-    by = {arm: [line for line in lines if line["arm"] == arm] for arm in (*FAST, BEST)}
+    by = by_arm(lines)
     able = [arm for arm, own in by.items() if sum(map(collapsed, own)) <= 1]
     p_values = [p_above(scores(by[arm]) - scores(reference), -MARGIN) for arm in able]
     each = zip(able, holm([1.0 if p is None else p for p in p_values]), strict=True)
@@ -190,10 +195,8 @@ def parts() -> dict[Path, str]:
     for stage, title in titles.items():
         if lines[stage]:
             text += f"\n### {title}\n\n{table(lines[stage], reference)}"
-        if stage == "test" and "test" in complete:
-            text += f"\n{verdicts(lines[stage])}"
-        if stage in ("tokens", "seconds") and stage in complete:
-            text += f"\n{contrasts(lines[stage])}"
+        if stage in complete:
+            text += f"\n{(verdicts if stage == 'test' else contrasts)(lines[stage])}"
         if stage == "tokens" and {"reference", "tokens", "goal"} <= complete:
             text += f"\n{goal(lines[stage], reference)}"
     if "rates" in complete:

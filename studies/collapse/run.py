@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -117,23 +118,23 @@ def tokens_for(seconds: float, arm: str) -> int:
     return round(seconds * sum(line["compute"] for line in own) / sum(line["processor_seconds"] for line in own))
 
 
-def chosen_rate(arm: str) -> float:
-    """The rate that the stage `rates` found for an arm; ValueError if a run of it is missing."""
-    own = (line for line in read_lines(DATA / "rates.jsonl") if line["arm"] == arm)
+def chosen_rate(arm: str, search: Sequence[Run]) -> float:
+    """The best rate of an arm in the lines of the stage `rates`; ValueError if a run of it is missing."""
+    own = (line for line in search if line["arm"] == arm)
     return best_rate(own, RATES, len(STAGES["rates"].seeds), f"{arm}, stage rates,")
 
 
-def mean_accuracy(arm: str, rate: float) -> float:
-    """Of the stage `rates`."""
-    lines = read_lines(DATA / "rates.jsonl")
-    return fmean(accuracy(line["right"]) for line in lines if (line["arm"], line["rate"]) == (arm, rate))
+def mean_accuracy(arm: str, rate: float, search: Sequence[Run]) -> float:
+    return fmean(accuracy(line["right"]) for line in search if (line["arm"], line["rate"]) == (arm, rate))
 
 
 def setting_of(stage: str, run: Run) -> tuple[str, float]:
     """The arm and the rate that a run trains; ValueError if they come from the stage `rates` and a run is missing."""
-    if run["arm"] == BEST:
-        return max(((arm, chosen_rate(arm)) for arm in SINGLE), key=lambda setting: mean_accuracy(*setting))
-    return run["arm"], chosen_rate(run["arm"]) if stage == "seconds" else run.get("rate", RATE)
+    if stage not in ("goal", "seconds"):
+        return run["arm"], run.get("rate", RATE)
+    search = read_lines(DATA / "rates.jsonl")
+    rates = {arm: chosen_rate(arm, search) for arm in (SINGLE if run["arm"] == BEST else [run["arm"]])}
+    return max(rates.items(), key=lambda setting: mean_accuracy(setting[0], setting[1], search))
 
 
 def trained(stage: str, run: Run, start: Path, folder: Path, quick: bool) -> dict[str, Any]:
