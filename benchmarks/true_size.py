@@ -7,6 +7,8 @@ files, size of its vocabulary), then runs the stages' own commands on it, each i
 LoRA SFT, RL from that adapter (one rollout, two updates), an evaluation of two problems, and the export of the adapter.
 For each stage it prints the peak memory, the estimate of `d1 fit` for it, seconds, and the size of what it saved.
 Finished parts are not run again. With `--load_in_4bit`, SFT and RL train on NF4 weights (QLoRA), and nothing else runs.
+With `--d1`, on a GPU of 80 GB, the settings are d1's: SFT of rows of 4,096 tokens, RL from the base on 200 + 256 tokens
+with mu 12, of which 12 instead of 96 completions a step (4-bit weights: RL alone), evaluation of 512 tokens.
 A model whose weights exceed the machine's memory is only built on the meta device, for `d1 fit`; `--layers 8` runs all
 stages on its first eight layers.
 """
@@ -115,13 +117,15 @@ def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator)
     """A bf16 weight as at the start of training: ones for norms, else small numbers."""
     if "norm" in name or "ln_f" in name:
         return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+    drawn = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return drawn.normal_(0, 0.02, generator=generator).cpu()
 
 
 def write_weights(folder: Path, files: int, todo: list[tuple[str, tuple[int, ...]]]) -> None:
     """Write random weights of these names and shapes, in `files` files of about the same size, and their index."""
     total = sum(torch.Size(shape).numel() for _, shape in todo)
-    generator, done, parts = torch.Generator().manual_seed(0), 0, [dict[str, tuple[int, ...]]() for _ in range(files)]
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
+    done, parts = 0, [dict[str, tuple[int, ...]]() for _ in range(files)]
     for name, shape in todo:
         parts[min(done * files // total, files - 1)][name] = shape
         done += torch.Size(shape).numel()
@@ -218,33 +222,68 @@ def commands(checkpoint: Path, folder: Path, block: int, kind: str, in_4bit: boo
     return {"sft": [*stages["sft"], "--load_in_4bit"], "rl": [*rl, "--load_in_4bit", "true"]}
 
 
-def peak_of(command: list[str], log: Path) -> tuple[float, float]:
-    """Run `python -m d1 ...`; its peak resident memory in GB and its seconds. RuntimeError, with its last lines, if it
-    fails."""
+def d1_commands(checkpoint: Path, folder: Path, in_4bit: bool) -> dict[str, list[str]]:
+    """Stage -> its command with d1's settings for one GPU. Prompts of RL are cut to 200 tokens, and rows of SFT are
+    filled up to 4,096."""
+    rl = ["--report_to", "none", "--max_steps", "12", "--num_iterations", "12", "--gradient_accumulation_steps", "2"]
+    stages = {
+        "sft": [
+            *("sft", "--model_name", str(checkpoint), "--train_data", str(ROOT / "dataset/sudoku_sft.jsonl")),
+            *("--output_dir", str(folder), "--job_name", "sft", "--debugging", "--max_steps", "3"),
+            *("--max_length", "4096", "--eos_padding", "4096", "--test_split", "0", "--logging_steps", "1"),
+        ],
+        "rl": [
+            *("rl", "--config", str(ROOT / "diffu-grpo/slurm_scripts/train.yaml"), "--model_path", str(checkpoint)),
+            *("--dataset", "countdown", "--data_file", str(ROOT / "dataset/countdown_train.jsonl")),
+            *("--output_dir", str(folder / "rl"), "--load_in_4bit", str(in_4bit).lower(), "--temperature", "0.9", *rl),
+        ],
+        "eval": [
+            *("eval", "--model_path", str(checkpoint), "--dataset", "countdown", "--gen_length", "512"),
+            *("--data_file", str(ROOT / "dataset/countdown_test.jsonl"), "--block_length", "32", "--limit", "8"),
+            *("--batch_size", "8", "--output_dir", str(folder / "eval")),
+        ],
+    }
+    return {"rl": stages["rl"]} if in_4bit else stages
+
+
+# Runs `d1`, then prints the bytes that PyTorch's allocator held at most.
+ON_GPU = """
+import atexit, runpy, torch
+atexit.register(lambda: print("peak bytes", torch.cuda.max_memory_allocated()))
+runpy.run_module("d1", run_name="__main__", alter_sys=True)
+"""
+
+
+def peak_of(command: list[str], log: Path, on_gpu: bool) -> tuple[float, float]:
+    """Run `python -m d1 ...`; its peak memory in GB, resident or of the GPU, and its seconds. RuntimeError, with its
+    last lines, if it fails."""
     started = time.perf_counter()
-    settings = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true"}
+    settings = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"} | ({} if on_gpu else {"ACCELERATE_USE_CPU": "true"})
+    words = [sys.executable, *(["-c", ON_GPU] if on_gpu else ["-m", "d1"]), *command]
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "d1", *command], cwd=ROOT, env=os.environ | settings, stdout=file, stderr=file
-        )
+        process = subprocess.Popen(words, cwd=ROOT, env=os.environ | settings, stdout=file, stderr=file)
         _, status, used = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"d1 {' '.join(command)} failed: {log.read_text()[-2000:]}")
-    return used.ru_maxrss * 1024 / 1e9, time.perf_counter() - started
+    held = re.findall(r"^peak bytes (\d+)$", log.read_text(), re.MULTILINE) if on_gpu else [used.ru_maxrss * 1024]
+    return int(held[-1]) / 1e9, time.perf_counter() - started
 
 
 SHAPES = {"sft": ("1", "256"), "rl": ("2", "192"), "eval": ("2", "192")}  # rows and tokens of a batch
 
 
-def estimate(checkpoint: Path, stage: str, in_4bit: bool) -> float | None:
-    """GB that `d1 fit` computes for a command of `commands`, without those of CUDA; None if it knows no such stage."""
+def estimate(checkpoint: Path, stage: str, args: argparse.Namespace) -> float | None:
+    """GB that `d1 fit` computes for a stage's command, without those of CUDA; None if it knows no such stage."""
     if stage not in SHAPES:
         return None
     shape = SHAPES[stage]
-    words = ["fit", "--model_path", str(checkpoint), "--stage", stage, "--batch", shape[0], "--length", shape[1]]
+    words = ["fit", "--model_path", str(checkpoint), "--stage", stage]
+    words += [] if args.d1 else ["--batch", shape[0], "--length", shape[1]]
     if stage != "eval":
-        words += ["--load_in_4bit" if in_4bit else "--no-load_in_4bit"]
-    if stage == "rl":
+        words += ["--load_in_4bit" if args.load_in_4bit else "--no-load_in_4bit"]
+    if stage == "rl" and args.d1:
+        words += ["--steps_per_generation", "2"]
+    elif stage == "rl":
         words += ["--lora_targets", "attention", "--max_completion_length", "32"]
         words += ["--steps_per_generation", "1", "--block_length", "8", "--diffusion_steps", "16"]
     done = subprocess.run([sys.executable, "-m", "d1", *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -252,12 +291,15 @@ def estimate(checkpoint: Path, stage: str, in_4bit: bool) -> float | None:
     return float(numbers["total"]) - float(numbers["CUDA"])
 
 
-def seconds_per_pass(folder: Path) -> float | None:
-    """Of RL's rollout, from its log: a pass over both rows."""
+def speeds(folder: Path) -> dict[str, float]:
+    """Of RL, from its log: seconds of a pass over the rollout's rows, and of the last step, an update alone."""
     log = folder / "metrics.jsonl"
-    last = json.loads(log.read_text().splitlines()[-1]) if log.is_file() else {}
-    passes = last.get("sampling/forward_passes")
-    return last["seconds/rollout"] / passes if passes else None
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    steps = [line for line in lines if "step_time" in line]
+    if not steps:
+        return {}
+    per_pass = steps[0]["seconds/rollout"] / steps[0]["sampling/forward_passes"]
+    return {"seconds/pass": per_pass, "seconds/update": steps[-1]["step_time"]}
 
 
 def size_of(folder: Path) -> float:
@@ -267,25 +309,31 @@ def size_of(folder: Path) -> float:
 
 def run_stages(args: argparse.Namespace, checkpoint: Path) -> dict[str, dict[str, float | None]]:
     """Stage -> what was measured; also kept in `results.json`."""
-    folder = checkpoint.with_name("4bit") if args.load_in_4bit else checkpoint.parent
+    name = "-".join(["d1"] * args.d1 + ["4bit"] * args.load_in_4bit)
+    folder = checkpoint.with_name(name) if name else checkpoint.parent
     folder.mkdir(exist_ok=True)
     results = folder / "results.json"
     config, _ = native_config(str(checkpoint))
     block = getattr(config, "block_size", None) or 8
     found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
     todo = commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"], args.load_in_4bit)
+    if args.d1:
+        todo = d1_commands(checkpoint, folder, args.load_in_4bit)
     for stage, command in tqdm(todo.items(), desc="stages"):
         if stage in found:
             continue
         shutil.rmtree(folder / stage, ignore_errors=True)  # of an attempt that was stopped
-        peak, seconds = peak_of(command, folder / f"{stage}.log")
-        found[stage] = {"peak GB": peak, "d1 fit": estimate(checkpoint, stage, args.load_in_4bit), "seconds": seconds}
-        found[stage] |= {"seconds/pass": seconds_per_pass(folder / stage), "saved GB": size_of(folder / stage)}
+        peak, seconds = peak_of(command, folder / f"{stage}.log", on_gpu=args.d1)
+        found[stage] = {"peak GB": peak, "d1 fit": estimate(checkpoint, stage, args), "seconds": seconds}
+        found[stage] |= {"seconds/pass": None, "seconds/update": None} | speeds(folder / stage)
+        found[stage]["saved GB"] = size_of(folder / stage)
         results.write_text(json.dumps(found, indent=2))
     return found
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.d1 and not torch.cuda.is_available():
+        raise ValueError("--d1 needs a GPU: leave it out")
     checkpoint = args.output_dir / (f"{args.model}-{args.layers}" if args.layers else args.model) / "checkpoint"
     config = RELEASED[args.model][0]
     if args.layers:
@@ -296,7 +344,7 @@ def main(args: argparse.Namespace) -> None:
     if size < psutil.virtual_memory().total:
         found = run_stages(args, checkpoint)
     else:
-        found = {stage: {"d1 fit": estimate(checkpoint, stage, args.load_in_4bit)} for stage in SHAPES}
+        found = {stage: {"d1 fit": estimate(checkpoint, stage, args)} for stage in SHAPES}
     rows = [
         [stage, *("" if value is None else f"{value:.2f}" for value in numbers.values())]
         for stage, numbers in found.items()
@@ -312,6 +360,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/true_size"))
     parser.add_argument("--layers", type=int, help="keep only the first layers, for a model that exceeds the memory")
     parser.add_argument("--load_in_4bit", action="store_true", help="train on NF4 weights: SFT and RL alone")
+    parser.add_argument("--d1", action="store_true", help="with d1's settings, on one GPU of 80 GB")
     parser.add_argument("--vocabulary", type=Path, help="dream-7b, sdar-1.7b: folder of vocab.json and merges.txt")
     return parser
 

@@ -474,7 +474,7 @@ def score_batch(
 ) -> Scores:
     """`score` of a batch, `size` rows at a time (default: all), by a model with its wrappers for training."""
     rows, gen_length = batch["canvas_ids"].shape
-    parts = []
+    padded, parts = bool(batch["padded"].any()) if "padded" in batch else None, []
     for start in range(0, rows, size or rows):
         some = slice(start, start + (size or rows))
         compute = partial(
@@ -485,6 +485,7 @@ def score_batch(
             views=views.each(itemgetter(some)),
             gen_length=gen_length,
             with_entropies=with_entropies,
+            padded=padded,
             **options,
         )
         parts.append(run_inside(model, compute))

@@ -209,6 +209,7 @@ def score(
     distribution: Distribution = OWN,
     blocks: CanvasBlocks | None = None,
     sampling: SamplingSettings | None = None,
+    padded: bool | None = None,
 ) -> Scores:
     """Log-probabilities of completions: the weighted sum over views.
 
@@ -224,6 +225,8 @@ def score(
         distribution: the distribution, made from the model's logits, whose log-probabilities are returned.
         blocks: with a causal context, those of the sampler; None: as it samples by default.
         sampling: how the completions were sampled, for views with rivals; `distribution` is then `sampling.drawn`.
+        padded: give attention a mask. A GPU's kernels with and without one differ by rounding, so rows that are scored
+            in several batches need the same choice; it must be true if there is padding. None: if there is padding.
 
     Raises:
         ValueError: the model was not prepared, or shapes do not match.
@@ -238,7 +241,8 @@ def score(
     rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id or 0)
     clean = torch.cat([prompt_ids, completion_ids, rest], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
-    padded = padding_mask(visible) is not None  # even a mask that hides nothing excludes the fastest attention kernels
+    if padded is None:  # even a mask that hides nothing excludes the fastest attention kernels
+        padded = padding_mask(visible) is not None
 
     # The passes are planned on the host's copy: a boolean index on the device would wait for the device in every pass.
     scored, rivals = views.weights.ne(0).cpu(), None if views.rivals is None else views.rivals.cpu()

@@ -61,7 +61,8 @@ SFT = {
     "d1/runs/trainer.py RunTrainer.require_finite": (1, "batch"),  # a loss that is not finite ends the run
     "d1/sft/trainer.py dLLMTrainer.log": (1, "log"),
 }
-RL = {**SAMPLING, **SCORING} | {
+RL = {**SAMPLING, **{place: times for place, times in SCORING.items() if "padding_mask" not in place}} | {
+    "d1/rl/batch.py score_batch": (1, "scoring of whole batches"),  # is there padding in the rollout?
     "d1/rl/trainer.py DiffuGRPOTrainer.total_compute": (1, "log"),
     "d1/rl/batch.py record_and_costs": (1, "rollout"),  # passes, for the log
     "d1/rl/batch.py completion_ids_of": (1, "rollout"),
@@ -337,16 +338,17 @@ def test_sft(block, trained, tiny_model_dir, tiny_block_dir, tmp_path):
     assert trained(SFT, make) == expected(SFT, {"log": 2, "batch": 4})
 
 
-@pytest.mark.parametrize(("method", "scorings"), [("d1", 2 * 8 + 6), ("stable-drl", 2 * 4 + 2 + 6)])
-def test_rl(method, scorings, trained, tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(("method", "at_first", "later"), [("d1", 4, 6), ("stable-drl", 2, 2 + 6)])
+def test_rl(method, at_first, later, trained, tiny_model_dir, tmp_path):
     """Two rollouts of two batches: both updates on the first, one step each, and the first update on the second.
 
-    Scorings: of each rollout's batches old and, with d1, reference log-probs under the views of both updates, then each
-    batch's own and, with StableDRL, those with which all rows are compared before each later update.
+    Scorings: of each rollout's two batches old and, with d1, reference log-probs under the views of both updates, then
+    each batch's own and, with StableDRL, those with which all rows are compared before each later update.
     """
     base = (SETTINGS if method == "d1" else method_settings(method)) | TWO_BATCHES_A_STEP | OPTIMIZER
     make = partial(make_trainer, tiny_model_dir, base=base, save_strategy="no")
     waits = trained(RL, lambda name: make(tmp_path / name))
-    counts = {"rollout": 2, "block": 2, "log": 4, "batch": 6, "batch of a first update": 4, "scoring": scorings}
+    counts = {"rollout": 2, "block": 2, "log": 4, "batch": 6, "batch of a first update": 4}
+    counts |= {"scoring": 2 * 2 * at_first + later, "scoring of whole batches": 2 * at_first + later}
     counts |= {"column": 2 * 8, "batch with a loss of ours": 0 if method == "d1" else 6}
     assert waits == expected(RL, counts)

@@ -38,6 +38,26 @@ def test_accumulation_changes_neither_rollouts_nor_updates(tiny_model_dir, tmp_p
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize(("prompts", "masked"), [(4, True), (1, False)])
+def test_all_scorings_of_a_rollout_have_a_mask_or_none_has(tiny_model_dir, tmp_path, prompts, masked):
+    """A GPU's kernels with and without a mask differ by rounding, and the first ratio would not be 1. Before TRL mixes
+    the rows, a batch is the completions of one prompt: those of the longest have no padding."""
+    split = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 2}
+    trainer = make_trainer(tiny_model_dir, tmp_path, num_generations=4 * 4 // prompts, **split)
+    given, score = [], trainer.scores
+
+    def note(_, args, kwargs):
+        given.append(kwargs.get("attention_mask") is not None)
+
+    def scores(*args, **kwargs):
+        with trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True, prepend=True):
+            return score(*args, **kwargs)
+
+    trainer.scores = scores
+    trainer.train()
+    assert given == [masked] * 2 * (4 + 4)  # old and new log-probs, for both updates
+
+
 @pytest.mark.parametrize(("accumulation", "per_generation", "mu"), COMBINATIONS)
 def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumulation, per_generation, mu):
     def keys(split, refill=0):
