@@ -52,6 +52,12 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs, except from `-m gpu`: tests compare with numbers of a CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> None:
     """Leaves imported libraries out of later collections: Accelerate collects at the start of each run, and the objects
