@@ -7,8 +7,8 @@ files, size of its vocabulary), then runs the stages' own commands on it, each i
 LoRA SFT, RL from that adapter (one rollout, two updates), an evaluation of two problems, and the export of the adapter.
 For each stage it prints the peak memory, the estimate of `d1 fit` for it, seconds, and the size of what it saved.
 Finished parts are not run again. With `--load_in_4bit`, SFT and RL train on NF4 weights (QLoRA), and nothing else runs.
-With `--d1`, on a GPU of 80 GB, the settings are d1's: SFT of rows of 4,096 tokens, RL from the base on 200 + 256 tokens
-with mu 12, of which 12 instead of 96 completions a step (4-bit weights: RL alone), evaluation of 512 tokens.
+With `--d1`, on a GPU of 80 GB, the settings are d1's: SFT of rows of 4,096 tokens, RL from the base with mu 12 and
+canvases of 256 tokens, but 12 instead of 96 completions per step (4-bit weights: RL alone), evaluation of 512 tokens.
 A model whose weights exceed the machine's memory is only built on the meta device, for `d1 fit`; `--layers 8` runs all
 stages on its first eight layers.
 """
@@ -223,8 +223,8 @@ def commands(checkpoint: Path, folder: Path, block: int, kind: str, in_4bit: boo
 
 
 def d1_commands(checkpoint: Path, folder: Path, in_4bit: bool) -> dict[str, list[str]]:
-    """Stage -> its command with d1's settings for one GPU. Prompts of RL are cut to 200 tokens, and rows of SFT are
-    filled up to 4,096."""
+    """Stage -> its command with d1's settings for one GPU. Rows of SFT are filled up to 4,096 tokens; prompts of RL
+    have about 156 here, of at most 200."""
     rl = ["--report_to", "none", "--max_steps", "12", "--num_iterations", "12", "--gradient_accumulation_steps", "2"]
     stages = {
         "sft": [
@@ -282,7 +282,7 @@ def estimate(checkpoint: Path, stage: str, args: argparse.Namespace) -> float | 
     if stage != "eval":
         words += ["--load_in_4bit" if args.load_in_4bit else "--no-load_in_4bit"]
     if stage == "rl" and args.d1:
-        words += ["--steps_per_generation", "2"]
+        words += ["--steps_per_generation", "2", "--length", "412"]
     elif stage == "rl":
         words += ["--lora_targets", "attention", "--max_completion_length", "32"]
         words += ["--steps_per_generation", "1", "--block_length", "8", "--diffusion_steps", "16"]
