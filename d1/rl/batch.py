@@ -474,7 +474,8 @@ def score_batch(
 ) -> Scores:
     """`score` of a batch, `size` rows at a time (default: all), by a model with its wrappers for training."""
     rows, gen_length = batch["canvas_ids"].shape
-    padded, parts = bool(batch["padded"].any()) if "padded" in batch else None, []
+    padded = bool(batch["padded"].any()) if "padded" in batch else None
+    parts = []
     for start in range(0, rows, size or rows):
         some = slice(start, start + (size or rows))
         compute = partial(
