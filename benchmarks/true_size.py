@@ -225,25 +225,25 @@ def commands(checkpoint: Path, folder: Path, block: int, kind: str, in_4bit: boo
 def d1_commands(checkpoint: Path, folder: Path, in_4bit: bool) -> dict[str, list[str]]:
     """Stage -> its command with d1's settings for one GPU. Rows of SFT are filled up to 4,096 tokens; prompts of RL
     have about 156 here, of at most 200."""
-    rl = ["--report_to", "none", "--max_steps", "12", "--num_iterations", "12", "--gradient_accumulation_steps", "2"]
-    stages = {
-        "sft": [
-            *("sft", "--model_name", str(checkpoint), "--train_data", str(ROOT / "dataset/sudoku_sft.jsonl")),
-            *("--output_dir", str(folder), "--job_name", "sft", "--debugging", "--max_steps", "3"),
-            *("--max_length", "4096", "--eos_padding", "4096", "--test_split", "0", "--logging_steps", "1"),
-        ],
-        "rl": [
-            *("rl", "--config", str(ROOT / "diffu-grpo/slurm_scripts/train.yaml"), "--model_path", str(checkpoint)),
-            *("--dataset", "countdown", "--data_file", str(ROOT / "dataset/countdown_train.jsonl")),
-            *("--output_dir", str(folder / "rl"), "--load_in_4bit", str(in_4bit).lower(), "--temperature", "0.9", *rl),
-        ],
-        "eval": [
-            *("eval", "--model_path", str(checkpoint), "--dataset", "countdown", "--gen_length", "512"),
-            *("--data_file", str(ROOT / "dataset/countdown_test.jsonl"), "--block_length", "32", "--limit", "8"),
-            *("--batch_size", "8", "--output_dir", str(folder / "eval")),
-        ],
-    }
-    return {"rl": stages["rl"]} if in_4bit else stages
+    rl = [
+        *("rl", "--config", str(ROOT / "diffu-grpo/slurm_scripts/train.yaml"), "--model_path", str(checkpoint)),
+        *("--dataset", "countdown", "--data_file", str(ROOT / "dataset/countdown_train.jsonl"), "--report_to", "none"),
+        *("--output_dir", str(folder / "rl"), "--load_in_4bit", str(in_4bit).lower(), "--temperature", "0.9"),
+        *("--max_steps", "12", "--num_iterations", "12", "--gradient_accumulation_steps", "2"),
+    ]
+    if in_4bit:
+        return {"rl": rl}
+    sft = [
+        *("sft", "--model_name", str(checkpoint), "--train_data", str(ROOT / "dataset/sudoku_sft.jsonl")),
+        *("--output_dir", str(folder), "--job_name", "sft", "--debugging", "--max_steps", "3"),
+        *("--max_length", "4096", "--eos_padding", "4096", "--test_split", "0"),
+    ]
+    evaluation = [
+        *("eval", "--model_path", str(checkpoint), "--dataset", "countdown", "--gen_length", "512", "--limit", "8"),
+        *("--data_file", str(ROOT / "dataset/countdown_test.jsonl"), "--block_length", "32", "--batch_size", "8"),
+        *("--output_dir", str(folder / "eval")),
+    ]
+    return {"sft": sft, "rl": rl, "eval": evaluation}
 
 
 # Runs `d1`, then prints the bytes that PyTorch's allocator held at most.
@@ -313,12 +313,12 @@ def run_stages(args: argparse.Namespace, checkpoint: Path) -> dict[str, dict[str
     folder = checkpoint.with_name(name) if name else checkpoint.parent
     folder.mkdir(exist_ok=True)
     results = folder / "results.json"
-    config, _ = native_config(str(checkpoint))
-    block = getattr(config, "block_size", None) or 8
     found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
-    todo = commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"], args.load_in_4bit)
     if args.d1:
         todo = d1_commands(checkpoint, folder, args.load_in_4bit)
+    else:
+        block = getattr(native_config(str(checkpoint))[0], "block_size", None) or 8
+        todo = commands(checkpoint, folder, block, RELEASED[args.model][0]["model_type"], args.load_in_4bit)
     for stage, command in tqdm(todo.items(), desc="stages"):
         if stage in found:
             continue

@@ -138,7 +138,7 @@ def load_model(
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
     options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
     if quantization is not None or (device is not None and torch.device(device).type != "cpu"):
-        options["device_map"] = {"": device or "cpu"}  # where it is not given, quantised weights go to a GPU
+        options["device_map"] = {"": device or "cpu"}  # by default, quantised weights go to a GPU
     if quantization is not None:
         if quantization != "nf4":
             raise ValueError(f"quantization {quantization!r} is unknown: only 'nf4' is supported")

@@ -606,7 +606,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        # Micro-batches mix the rows of the rollout anew, and all shall run the same kernel.
+        # TRL shuffles the rows before it splits them into micro-batches; all scorings of a row need the same kernel.
         batch["padded"] = batch["prompt_mask"].eq(0).any().repeat(len(batch["prompt_mask"]))
         # Equal views have equal scores.
         only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)

@@ -69,13 +69,13 @@ def test_grouped_experts_in_bf16(kind_dirs, kind_):
 def test_flex_attention_trains(tmp_path, checkpointing):
     folder = write_transformers(tmp_path / "qwen3", "qwen3", {"head_dim": 16})  # the kernel needs 16 or more
 
-    def run(kernel: str) -> dict[str, Tensor]:
+    def trained(kernel: str) -> dict[str, Tensor]:
         model = load_model(folder, device="cuda", attn_implementation=kernel).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         return logits_and_gradients(model)
 
-    check(run("flex_attention"), run("sdpa"), 1e-4)
+    check(trained("flex_attention"), trained("sdpa"), 1e-4)
 
 
 def test_nf4_weights_compute_what_they_do_on_a_cpu(tmp_path, llada_writer):
