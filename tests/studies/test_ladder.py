@@ -166,8 +166,8 @@ def test_slopes_are_those_of_least_squares_per_base_and_seed():
     mean, _, _ = report.interactions(found, OCTAVES)["tracerl"]
     low, high = ttest_1samp(expected.mean(0), 0).confidence_interval()
     assert mean.value == pytest.approx(expected.mean())
-    assert mean.low <= low  # problems have a part, too
-    assert mean.high >= high
+    assert mean.low <= low + 1e-9  # problems have a part, too
+    assert mean.high >= high - 1e-9
 
 
 def test_known_slopes_are_found_and_equal_rows_are_seldom_separated():
@@ -195,7 +195,8 @@ def test_results_wait_for_all_runs_and_then_have_gains_slopes_order_and_a_figure
     lines = lines_of(np.random.default_rng(2), lambda row, _: 0.3 + 0.6 * (row == "rldf"))
     text = report.results(lines, OCTAVES)
     assert "Gains that are above 0 at all sizes and with both bases: rldf.\n" in text
-    assert report.results(lines[:-1], []) == "179 of 180 planned runs are done. Gains wait for all of them.\n"
+    done = f"{len(lines) - 1} of {len(lines)} planned runs are done"
+    assert report.results(lines[:-1], []) == f"{done}. Gains wait for all of them.\n"
     report.figure(lines, {64: 220_000, 120: 770_000, 240: 3_000_000}, tmp_path / "gains.svg")
     drawn = (tmp_path / "gains.svg").read_text()
     assert all(row in drawn for row in ROWS if row != "d1")
