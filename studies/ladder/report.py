@@ -97,10 +97,10 @@ def results(lines: Lines, octaves: Sequence[float]) -> str:
     head = ["row", *(f"base {base + 1}" for base in BASES), "both", "Holm's p"]
     above = ", ".join(robust(found)) or "none"
     parts = [
-        f"Gains over {REFERENCE} in points [95%]:\n\n{gain_table(found)}",
+        f"### Gains over {REFERENCE}, points [95%]\n\n{gain_table(found)}",
         f"Gains that are above 0 at all sizes and with both bases: {above}.\n",
-        f"Slopes of gains, in points per doubling of the parameters [95%]:\n\n{markdown_table(head, rows)}",
-        f"Rank correlation of the rows' accuracies between two sizes:\n\n{order_table(found)}",
+        f"### Slopes of gains, points per doubling of the parameters [95%]\n\n{markdown_table(head, rows)}",
+        f"### Order: rank correlation of the rows' accuracies between two sizes\n\n{order_table(found)}",
         f"![Gains over {REFERENCE} against the number of parameters](../../docs/{FIGURE.name})\n",
     ]
     return "\n".join(parts)
