@@ -95,6 +95,7 @@ STAGES = (
     Stage(rows=32, mixed=False, block=None, every=200, most=3000, least=0.6),
     Stage(rows=32, mixed=True, block=None, every=5, most=400, highest=0.35),
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOWEST = 0.2  # of the share that a base shows at the start
 Ended = tuple[LlamaForCausalLM, int, float, bool]  # a stage: its model, steps, share solved, and whether that is wanted
 
@@ -140,8 +141,8 @@ def pretrained(
 
     def trained(part: int, stage: Stage, weights: Mapping[str, Any], every: int, above: int = 0) -> Ended:
         """The model after a stage from these weights, judged after each `every`th step beyond step `above`."""
-        model = build_model(tokenizer, seed, width, stage.block)
-        model.load_state_dict(weights)
+        model: Any = build_model(tokenizer, seed, width, stage.block)
+        model.to(DEVICE).load_state_dict(weights)
         step, share = 0, 0.0
         for step, _ in enumerate(losses(model, part, STEPS, stage), 1):
             if step > above and step % every == 0:
@@ -151,7 +152,8 @@ def pretrained(
                     return model, step, share, True
         return model, step, share, False
 
-    model = build_model(tokenizer, seed, width, stages[0].block, initializer_range=INITIAL / width**0.5)
+    model: Any = build_model(tokenizer, seed, width, stages[0].block, initializer_range=INITIAL / width**0.5)
+    model.to(DEVICE)
     steps, rows, count = short
     deque(losses(model, 0, steps, replace(stages[0], rows=rows, most=count)), maxlen=0)
     found: dict[str, Any] = {"parameters": model.num_parameters(), "steps": [count], "solved": []}
