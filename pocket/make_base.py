@@ -110,7 +110,8 @@ def diffusion_loss(
     p = noise_level(least_noise + (1 - least_noise) * u)[:, block]
     answer = (torch.arange(length) >= prompt_tokens).expand(rows, -1)
     masked = draw_mask(answer, p, generator)
-    logits = answer_logits(model, ids, ids.masked_fill(masked, mask_token_id), prompt_tokens)
+    noised = ids.masked_fill(masked, mask_token_id).to(model.device)
+    logits = answer_logits(model, ids.to(model.device), noised, prompt_tokens).cpu()
     targets, hidden, p = (of[:, prompt_tokens:] for of in (ids, masked, p))
     answers = targets.numel()
     if causal:  # the clean text predicts the same tokens
@@ -144,8 +145,9 @@ def solve_rate(
     rows = task.load_rows("validation", data_file)
     prompts = torch.tensor(tokenizer.apply_chat_template(list(rows["prompt"]), return_dict=False))
     options: dict[str, Any] = {"gen_length": gen_length, "block_length": 8, "steps": gen_length // 2}
+    prompts = prompts.to(model.device)
     ids = generate(model.eval(), prompts, torch.ones_like(prompts), mask_token_id=tokenizer.mask_token_id, **options)
-    completions = ids[:, prompts.shape[1] :]
+    completions = ids[:, prompts.shape[1] :].cpu()
     ended = ~eos_cut(completions, [tokenizer.eos_token_id])  # what follows the first EOS is no answer
     texts = tokenizer.batch_decode(completions.masked_fill(ended, tokenizer.eos_token_id), skip_special_tokens=True)
     return sum(task.score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)) / len(texts)

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import linregress, ttest_1samp
 
 from d1.rl.train import make_parser
@@ -85,6 +86,21 @@ def test_a_stage_that_misses_its_share_is_an_error(few_problems):
     hard = [bases.replace(stage, least=0.5) for stage in TINY[:2]]  # the first is not needed
     with pytest.raises(ValueError, match=r"width 16, base 0: 0\.000 solved after 2 steps, 0\.5 to 1\.0 wanted"):
         bases.pretrained(16, 0, few_problems, hard, SHORT)
+
+
+def test_a_mixed_stage_that_ends_too_low_is_judged_again_step_by_step(few_problems, monkeypatch):
+    def made(every, *shares):
+        given = iter(shares)
+        monkeypatch.setattr(bases, "solve_rate", lambda *_: next(given))
+        stage = bases.replace(TINY[2], every=every, most=4, highest=0.35)
+        model, _, found = bases.pretrained(16, 0, few_problems, [stage], SHORT)
+        assert next(given, None) is None
+        return model.state_dict(), found
+
+    weights, found = made(2, 0.5, 0.1, 0.3)  # steps 2 and 4, then step 3 of the same steps
+    assert (found["steps"], found["solved"]) == ([2, 3], [0.3])
+    same, _ = made(3, 0.3)
+    assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
 def test_rows_differ_in_what_they_are_compared_for(tmp_path):
