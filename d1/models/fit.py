@@ -19,6 +19,7 @@ from unittest.mock import patch
 import psutil
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.helpers import disable_input_dtype_casting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -190,7 +191,9 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
-        with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
+        # On a GPU, PEFT's 4-bit layers leave their inputs as they are under autocast; its others copy them to fp32.
+        as_is = disable_input_dtype_casting(model, active=settings.load_in_4bit)
+        with LiveStorages() as storages, precision, as_is, torch.set_grad_enabled(training):
             if not has_masks(config):
                 states = canvas_step(model, ids, settings)
             elif size and training:
@@ -295,7 +298,9 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     buffers = min(trained, BUCKET) * size if settings.zero else 0
     if settings.load_in_4bit:
         frozen += sum(layer.weight.numel() for layer in quantised(model)) * (NF4_BYTES - size)
-    if settings.zero == 3 or settings.load_in_4bit:  # a gathered or dequantised weight; not of those kept in fp32
+    if settings.load_in_4bit:  # a dequantised weight
+        buffers += max(layer.weight.numel() for layer in quantised(model)) * size
+    elif settings.zero == 3:  # a gathered weight
         buffers += max(p.numel() for p in model.parameters() if p.element_size() == size) * size
     reference = 0.0
     if settings.stage in ("rl", "prefer") and settings.lora_r == 0 and settings.beta > 0:

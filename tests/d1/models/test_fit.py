@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -198,9 +199,23 @@ def test_lora_and_four_bits_for_llada_8b():
     assert lora["weights"] == 2 * PARAMETERS + 4 * LORA_QKVO
     assert (lora["gradients"], lora["optimizer"], lora["reference"]) == (4 * LORA_QKVO, 8 * LORA_QKVO, 0)
     four = resident_bytes(LLADA, FitSettings("rl", load_in_4bit=True))
+    assert four["buffers"] == 2 * 12288 * 4096  # the largest weight, dequantised
     linear = PARAMETERS - 2 * 126464 * 4096 - 4096 - 32 * 2 * 4096
     assert four["weights"] == pytest.approx(lora["weights"] - 2 * linear + linear * 4.127 / 8, rel=1e-3)
     assert resident_bytes(LLADA, FitSettings("eval"))["weights"] == 2 * PARAMETERS
+
+
+@pytest.mark.parametrize(("in_4bit", "lowest", "highest"), [(False, 0.95, 1.05), (True, 1.0, 1.2)])
+def test_rl_of_llada_8b_takes_about_what_it_did_on_a_gpu(in_4bit, lowest, highest):
+    """The peaks of one H200, of benchmarks/RESULTS.md."""
+    _, table = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("one H200 | stage |")
+    row = rf"^\| ?{'NF4' * in_4bit} \| rl \| ([\d.]+) \| ([\d.]+) \|"
+    measured, computed = map(float, re.search(row, table, re.MULTILINE).groups())
+    settings = FitSettings("rl", batch=6, length=412, lora_targets="all-linear", load_in_4bit=in_4bit)
+    constant, per_row = activation_bytes(LLADA, settings)
+    total = (sum(resident_bytes(LLADA, settings).values()) + constant + 6 * per_row) / 1e9
+    assert computed == pytest.approx(total, abs=0.02)
+    assert lowest * measured < total < highest * measured
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])
