@@ -16,7 +16,8 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.json_lines import read_lines
 from studies.ladder.bases import BASES, DATA, WIDTHS
-from studies.ladder.run import ROWS, RUNS, runs
+from studies.ladder.run import CHECKS, ROWS, RUNS, SEARCH, chosen_rate, runs, scaled_rate
+from studies.leaderboard.plan import accuracy
 from studies.reports import holm, points, scores
 
 REFERENCE, *OTHERS = ROWS
@@ -84,6 +85,24 @@ def order_table(found: Table) -> str:
     return markdown_table(["widths", *(f"base {base + 1}" for base in BASES)], rows)
 
 
+def rate_table() -> str:
+    """The rates of the test. Where a check replaced the scaled rate: by which factor, and what the two solved."""
+    searched, checked = read_lines(SEARCH), read_lines(CHECKS)
+
+    def cell(row: str, width: int) -> str:
+        scaled, rate = scaled_rate(row, width, searched), chosen_rate(row, width, searched, checked)
+        if rate == scaled:
+            return f"{rate:.1e}"
+        own = {line["factor"]: line for line in checked if (line["row"], line["width"]) == (row, width)}
+        factor = min(own, key=lambda one: abs(one * scaled - rate))
+        better, solved = (100 * accuracy(own[one]["right"]) for one in (factor, 1.0))
+        return f"{rate:.1e}, x {factor:.2g} ({better:.1f} instead of {solved:.1f})"
+
+    return markdown_table(
+        ["row", *(f"width {width}" for width in WIDTHS)], [[row, *(cell(row, w) for w in WIDTHS)] for row in ROWS]
+    )
+
+
 def results(lines: Lines, octaves: Sequence[float]) -> str:
     """The tables of gains, slopes and orders; how many runs are done, as long as some are missing."""
     found = tables(lines)
@@ -97,11 +116,12 @@ def results(lines: Lines, octaves: Sequence[float]) -> str:
     head = ["row", *(f"base {base + 1}" for base in BASES), "both", "Holm's p"]
     above = ", ".join(robust(found)) or "none"
     parts = [
+        f"![Gains over {REFERENCE} against the number of parameters](../../docs/{FIGURE.name})\n",
         f"### Gains over {REFERENCE}, points [95%]\n\n{gain_table(found)}",
         f"Gains that are above 0 at all sizes and with both bases: {above}.\n",
         f"### Slopes of gains, points per doubling of the parameters [95%]\n\n{markdown_table(head, rows)}",
         f"### Order: rank correlation of the rows' accuracies between two sizes\n\n{order_table(found)}",
-        f"![Gains over {REFERENCE} against the number of parameters](../../docs/{FIGURE.name})\n",
+        f"### Rates of the test, and what a check solved in percent if it changed one\n\n{rate_table()}",
     ]
     return "\n".join(parts)
 

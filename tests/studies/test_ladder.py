@@ -218,6 +218,15 @@ def test_results_wait_for_all_runs_and_then_have_gains_slopes_order_and_a_figure
     assert all(row in drawn for row in ROWS if row != "d1")
 
 
+def test_the_rates_of_the_page_are_those_of_the_runs():
+    cells = [line.strip("| ").split(" | ") for line in report.rate_table().splitlines()[2:]]
+    shown = {(row, width): cell for row, *of in cells for width, cell in zip(WIDTHS, of, strict=True)}
+    lines = report.read_lines(run.RUNS)
+    assert {(line["row"], line["width"]) for line in lines} == shown.keys()
+    for line in lines:
+        assert shown[line["row"], line["width"]].partition(",")[0] == f"{line['rate']:.1e}"
+
+
 def test_orders_are_compared_by_rank():
     up = {row: 0.1 * number for number, row in enumerate(ROWS)}
     cells = {(row, width, base): np.full((5, 4), up[row]) for row, width, base in product(ROWS, WIDTHS, BASES)}

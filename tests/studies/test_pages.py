@@ -13,6 +13,7 @@ import pytest
 from studies.estimators import report as estimators
 from studies.factorial import report as factorial
 from studies.json_lines import read_lines
+from studies.ladder import report as ladder
 from studies.leaderboard import report as leaderboard
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.plan import CANDIDATES, DATA, FULL, SETUPS, START, read_results
@@ -95,8 +96,10 @@ def test_the_figures_are_those_of_the_data(board, tmp_path):
     estimators.figure(tmp_path / "estimators.svg")
     factorial.figure(read_lines(factorial.DATA / "runs.jsonl"), tmp_path / "factorial.svg")
     frontier_report.figure(tmp_path / "samplers.svg")
+    sizes = {line["width"]: line["parameters"] for line in read_lines(ladder.DATA / "bases.jsonl")}
+    ladder.figure(read_lines(ladder.RUNS), sizes, tmp_path / "ladder.svg")
     drawn = sorted(tmp_path.iterdir())
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     for path in drawn:
         assert texts(path) == texts(DOCS / path.name), f"{path.name} is older than its data: make studies"
     names = [name for table in shown for name in table.places if name != START]

@@ -16,7 +16,7 @@ STUDIES = ROOT / "studies"
 TABLES = {  # page -> other pages whose tables it names
     "leaderboard": [
         *(STUDIES / "leaderboard" / f"{name}.md" for name in ("RUNS", "EXPLANATIONS", "SEARCH")),
-        STUDIES / "factorial" / "README.md",
+        *(STUDIES / name / "README.md" for name in ("factorial", "ladder")),
     ],
     "editing": [STUDIES / "editing" / "README.md"],
     "distill": [STUDIES / "distill" / "README.md"],
@@ -38,10 +38,11 @@ def test_named_numbers_and_orders_are_those_of_the_tables(name):
     assert prose.TAG.search(page.read_text())
 
 
-def test_the_reading_of_uniform_noise_has_the_numbers_of_its_tables():
-    page = STUDIES / "uniform_noise" / "README.md"
+@pytest.mark.parametrize(("study", "names"), [("uniform_noise", 8), ("ladder", 4)])
+def test_the_reading_of_a_study_has_the_numbers_of_its_tables(study, names):
+    page = STUDIES / study / "README.md"
     assert prose.check(page) == []
-    assert len(prose.TAG.findall(page.read_text())) == 8
+    assert len(prose.TAG.findall(page.read_text())) == names
 
 
 def test_every_number_and_order_of_the_leaderboard_has_a_name_and_it_starts_with_the_highest_mean():
