@@ -68,6 +68,11 @@ class FitSettings:
     def weight_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
+    @property
+    def small_adapter(self) -> bool:
+        """Whether an adapter is in `dtype`, too, with its gradients and states: TRL does so in RL on 4-bit weights."""
+        return self.load_in_4bit and self.stage == "rl"
+
 
 class LiveStorages(TorchDispatchMode):
     """Count the bytes of storages that were made and not yet freed: `live` is the current, `peak` the largest count."""
@@ -158,6 +163,9 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
         model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets), low_cpu_mem_usage=True)
         if settings.gradient_checkpointing:
             model.enable_input_require_grads()
+        if settings.small_adapter:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
     return model.train(training)
 
 
@@ -287,12 +295,12 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     Without ZeRO, trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in
     `dtype`, and an fp32 copy with the states. ZeRO stage 1 divides the states among the GPUs, stage 2 also the
     gradients, stage 3 also the weights. With 4-bit weights, SFT and preference training keep the others (embeddings,
-    head, norms) in fp32, as QLoRA does.
+    head, norms) in fp32, as QLoRA does, and RL has its adapter in `dtype` (`small_adapter`).
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
     share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
-    trained_size = size if settings.zero else 4
+    trained_size = size if settings.zero or settings.small_adapter else 4
     fixed = [p for p in model.parameters() if not (p.requires_grad and settings.stage != "eval")]
     frozen = float(sum(p.numel() * p.element_size() for p in fixed))
     buffers = min(trained, BUCKET) * size if settings.zero else 0
@@ -309,7 +317,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     return {
         "weights": (frozen + trained * trained_size) * share[3],
         "gradients": trained * trained_size * share[2] + summed,
-        "optimizer": trained * (8 if trained_size == 4 else 12) * share[1],
+        "optimizer": trained * (12 if settings.zero and trained_size < 4 else 2 * trained_size) * share[1],
         "reference": reference * share[3],
         "buffers": float(buffers),
     }

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from pocket.make_base import build_model, diffusion_loss
+from pocket.tokenizer import build_tokenizer
 from tests.commands import ROOT
 from tests.d1.conftest import write_transformers
 
@@ -76,6 +78,19 @@ def test_flex_attention_trains(tmp_path, checkpointing):
         return logits_and_gradients(model)
 
     check(trained("flex_attention"), trained("sdpa"), 1e-4)
+
+
+@pytest.mark.parametrize("blocks", [None, 8])
+def test_the_loss_and_gradients_of_a_base_are_those_of_a_cpu(blocks):
+    tokenizer = build_tokenizer("numbered_arithmetic")
+
+    def found(device: str) -> dict[str, Tensor]:
+        model: Any = build_model(tokenizer, 0, block_size=blocks)
+        loss = diffusion_loss(model.to(device), torch.cat([IDS, IDS], 1), 12, tokenizer.mask_token_id, (0, 1))
+        loss.backward()
+        return {name: weight.grad.cpu() for name, weight in model.named_parameters()} | {"loss": loss.detach()}
+
+    check(found("cuda"), found("cpu"), 1e-4)
 
 
 def test_nf4_weights_compute_what_they_do_on_a_cpu(tmp_path, llada_writer):

@@ -201,12 +201,13 @@ def test_lora_and_four_bits_for_llada_8b():
     four = resident_bytes(LLADA, FitSettings("rl", load_in_4bit=True))
     assert four["buffers"] == 2 * 12288 * 4096  # the largest weight, dequantised
     linear = PARAMETERS - 2 * 126464 * 4096 - 4096 - 32 * 2 * 4096
-    assert four["weights"] == pytest.approx(lora["weights"] - 2 * linear + linear * 4.127 / 8, rel=1e-3)
+    assert four["weights"] == pytest.approx(lora["weights"] - 2 * linear + linear * 4.127 / 8 - 2 * LORA_QKVO, rel=1e-3)
+    assert (four["gradients"], four["optimizer"]) == (2 * LORA_QKVO, 4 * LORA_QKVO)
     assert resident_bytes(LLADA, FitSettings("eval"))["weights"] == 2 * PARAMETERS
 
 
-@pytest.mark.parametrize(("in_4bit", "lowest", "highest"), [(False, 0.95, 1.05), (True, 1.0, 1.2)])
-def test_rl_of_llada_8b_takes_about_what_it_did_on_a_gpu(in_4bit, lowest, highest):
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_rl_of_llada_8b_takes_what_it_did_on_a_gpu(in_4bit):
     """The peaks of one H200, of benchmarks/RESULTS.md."""
     _, table = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("one H200 | stage |")
     row = rf"^\| ?{'NF4' * in_4bit} \| rl \| ([\d.]+) \| ([\d.]+) \|"
@@ -215,12 +216,12 @@ def test_rl_of_llada_8b_takes_about_what_it_did_on_a_gpu(in_4bit, lowest, highes
     constant, per_row = activation_bytes(LLADA, settings)
     total = (sum(resident_bytes(LLADA, settings).values()) + constant + 6 * per_row) / 1e9
     assert computed == pytest.approx(total, abs=0.02)
-    assert lowest * measured < total < highest * measured
+    assert measured == pytest.approx(total, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_4bit_weights_take_the_bytes_of_a_model_that_was_loaded(tmp_path, llada_writer, stage):
-    """SFT's own preparation keeps embeddings, head and norms in fp32; RL keeps them in 16 bits."""
+    """SFT's own preparation keeps embeddings, head, norms and adapter in fp32; RL keeps them in 16 bits."""
     sizes = {"d_model": 256, "mlp_hidden_size": 512, "vocab_size": 2048, "embedding_size": 2048}
     folder = llada_writer(tmp_path, torch.bfloat16, **sizes)
     if stage == "sft":
@@ -234,7 +235,8 @@ def test_4bit_weights_take_the_bytes_of_a_model_that_was_loaded(tmp_path, llada_
     assert bool(names) == (stage == "sft")
     found = 0
     for parameter in model.parameters():
-        found += parameter.nbytes if not parameter.requires_grad else 4 * parameter.numel()
+        trained = parameter.numel() * (4 if stage == "sft" else 2)  # TRL's trainer casts the adapter
+        found += trained if parameter.requires_grad else parameter.nbytes
         if (state := getattr(parameter, "quant_state", None)) is not None:
             found += state.absmax.nbytes + state.state2.absmax.nbytes
     settings = FitSettings(stage, lora_r=8, load_in_4bit=True)

@@ -260,6 +260,8 @@ def test_qlora_and_bf16_train_on_a_cpu(tiny_model_dir, tmp_path, causal_context)
     assert sum(weight.dtype == torch.uint8 for weight in weights.values()) == layers * 7
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     assert all("lora_" in name for name in trained)
+    states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    assert {value.dtype for value in (*trained.values(), *states)} == {torch.bfloat16}  # as `d1 fit` counts them
     assert any("lora_B" in name and weight.abs().max() > 1e-3 for name, weight in trained.items())
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["ratio_max"] == 1.0
