@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python -m studies.ladder.run --widths 64  # only these widths
 
 For each width: the bases, the rates, the test. The first width is the pilot. A line per base and run goes to data/. If
-the command is killed, run it again: what was killed starts anew. Several processes share the work; bases are made on
-the CPU, and runs use a GPU if there is one, which sixteen processes can share.
+the command is killed, run it again: what was killed starts anew. Several processes share the work, and a GPU if there
+is one, on which sixteen are hardly slower than one.
 """
 
 from __future__ import annotations
