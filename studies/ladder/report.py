@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.json_lines import read_lines
 from studies.ladder.bases import BASES, DATA, WIDTHS
-from studies.ladder.run import CHECKS, ROWS, RUNS, SEARCH, chosen_rate, runs, scaled_rate
+from studies.ladder.run import AGAIN, CHECKS, ROWS, RUNS, SEARCH, chosen_rate, runs, scaled_rate
 from studies.leaderboard.plan import accuracy
 from studies.reports import holm, points, scores
 
@@ -28,11 +28,11 @@ Cell = tuple[str, int, int]  # row, width, base
 Table = Mapping[Cell, np.ndarray]  # (seeds, problems) each
 
 
-def tables(lines: Lines) -> dict[Cell, np.ndarray]:
+def tables(lines: Iterable[dict[str, Any]]) -> dict[Cell, np.ndarray]:
     """The scores of each row, width and base."""
-    cells = product(ROWS, WIDTHS, BASES)
+    every, cells = [*lines], product(ROWS, WIDTHS, BASES)
     return {
-        cell: scores(line for line in lines if (line["row"], line["width"], line["base"]) == cell) for cell in cells
+        cell: scores(line for line in every if (line["row"], line["width"], line["base"]) == cell) for cell in cells
     }
 
 
@@ -83,6 +83,17 @@ def order_table(found: Table) -> str:
         for a, b in combinations(WIDTHS, 2)
     ]
     return markdown_table(["widths", *(f"base {base + 1}" for base in BASES)], rows)
+
+
+def again_table(tested: Lines, repeated: Lines) -> str:
+    """Gains at the first width with the seeds that were run again: in the test, again, and their difference."""
+    seeds = {line["seed"] for line in repeated}
+    both = [tables(line for line in lines if line["seed"] in seeds) for lines in (tested, repeated)]
+    rows = []
+    for row, base in product(OTHERS, BASES):
+        first, second = (found[row, WIDTHS[0], base] - found[REFERENCE, WIDTHS[0], base] for found in both)
+        rows.append([row, str(base + 1), *(points(mean_of(of)) for of in (first, second, second - first))])
+    return markdown_table(["row", "base", "in the test", "again", "difference"], rows)
 
 
 def rate_table() -> str:
@@ -172,6 +183,8 @@ def parts() -> dict[Path, str]:
     bases, lines = read_lines(DATA / "bases.jsonl"), read_lines(RUNS)
     done = {line["width"] for line in bases} == {*WIDTHS}
     text = results(lines, octaves_of(bases) if done else [])
+    again = again_table(lines, read_lines(AGAIN))
+    text += f"\n### Width {WIDTHS[0]} again, on a CPU in fp32: gains over {REFERENCE}, points [95%]\n\n{again}"
     return {Path(__file__).with_name("README.md"): f"{bases_table(bases)}\n{text}"}
 
 

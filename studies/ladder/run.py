@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m studies.ladder.run              # all stages, width by width
     OMP_NUM_THREADS=1 python -m studies.ladder.run --widths 64  # only these widths
+    OMP_NUM_THREADS=1 python -m studies.ladder.run --again      # five seeds of the first width again, on this machine
 
 For each width: the bases, the rates, the test. The first width is the pilot. A line per base and run goes to data/. If
 the command is killed, run it again: what was killed starts anew. Several processes share the work, and a GPU if there
@@ -25,6 +26,7 @@ import torch
 
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
+from pocket.uncertainty import LEAST_SEEDS
 from studies.json_lines import complete, read_lines
 from studies.ladder.bases import BASES, CANVAS, DATA, PROMPT, WIDTHS, base_model, make_bases, problem_files
 from studies.leaderboard.plan import accuracy
@@ -51,7 +53,7 @@ LEAST_GAIN = 0.05  # of the best row of the search over its base, or no other ru
 # Problems judged, and views scored, at a time: the fastest on this hardware; they change rounding only.
 JUDGED_AT_ONCE, VIEWS_AT_ONCE = (400, 64) if torch.cuda.is_available() else (32, 16)
 
-SEARCH, CHECKS, RUNS = (DATA / f"{name}.jsonl" for name in ("search", "checks", "runs"))
+SEARCH, CHECKS, RUNS, AGAIN = (DATA / f"{name}.jsonl" for name in ("search", "checks", "runs", "again"))
 
 Lines = list[dict[str, Any]]
 
@@ -141,9 +143,15 @@ def runs(width: int) -> list[dict[str, Any]]:
     return [{"width": width, "base": base, "row": row, "seed": seed} for seed, base, row in product(SEEDS, BASES, ROWS)]
 
 
+def again() -> list[dict[str, Any]]:
+    """The first width with the least seeds of a test."""
+    return [run for run in runs(WIDTHS[0]) if run["seed"] in SEEDS[:LEAST_SEEDS]]
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", choices=WIDTHS, default=WIDTHS, help="default: all, in order")
+    parser.add_argument("--again", action="store_true", help="five seeds of the first width, into data/again.jsonl")
     parser.add_argument("--output_dir", default="runs/ladder", help="of the models (default: %(default)s)")
     return parser
 
@@ -173,6 +181,9 @@ def main(args: argparse.Namespace) -> None:
         deterministic()
     folder = Path(args.output_dir).resolve()
     problem_files(folder)
+    if args.again:
+        complete(AGAIN, again(), folder, partial(tested, folder=folder))
+        return
     for width in args.widths:
         make_bases(width, folder)
         if width == WIDTHS[0]:
