@@ -227,6 +227,26 @@ def test_the_rates_of_the_page_are_those_of_the_runs():
         assert shown[line["row"], line["width"]].partition(",")[0] == f"{line['rate']:.1e}"
 
 
+def test_runs_again_are_compared_with_the_same_seeds_of_the_test():
+    lines = lines_of(np.random.default_rng(3), lambda row, _: 0.3 + 0.3 * (row == "rldf"))
+    again = [line | {"right": "1" * 60 if line["row"] == "rldf" else "0" * 60} for line in lines if line["seed"] < 405]
+    cells = [line.strip("| ").split(" | ") for line in report.again_table(lines, again).splitlines()[2:]]
+    for row, base, first, second, difference in cells:
+        of = {
+            name: np.mean(
+                [
+                    line["right"].count("1") / 0.6
+                    for line in lines
+                    if (line["row"], line["width"], line["base"]) == (name, 64, int(base) - 1) and line["seed"] < 405
+                ]
+            )
+            for name in (row, "d1")
+        }
+        expected = of[row] - of["d1"], 100.0 * (row == "rldf")
+        found = [float(cell.split(" ")[0]) for cell in (first, second, difference)]
+        assert found == pytest.approx([*expected, expected[1] - expected[0]], abs=0.051)
+
+
 def test_orders_are_compared_by_rank():
     up = {row: 0.1 * number for number, row in enumerate(ROWS)}
     cells = {(row, width, base): np.full((5, 4), up[row]) for row, width, base in product(ROWS, WIDTHS, BASES)}

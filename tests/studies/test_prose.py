@@ -38,7 +38,7 @@ def test_named_numbers_and_orders_are_those_of_the_tables(name):
     assert prose.TAG.search(page.read_text())
 
 
-@pytest.mark.parametrize(("study", "names"), [("uniform_noise", 8), ("ladder", 4)])
+@pytest.mark.parametrize(("study", "names"), [("uniform_noise", 8), ("ladder", 5)])
 def test_the_reading_of_a_study_has_the_numbers_of_its_tables(study, names):
     page = STUDIES / study / "README.md"
     assert prose.check(page) == []
