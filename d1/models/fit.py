@@ -68,11 +68,6 @@ class FitSettings:
     def weight_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
-    @property
-    def small_adapter(self) -> bool:
-        """Whether an adapter is in `dtype`, too, with its gradients and states: TRL does so in RL on 4-bit weights."""
-        return self.load_in_4bit and self.stage == "rl"
-
 
 class LiveStorages(TorchDispatchMode):
     """Count the bytes of storages that were made and not yet freed: `live` is the current, `peak` the largest count."""
@@ -163,9 +158,8 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
         model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets), low_cpu_mem_usage=True)
         if settings.gradient_checkpointing:
             model.enable_input_require_grads()
-        if settings.small_adapter:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
+        if settings.load_in_4bit and settings.stage == "rl":  # TRL casts the adapter
+            model.to(dtype)
     return model.train(training)
 
 
@@ -295,12 +289,13 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     Without ZeRO, trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in
     `dtype`, and an fp32 copy with the states. ZeRO stage 1 divides the states among the GPUs, stage 2 also the
     gradients, stage 3 also the weights. With 4-bit weights, SFT and preference training keep the others (embeddings,
-    head, norms) in fp32, as QLoRA does, and RL has its adapter in `dtype` (`small_adapter`).
+    head, norms) in fp32, as QLoRA does, and RL has its adapter in 16 bits, as TRL does.
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
+    own = [p for p in model.parameters() if p.requires_grad and settings.stage != "eval"]
+    trained = sum(p.numel() for p in own)
     share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
-    trained_size = size if settings.zero or settings.small_adapter else 4
+    trained_size = size if settings.zero else max((p.element_size() for p in own), default=size)
     fixed = [p for p in model.parameters() if not (p.requires_grad and settings.stage != "eval")]
     frozen = float(sum(p.numel() * p.element_size() for p in fixed))
     buffers = min(trained, BUCKET) * size if settings.zero else 0

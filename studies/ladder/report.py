@@ -36,6 +36,11 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[Cell, np.ndarray]:
     }
 
 
+def gain(found: Table, row: str, width: int, base: int) -> np.ndarray:
+    """(seeds, problems): the scores of a row minus those of the reference."""
+    return found[row, width, base] - found[REFERENCE, width, base]
+
+
 def slopes(gains: Sequence[np.ndarray], sizes: Sequence[float]) -> np.ndarray:
     """The least-squares slope of gains, (sizes, ...), on sizes: (...)."""
     centred = np.asarray(sizes) - np.mean(sizes)
@@ -44,9 +49,7 @@ def slopes(gains: Sequence[np.ndarray], sizes: Sequence[float]) -> np.ndarray:
 
 def slopes_of(found: Table, octaves: Sequence[float], row: str) -> list[np.ndarray]:
     """Per base, the slope of a row's gain on log2 of the number of parameters, of each seed and problem."""
-    return [
-        slopes([found[row, width, base] - found[REFERENCE, width, base] for width in WIDTHS], octaves) for base in BASES
-    ]
+    return [slopes([gain(found, row, width, base) for width in WIDTHS], octaves) for base in BASES]
 
 
 def interactions(found: Table, octaves: Sequence[float]) -> dict[str, tuple[Mean, list[Mean], float]]:
@@ -60,7 +63,7 @@ def interactions(found: Table, octaves: Sequence[float]) -> dict[str, tuple[Mean
 def gain_table(found: Table) -> str:
     rows = []
     for row, base in product(OTHERS, BASES):
-        gains = [mean_of(found[row, width, base] - found[REFERENCE, width, base]) for width in WIDTHS]
+        gains = [mean_of(gain(found, row, width, base)) for width in WIDTHS]
         rows.append([row, str(base + 1), *map(points, gains)])
     solved = [
         [f"{REFERENCE}, solved, %", str(base + 1), *(f"{100 * found[REFERENCE, w, base].mean():.1f}" for w in WIDTHS)]
@@ -72,7 +75,7 @@ def gain_table(found: Table) -> str:
 def robust(found: Table) -> list[str]:
     """The rows whose gain has an interval above 0 at all sizes and with both bases."""
     cells = [*product(WIDTHS, BASES)]
-    return [row for row in OTHERS if all(mean_of(found[row, *at] - found[REFERENCE, *at]).low > 0 for at in cells)]
+    return [row for row in OTHERS if all(mean_of(gain(found, row, *at)).low > 0 for at in cells)]
 
 
 def order_table(found: Table) -> str:
@@ -91,7 +94,7 @@ def again_table(tested: Lines, repeated: Lines) -> str:
     both = [tables(line for line in lines if line["seed"] in seeds) for lines in (tested, repeated)]
     rows = []
     for row, base in product(OTHERS, BASES):
-        first, second = (found[row, WIDTHS[0], base] - found[REFERENCE, WIDTHS[0], base] for found in both)
+        first, second = (gain(found, row, WIDTHS[0], base) for found in both)
         rows.append([row, str(base + 1), *(points(mean_of(of)) for of in (first, second, second - first))])
     return markdown_table(["row", "base", "in the test", "again", "difference"], rows)
 
@@ -104,10 +107,8 @@ def rate_table() -> str:
         scaled, rate = scaled_rate(row, width, searched), chosen_rate(row, width, searched, checked)
         if rate == scaled:
             return f"{rate:.1e}"
-        own = {line["factor"]: line for line in checked if (line["row"], line["width"]) == (row, width)}
-        factor = min(own, key=lambda one: abs(one * scaled - rate))
-        better, solved = (100 * accuracy(own[one]["right"]) for one in (factor, 1.0))
-        return f"{rate:.1e}, x {factor:.2g} ({better:.1f} instead of {solved:.1f})"
+        of = {one["rate"]: accuracy(one["right"]) for one in checked if (one["row"], one["width"]) == (row, width)}
+        return f"{rate:.1e}, x {rate / scaled:.2g} ({100 * of[rate]:.1f} instead of {100 * of[scaled]:.1f})"
 
     return markdown_table(
         ["row", *(f"width {width}" for width in WIDTHS)], [[row, *(cell(row, w) for w in WIDTHS)] for row in ROWS]
@@ -164,7 +165,7 @@ def figure(lines: Lines, sizes: Mapping[int, int], path: Path = FIGURE) -> None:
     drawn, axes = panels(1, len(BASES), size=(WIDTH, 3.2), share_y=True)
     for base, axis in zip(BASES, axes, strict=True):
         for number, (style, row) in enumerate(zip(MARKED, OTHERS, strict=False)):
-            means = [mean_of(found[row, width, base] - found[REFERENCE, width, base]) for width in WIDTHS]
+            means = [mean_of(gain(found, row, width, base)) for width in WIDTHS]
             value, low, high = 100 * np.array([mean[:3] for mean in means]).T
             at = [sizes[width] / 1e6 * 1.04 ** (number - len(OTHERS) / 2) for width in WIDTHS]  # apart
             axis.errorbar(at, value, [value - low, high - value], markersize=4, linewidth=1.2, label=row, **style)

@@ -6,7 +6,7 @@
 
 For each width: the bases, the rates, the test. The first width is the pilot. A line per base and run goes to data/. If
 the command is killed, run it again: what was killed starts anew. Several processes share the work, and a GPU if there
-is one, on which sixteen are hardly slower than one.
+is one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from pocket.uncertainty import LEAST_SEEDS
 from studies.json_lines import complete, read_lines
-from studies.ladder.bases import BASES, CANVAS, DATA, PROMPT, WIDTHS, base_model, make_bases, problem_files
+from studies.ladder.bases import BASES, CANVAS, DATA, DEVICE, PROMPT, WIDTHS, base_model, make_bases, problem_files
 from studies.leaderboard.plan import accuracy
 from studies.leaderboard.run import commit, evaluate, logs_of, train_from
 
@@ -51,7 +51,7 @@ SEARCH_SEEDS, SEEDS = (410, 411), tuple(range(400, 408))
 BUDGET = 2_000_000  # compute tokens of a run
 LEAST_GAIN = 0.05  # of the best row of the search over its base, or no other run starts
 # Problems judged, and views scored, at a time: the fastest on this hardware; they change rounding only.
-JUDGED_AT_ONCE, VIEWS_AT_ONCE = (400, 64) if torch.cuda.is_available() else (32, 16)
+JUDGED_AT_ONCE, VIEWS_AT_ONCE = (400, 64) if DEVICE == "cuda" else (32, 16)
 
 SEARCH, CHECKS, RUNS, AGAIN = (DATA / f"{name}.jsonl" for name in ("search", "checks", "runs", "again"))
 
@@ -170,15 +170,10 @@ def tested(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return line(run, rate, folder, "test")
 
 
-def deterministic() -> None:
-    """Makes runs on a GPU repeat to the bit on the same kind of GPU with the same versions, as they do on a CPU."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-
-
 def main(args: argparse.Namespace) -> None:
-    if torch.cuda.is_available():
-        deterministic()
+    if DEVICE == "cuda":  # runs then repeat to the bit on the same kind of GPU, as they do on a CPU
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     folder = Path(args.output_dir).resolve()
     problem_files(folder)
     if args.again:
