@@ -113,11 +113,12 @@ def not_later(config: Any, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
+CAUSAL_CONTEXT = "causal-context"  # the name of the entry that `d1 a2d --causal_context` chooses
 ATTENTION: dict[str, Attention] = {
     "full": Attention(caches=None),
     "block-causal": Attention(within_blocks, fields=("block_size",)),
     # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
-    "causal-context": Attention(not_later, fields=("block_size",), causal_context=True),
+    CAUSAL_CONTEXT: Attention(not_later, fields=("block_size",), causal_context=True),
     "canvas": Attention(not_later, caches=()),  # of the text; `canvas.py` makes its masks
 }
 
