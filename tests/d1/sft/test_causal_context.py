@@ -24,6 +24,7 @@ from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from tests import forks
 from tests.d1.models.test_causal_context import Stock
+from tests.d1.released import write_shifted
 from tests.d1.sft.test_loss import ROWS, assert_same, rows_of_all_lengths
 
 SIZE = 4
@@ -135,9 +136,13 @@ def by_hand(folder: Path, source: Path, tokenizer: Any, **way: Any) -> Moved:
     return loss.item(), {name: cast(Tensor, weight.grad) for name, weight in stock.model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def source(tiny_causal_dir: Path) -> Path:
-    return tiny_causal_dir
+@pytest.fixture(scope="module", params=[False, True], ids=["in place", "shift"])
+def source(request, tiny_causal_dir: Path, tmp_path_factory) -> Path:
+    if not request.param:
+        return tiny_causal_dir
+    folder = write_shifted(tmp_path_factory.mktemp("shifted") / "model", tiny_causal_dir)
+    load_tokenizer(str(tiny_causal_dir)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
