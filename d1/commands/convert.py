@@ -21,7 +21,7 @@ def add_a2d(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--causal_context",
         action="store_true",
-        help="with --block_size: finished text stays causal, and only the block being filled is read in both directions",
+        help="with --block_size: finished text stays causal, and a block is read in both directions while it is filled",
     )
     parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without chat template")
 

@@ -156,6 +156,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
     config = completions.config_of(args.model_path, args.checkpoint_path)
+    args.dtype = args.dtype or completions.default_dtype(config)
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
     tokenizer = completions.load_tokenizer_for(args)

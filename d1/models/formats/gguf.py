@@ -1,7 +1,7 @@
 """Models in GGUF, the format of llama.cpp: one file with config, weights in blocks of few bits, and tokenizer.
 
-Transformers reads all three (its `gguf_file`), with the package `gguf`. The weights are unpacked: training needs them as
-plain numbers, and a model saved from them needs no GGUF any more.
+Transformers reads all three (its `gguf_file`), with the package `gguf`. The weights are unpacked: training needs them
+as plain numbers, and a model saved from them needs no GGUF any more.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def gguf_types(file: Path) -> str:
         from gguf import GGUFReader
     except ImportError as error:
         raise ImportError(f"reading {file} {MISSING}") from error
-    with reading(file, "the GGUF file is damaged or cut off"):
-        try:
-            tensors = GGUFReader(file).tensors
-        except ValueError as error:
-            raise ValueError(
-                f"{file}: the GGUF file is damaged or cut off ({error}): copy or download it again"
-            ) from None
+    try:
+        tensors = GGUFReader(file).tensors
+    except Exception as error:  # of several classes: the package checks little
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{file}: the GGUF file is damaged or cut off: copy or download it again ({reason})"
+        ) from error
     numbers: Counter[str] = Counter()
     for tensor in tensors:
         numbers[tensor.tensor_type.name] += int(tensor.n_elements)

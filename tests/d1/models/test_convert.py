@@ -288,7 +288,7 @@ def test_a_causal_context_needs_blocks_and_layers_without_windows(kind_dirs, tmp
     assert not out.exists()
     for words in (("--keep_shift",), ("--causal_context", "--block_size", 8)):
         run("a2d", source, tmp_path / words[0], *words)
-        with pytest.raises(ValueError, match="can be written as LLaDA: .*(predicts_next_token|attention_pattern)"):
+        with pytest.raises(ValueError, match=r"can be written as LLaDA: .*(predicts_next_token|attention_pattern)"):
             run("export", tmp_path / words[0], out, "--format", "llada")
 
 

@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     writer.close()
     with pytest.raises(ValueError, match="rwkv7"):
         run("a2d", other, out)
-    with pytest.raises(ValueError, match="whole.gguf is a GGUF file, which d1 reads to convert it: d1 a2d"):
+    with pytest.raises(ValueError, match=r"whole\.gguf is a GGUF file, which d1 reads to convert it: d1 a2d"):
         adapter_chain(str(whole), None)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r"whole\.gguf needs the package gguf: pip install"):
