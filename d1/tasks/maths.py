@@ -1,13 +1,12 @@
 """Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
 
 math-verify's own time limit is a signal: it counts whole seconds, works only in the main thread, and cannot interrupt
-one big-integer operation. So math-verify runs in a helper process (this file as a script), which is killed if it does
-not stop in time.
+one big-integer operation. So math-verify runs in a helper process (`maths_process.py`) with a limit of processor time,
+which other programs on the machine do not use up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,14 +16,16 @@ import sys
 import threading
 from fractions import Fraction
 from functools import lru_cache
+from itertools import count
 from multiprocessing.connection import wait
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-TIME_LIMIT = 0.4  # seconds of CPU time for one pair; CPU time, so that a busy machine does not change the verdict
+TIME_LIMIT = 1.0  # seconds of processor time for one pair
 MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 100
-HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
-_MEMORY = 4 << 30
+STALL_LIMIT = 120.0  # seconds by the clock, only for a helper that does not run at all: a stopped process
+_HELPER = Path(__file__).with_name("maths_process.py")
 
 _NOISE = r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ()\[\]]|\^\{?\\circ\}?|[°~]|\\?[%$]"
 _PLAIN = [
@@ -40,13 +41,30 @@ _DECIMAL = r"(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))"
 _EXACT = re.compile(rf"{_DECIMAL}(?:/{_DECIMAL})?|(-?)\\[dt]?frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}}")
 
 
-@lru_cache(maxsize=8192)
+class Undecided(Exception):
+    """math-verify did not decide within `TIME_LIMIT`, or its process ended."""
+
+
+_undecided_so_far = count(1)  # in this process
+
+
 def equivalent(answer: str, gold: str) -> bool:
     """Whether `answer` is mathematically the same as `gold`, both LaTeX without dollar signs around them.
 
-    Units, percent and dollar signs, degrees and spacing are ignored. Answers longer than `MAX_ANSWER` characters, and
-    pairs that math-verify cannot decide within `TIME_LIMIT`, count as different.
+    Units, percent and dollar signs, degrees and spacing are ignored. Answers longer than `MAX_ANSWER` characters count
+    as different. So do pairs that math-verify cannot decide within `TIME_LIMIT`; each of them is counted in a warning,
+    and is tried again when it is asked for again.
     """
+    try:
+        return _equivalent(answer, gold)
+    except Undecided as reason:
+        message = "undecided and counted as wrong, number %d so far: %s; answer %.80r, gold %.80r"
+        logger.warning(message, next(_undecided_so_far), reason, answer, gold)
+        return False
+
+
+@lru_cache(maxsize=8192)  # an exception is not cached
+def _equivalent(answer: str, gold: str) -> bool:
     if len(answer) > MAX_ANSWER:
         return False
     a, b = normalize(answer), normalize(gold)
@@ -90,72 +108,44 @@ os.register_at_fork(after_in_child=lambda: globals().update(helper_process=None)
 
 
 def _verify(answer: str, gold: str) -> bool:
+    """math-verify's verdict.
+
+    Raises:
+        Undecided: a limit ended the comparison, or the helper process ended.
+        RuntimeError: the helper process does not start.
+    """
     global helper_process
     with _lock:
         if helper_process is None or helper_process.poll() is not None:
-            command = [sys.executable, "-P", __file__]  # by path: `d1` need not be importable there
-            pipe = subprocess.PIPE
-            helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
-            if _reply(helper, _START_LIMIT) is None:
-                raise RuntimeError(f"math-verify does not start: try `{sys.executable} -c 'import math_verify'`")
-            helper_process = helper
+            helper_process = _start_helper()
         helper = helper_process
         assert helper.stdin is not None
         try:
             helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            reply = _reply(helper, HARD_LIMIT)
+            reply = _reply(helper)
         except BrokenPipeError:
             reply = None
         if reply is None:
-            logger.warning("math-verify gave up on the answer %.80r (gold %.80r)", answer, gold)
             helper.kill()
             helper.wait()
-        return reply == b"1"
+            raise Undecided(f"math-verify's process ended or stood still (return code {helper.returncode})")
+    if reply == b"?":
+        raise Undecided(f"math-verify used up {TIME_LIMIT:g} s of processor time, or its memory")
+    return reply == b"1"
 
 
-def _reply(helper: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The helper's next answer, one byte, or None if the helper ended or takes longer than `seconds`."""
+def _start_helper() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", str(_HELPER), str(TIME_LIMIT)]  # by path: `d1` need not be importable there
+    pipe = subprocess.PIPE
+    helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+    if _reply(helper) is None:
+        raise RuntimeError(f"math-verify does not start: try `{sys.executable} -c 'import math_verify'`")
+    return helper
+
+
+def _reply(helper: subprocess.Popen[bytes]) -> bytes | None:
+    """The helper's next reply, one byte, or None if the helper ended or stood still for `STALL_LIMIT`."""
     assert helper.stdout is not None
-    return (helper.stdout.read(1) or None) if wait([helper.stdout.fileno()], seconds) else None
-
-
-class _OutOfTime(BaseException):
-    """Not an Exception, so that no handler within sympy swallows it."""
-
-
-def _serve() -> None:
-    """Answer each pair [gold, answer], a line of JSON, with the byte 1 or 0, until the input ends."""
-    import resource
-    import signal
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def stop(*_: object) -> None:
-        raise _OutOfTime
-
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    signal.signal(signal.SIGPROF, stop)
-    config = [LatexExtractionConfig()]  # its other config passes text to Python's eval
-    # Build the parser's tables and make sympy's late imports now, so that the first answer's time does not include it.
-    verify(*(parse(rf"\boxed{{{text}}}", config, parsing_timeout=0) for text in ("(x+1)^2", "x^2+2x+1")))
-    sys.stdout.buffer.write(b"!")
-    sys.stdout.buffer.flush()
-    for line in sys.stdin.buffer:
-        try:
-            signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-            gold, answer = (
-                parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=0)
-                for text in json.loads(line)
-            )
-            same = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
-        except (_OutOfTime, Exception):
-            same = False
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(b"1" if same else b"0")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()
+    if not wait([helper.stdout.fileno()], STALL_LIMIT):
+        return None
+    return helper.stdout.read(1) or None
