@@ -14,11 +14,16 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
+
+from d1.tasks.latex import Tree, normalize, number_of, read
+
+__all__ = ["MAX_ANSWER", "TIME_LIMIT", "Undecided", "equivalent", "normalize"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +32,8 @@ MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 10
 STALL_LIMIT = 120.0  # seconds by the clock, only for a helper that does not run at all: a stopped process
 _HELPER = Path(__file__).with_name("maths_process.py")
 
-_NOISE = r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ()\[\]]|\^\{?\\circ\}?|[°~]|\\?[%$]"
-_PLAIN = [
-    (re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$"), ""),  # units
-    (re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
-    (re.compile(rf"{_NOISE}|(?<![0-9])\s+|\s+(?![0-9])"), ""),
-    (re.compile(r"\\[dt]?frac(?:\{([0-9])\}|([0-9]))(?:\{([0-9])\}|([0-9]))"), r"\\frac{\1\2}{\3\4}"),
-    (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (re.compile(r"^[A-Za-z]="), ""),  # "x = 5"
-]
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
-_DECIMAL = r"(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))"
-_EXACT = re.compile(rf"{_DECIMAL}(?:/{_DECIMAL})?|(-?)\\[dt]?frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}}")
+_SUBSCRIPT_OF_NUMBER, _DOTS = re.compile(r"[0-9]_"), re.compile(r"\\[lc]?dots|\.\.\.|…")
+_WORD = re.compile(r"[A-Za-z-]{4,}")
 
 
 class Undecided(Exception):
@@ -49,11 +44,15 @@ _undecided_so_far = count(1)  # in this process
 
 
 def equivalent(answer: str, gold: str) -> bool:
-    """Whether `answer` is mathematically the same as `gold`, both LaTeX without dollar signs around them.
+    """Whether `answer` is mathematically the same as `gold`, both LaTeX or plain text.
 
-    Units, percent and dollar signs, degrees and spacing are ignored. Answers longer than `MAX_ANSWER` characters count
-    as different. So do pairs that math-verify cannot decide within `TIME_LIMIT`; each of them is counted in a warning,
-    and is tried again when it is asked for again.
+    What an answer leaves out is forgiven: a unit, the base of its digits, a.m. or p.m., a name ("x ="). What it says
+    must not contradict the gold: another unit, base, half of the day or name is wrong, and so is a set for a tuple. A
+    number with a percent sign may also be a hundredth of it. Decimals are equal to irrational numbers if six digits
+    agree.
+
+    Answers longer than `MAX_ANSWER` characters count as different. So do pairs that math-verify cannot decide within
+    `TIME_LIMIT`; each of them is counted in a warning, and is tried again when it is asked for again.
     """
     try:
         return _equivalent(answer, gold)
@@ -67,38 +66,145 @@ def equivalent(answer: str, gold: str) -> bool:
 def _equivalent(answer: str, gold: str) -> bool:
     if len(answer) > MAX_ANSWER:
         return False
-    a, b = normalize(answer), normalize(gold)
-    if a == b:
-        return True
-    if not a or not b:
+    mine, right = read(answer), read(gold)
+    if mine.unit and right.unit and mine.unit != right.unit:
         return False
-    # Two exact numbers need no math-verify, except that with a percent sign 50% may also be 0.5.
-    x, y = _exact(a), _exact(b)
-    if x is not None and y is not None and (x == y or "%" not in answer + gold):
+    if not mine.text or not right.text:
+        return mine.text == right.text
+    if mine.text == right.text:
+        return True
+    if mine.percent != right.percent:
+        x, y = _number(mine.tree), _number(right.tree)
+        if x is not None and y is not None:
+            return x == y or (x == 100 * y if mine.percent else y == 100 * x)
+    return _same(mine.tree, right.tree)
+
+
+def _number(tree: Tree) -> Fraction | None:
+    return number_of(tree) if isinstance(tree, str) else None
+
+
+def _same(answer: Tree, gold: Tree) -> bool:
+    """Whether two trees (`d1.tasks.latex`) are the same."""
+    if answer == gold:
+        return True
+    if isinstance(answer, str) and isinstance(gold, str):
+        return _same_text(answer, gold)
+    for kind, rule in _RULES.items():
+        if kind in (_kind(answer), _kind(gold)):
+            return rule(answer, gold)
+    if isinstance(answer, str) or isinstance(gold, str):
+        return False
+    return answer[0] == gold[0] and _same_in_order(answer[1:], gold[1:])
+
+
+def _kind(tree: Tree) -> str:
+    return str(tree[0]) if isinstance(tree, list) else ""
+
+
+def _same_named(answer: Tree, gold: Tree) -> bool:
+    """x = 5 is 5, but not y = 5; two equations are compared as they are."""
+    if _kind(answer) == _kind(gold):
+        return answer[1] == gold[1] and _same(answer[2], gold[2])
+    named, other = (answer, gold) if _kind(answer) == "=" else (gold, answer)
+    if not isinstance(other, str) or "=" not in other:
+        return _same(answer[2], gold) if named is answer else _same(answer, gold[2])
+    if not isinstance(named[2], str):
+        return False
+    equation = f"{named[1]}={named[2]}"
+    return _same_text(equation, other) if named is answer else _same_text(other, equation)
+
+
+def _same_base(answer: Tree, gold: Tree) -> bool:
+    """The digits and the base are the same. An answer may leave the base out; a gold without one has base ten."""
+    if _kind(gold) == "base":
+        digits = answer[1] if _kind(answer) == "base" else answer
+        return digits == gold[1] and _kind(answer) in ("", "base") and (digits == answer or answer[2] == gold[2])
+    return answer[2] == "10" and _same(answer[1], gold)
+
+
+def _same_time(answer: Tree, gold: Tree) -> bool:
+    times = [_time(answer), _time(gold)]
+    if None in times:
+        return False
+    (hour, minute, half), (right_hour, right_minute, right_half) = times
+    return (hour, minute) == (right_hour, right_minute) and (half == right_half or "" in (half, right_half))
+
+
+def _time(tree: Tree) -> tuple[int, int, str] | None:
+    """Hour (0 to 11), minute, and "a", "p" or "" of a time, or of numbers that are one: 8, 8:30, 20:30."""
+    parts = [tree] if isinstance(tree, str) else tree[1:]
+    half = str(parts[2]) if _kind(tree) == "time" else ""
+    if _kind(tree) not in ("", ":", "time") or not all(re.fullmatch("[0-9]{1,2}|[ap]", str(part)) for part in parts):
+        return None
+    hour, minute = int(str(parts[0])), int(str(parts[1])) if len(parts) > 1 else 0
+    if hour > 12 and not half:
+        half = "p"
+    return hour % 12, minute, half
+
+
+def _same_values(answer: Tree, gold: Tree) -> bool:
+    """Values next to each other have no order; brackets around one of the two give them theirs."""
+    kinds = {_kind(answer), _kind(gold)}
+    if kinds <= {",", "{}"}:
+        return _same_in_any_order(answer[1:], gold[1:])
+    if kinds == {",", "()"}:
+        return _same_in_order(answer[1:], gold[1:])
+    return False
+
+
+def _same_set(answer: Tree, gold: Tree) -> bool:
+    """Sets are compared in any order; a set of one value may stand without its braces."""
+    elements = [tree[1:] if _kind(tree) == "{}" else [tree] for tree in (answer, gold)]
+    return _same_in_any_order(*elements)
+
+
+def _same_union(answer: Tree, gold: Tree) -> bool:
+    return _kind(answer) == _kind(gold) and _same_in_any_order(answer[1:], gold[1:])
+
+
+# The first kind that one of two trees has decides how they are compared; trees of other kinds must have the same kind.
+_RULES: dict[str, Callable[[Tree, Tree], bool]] = {
+    "=": _same_named,
+    "base": _same_base,
+    "time": _same_time,
+    ",": _same_values,
+    "{}": _same_set,
+    "cup": _same_union,
+}
+
+
+def _same_in_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
+    return len(answers) == len(golds) and all(map(_same, answers, golds))
+
+
+def _same_in_any_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
+    if len(answers) != len(golds):
+        return False
+    left = list(answers)
+    for gold in golds:
+        found = next((index for index, answer in enumerate(left) if _same(answer, gold)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _same_text(answer: str, gold: str) -> bool:
+    """Whether two numbers, expressions or words are the same."""
+    if answer == gold:
+        return True
+    if not answer or not gold:
+        return False
+    x, y = number_of(answer), number_of(gold)
+    if x is not None and y is not None:
         return x == y
+    if _WORD.fullmatch(gold):  # math-verify would read a product of its letters
+        return answer.casefold() == gold.casefold()
+    # math-verify leaves out dots, and what stands below a number.
+    if any(sign.search(text) for sign in (_SUBSCRIPT_OF_NUMBER, _DOTS) for text in (answer, gold)):
+        return False
     return _verify(answer, gold)
-
-
-def normalize(latex: str) -> str:
-    """`latex` without parts that do not change its meaning; equal results mean equal answers."""
-    text = latex.strip().replace("−", "-").rstrip(".").strip()
-    for pattern, plain in _PLAIN:
-        text = pattern.sub(plain, text)
-    if re.fullmatch(r"-?[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?:\.[0-9]+)?", text):  # never inside a list or a pair
-        text = _THOUSANDS.sub("", text)
-    return text
-
-
-def _exact(text: str) -> Fraction | None:
-    match = _EXACT.fullmatch(text)
-    if not match:
-        return None
-    top, bottom, sign, frac_top, frac_bottom = match.groups()
-    try:
-        value = Fraction(top or frac_top) / Fraction(bottom or frac_bottom or 1)
-    except (ValueError, ZeroDivisionError):
-        return None
-    return -value if sign else value
 
 
 _lock = threading.Lock()

@@ -340,6 +340,11 @@ def test_few_shot_turns_are_seeded_solved_training_problems():
         (r"\boxed{\{1, 2\}}", None, r"\{1, 2\}", r"\{1, 2\}"),
         (r"\boxed{5} then \boxed{\frac{1}{2}", None, "5", "5"),
         (r"} } \boxed {6}", None, "6", "6"),
+        (r"\boxed 5", None, "5", "5"),
+        (r"<answer>$\boxed -73$ </answer>", r"$\boxed -73$", "-73", "-73"),
+        (r"\boxed{5}, so \boxed \frac{1}{2}", None, r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\boxed{\boxed 5}", None, "5", "5"),
+        (r"\boxed{5}, in \boxed form", None, "5", "5"),
         (r"<answer>\boxed{}8</answer>", r"\boxed{}8", "", r"\boxed{}8"),
         ("\boxed{9}", None, None, None),  # a backspace and "oxed", what d1 looked for
         ("nothing", None, None, None),
