@@ -21,7 +21,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from d1.tasks.latex import Tree, normalize, number_of, read
+from d1.tasks.latex import Tree, normalize, number_of, read, tree_of
 
 __all__ = ["MAX_ANSWER", "TIME_LIMIT", "Undecided", "equivalent", "normalize"]
 
@@ -33,7 +33,7 @@ STALL_LIMIT = 120.0  # seconds by the clock, only for a helper that does not run
 _HELPER = Path(__file__).with_name("maths_process.py")
 
 _SUBSCRIPT_OF_NUMBER, _DOTS = re.compile(r"[0-9]_"), re.compile(r"\\[lc]?dots|\.\.\.|…")
-_WORD = re.compile(r"[A-Za-z-]{4,}")
+_WORD, _WORDS = re.compile(r"[A-Za-z-]{4,}"), re.compile(r"(?<![\\A-Za-z])[A-Za-z]{12,}")  # spaces are removed
 
 
 class Undecided(Exception):
@@ -88,6 +88,8 @@ def _same(answer: Tree, gold: Tree) -> bool:
     """Whether two trees (`d1.tasks.latex`) are the same."""
     if answer == gold:
         return True
+    if isinstance(answer, str) and "=" in answer and not _is_equation(gold):
+        return _same(tree_of(answer.rpartition("=")[2]), gold)
     if isinstance(answer, str) and isinstance(gold, str):
         return _same_text(answer, gold)
     for kind, rule in _RULES.items():
@@ -96,6 +98,10 @@ def _same(answer: Tree, gold: Tree) -> bool:
     if isinstance(answer, str) or isinstance(gold, str):
         return False
     return answer[0] == gold[0] and _same_in_order(answer[1:], gold[1:])
+
+
+def _is_equation(tree: Tree) -> bool:
+    return _kind(tree) == "=" or (isinstance(tree, str) and "=" in tree)
 
 
 def _kind(tree: Tree) -> str:
@@ -199,7 +205,7 @@ def _same_text(answer: str, gold: str) -> bool:
     x, y = number_of(answer), number_of(gold)
     if x is not None and y is not None:
         return x == y
-    if _WORD.fullmatch(gold):  # math-verify would read a product of its letters
+    if _WORD.fullmatch(gold) or _WORDS.search(answer):  # math-verify would read a product of the letters
         return answer.casefold() == gold.casefold()
     # math-verify leaves out dots, and what stands below a number.
     if any(sign.search(text) for sign in (_SUBSCRIPT_OF_NUMBER, _DOTS) for text in (answer, gold)):
