@@ -45,6 +45,7 @@ TASKS = {
     "code": "d1.tasks.code",
     "programs": "d1.tasks.programs",
     "products": "d1.tasks.products",
+    "svamp": "d1.tasks.svamp",
 }
 PROTOCOLS = ("d1", "llada")  # those of the tasks here; a task file may have others
 SHOT_SEED = 0  # seed of the examples in RL; eval.py has the same default seed, so it shows the same examples

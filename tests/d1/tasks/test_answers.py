@@ -1,7 +1,7 @@
 r"""The verdicts of MATH and GSM8K on answers in the formats that models write.
 
-`tests/real_files/answers_pairs.tsv` has golds, answers and verdicts. `answers_formats.tsv` has formats and near misses, in
-which each gold is given back: those of `answers_golds.tsv`, and with `D1_FILES` all golds of GSM8K, SVAMP and MATH-500.
+`tests/real_files/answers_pairs.tsv` has golds, answers and verdicts. `answers_formats.tsv` has formats and near misses,
+in which each gold is given back: those of `answers_golds.tsv`, and with `D1_FILES` all of GSM8K, SVAMP and MATH-500.
 """
 
 from __future__ import annotations

@@ -56,6 +56,15 @@ def test_empty():
 PROGRAMS = [{"input": "abdce,dbcae", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}]
 LOCAL |= {"code": [[HUMANEVAL], [MBPP], [KODCODE]], "programs": [PROGRAMS]}
 LOCAL |= {"products": [[{"input": "370 * 461", "output": "170570"}]]}
+SVAMP = {"Question": "Ann has number0 pens in number1 boxes . How many ?", "Numbers": "4.0 6.0"}
+SVAMP |= {"Equation": "* number0 number1", "Answer": "24.0"}
+SVAMP_HUB = {
+    "Body": "Ann has 8 pens.",
+    "Question": "She loses 3. How many?",
+    "Equation": "( 8.0 - 3.0 )",
+    "Answer": "5.0",
+}
+LOCAL |= {"svamp": [[SVAMP], [SVAMP_HUB]]}
 EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
 
