@@ -61,8 +61,9 @@ class Step(NamedTuple):
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """SVAMP from `data_file`, else from `svamp/` in the folder that `$D1_FILES` names, else from the hub.
 
-    The hub's copy (`ChilleD/SVAMP`) has SVAMP's own problems alone, 700 and 300, with numbers in their texts. Training problems whose
-    equation does not give their answer (9 of 3,138) are left out.
+    The hub's copy (`ChilleD/SVAMP`) has SVAMP's own problems alone, 700 and 300, with numbers in their texts. Training
+    problems whose equation does not give their answer (9 of 3,138) are left out. In the folder, those whose text
+    comes twice count once, before the validation split is taken from them.
     """
     source, rows = _read(split, data_file)
     if "Numbers" not in rows.column_names:
@@ -77,7 +78,11 @@ def _read(split: str, data_file: str | None) -> tuple[str, Dataset]:
     if not data_file and folder:
         path = Path(folder) / "svamp" / ("test.csv" if split == "test" else "train.csv")
         if path.is_file():
-            return str(path), hold_out(read_file(str(path), COLUMNS), split)
+            rows = read_file(str(path), COLUMNS)
+            if split != "test":  # one text twice, with other numbers, would be in training and validation
+                texts = rows["Question"][:]
+                rows = rows.select([index for index, text in enumerate(texts) if texts.index(text) == index])
+            return str(path), hold_out(rows, split)
     return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
 
 

@@ -102,7 +102,7 @@ def golds_of(task: str, source: str) -> list[str]:
                 golds.add(json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", ""))
         for path in Path(folder).glob("svamp/*.csv"):
             with open(path, newline="", encoding="utf-8") as rows:
-                golds.update(f"{float(row['Answer']):.6g}" for row in csv.DictReader(rows))
+                golds.update(f"{float(row['Answer']):.6f}".rstrip("0").rstrip(".") for row in csv.DictReader(rows))
     if not golds:
         pytest.skip(f"{folder} has no golds of {task}")
     return sorted(golds)
