@@ -41,13 +41,14 @@ _SCALE = re.compile(rf"\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})(?![A-Za-z])", r
 _OPERAND = r"\s*(?:[0-9(\\]|[A-Za-z](?![A-Za-z]))"
 # What makes another number of the one before it: a power, a factorial, a variable, more digits, an operation.
 _CHANGED_BEHIND = re.compile(
-    rf"[)}}\]]*\s*(?:!|\^|\*\*|(?:[-+*×÷·/]|\\times|\\cdot|\\div|\\pm|±){_OPERAND})|[_'.,][0-9]|[²³⁰¹⁴-⁹]|[xyzn](?![A-Za-z])"
+    rf"[)}}\]]*\s*(?:!|\^|\*\*|(?:[-+*×÷·/]|\\times|\\cdot|\\div|\\pm|±){_OPERAND})|[_'.,][0-9]|:(?!00)[0-9]|[²³⁰¹⁴-⁹]|[xyzn](?![A-Za-z])"
 )
-_CHANGED_BEFORE = re.compile(r"(?:\\sqrt\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^])\s*$")
+_CHANGED_BEFORE = re.compile(r"(?:\\(?:sqrt|log|ln|sin|cos|tan)\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^])\s*$")
 _VARIABLE = re.compile(r"(?<![A-Za-z'])[A-Za-z]\s*$")
 _OTHER_VALUE = re.compile(
     r"\s*(?:%|\\%)?\s*(?:[,;&|/-]|\\text\{\s*(?:or|and|to)\s*\}|(?:,\s*)?(?:or|and|to)\b)?\s*|"
-    r"(?:\s*[A-Za-z%]+){1,3},?\s+or(?:\s+[A-Za-z]+)?\s*"
+    r"(?:\s*[A-Za-z%]+){1,3},?\s+or(?:\s+[A-Za-z]+)?\s*|"
+    r"\s*(?:dollar|hour|hr|minute|day|week|month|year|pound|yard)s?(?:,|\s+and)?\s*|\s*(?:feet|foot)(?:,|\s+and)?\s*"
 )
 
 

@@ -310,6 +310,7 @@ _SLASH = re.compile(rf"(-?{_DECIMAL})/(-?{_DECIMAL})")
 _FRACTION = re.compile(
     rf"(?:([0-9]+) ?)??(?:\\frac\{{(-?{_DECIMAL})\}}\{{(-?{_DECIMAL})\}}|(?<=[0-9] )([0-9]+)/([0-9]+))"
 )
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
 _SCIENTIFIC = re.compile(
     rf"({_DECIMAL})(?:(?:\\times|\\cdot|\*|x)10(?:\^|\*\*)(?:\{{([+-]?[0-9]{{1,3}})\}}|([+-]?[0-9]{{1,3}}))|"
     r"[eE]([+-]?[0-9]{1,3}))"
@@ -339,6 +340,11 @@ def _positive_number(text: str) -> Fraction | None:
     if fraction:
         whole, top, bottom, plain_top, plain_bottom = fraction.groups()
         return Fraction(whole or 0) + Fraction(top or plain_top) / Fraction(bottom or plain_bottom)
+    repeating = _REPEATING.fullmatch(text)
+    if repeating:
+        whole, first, again = repeating.groups()
+        tail = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(first)
+        return Fraction(int(whole or 0)) + Fraction(int(first or 0), 10 ** len(first)) + tail
     scientific = _SCIENTIFIC.fullmatch(text)
     if scientific:
         exponent = int(scientific[2] or scientific[3] or scientific[4])
@@ -351,6 +357,7 @@ def _positive_number(text: str) -> Fraction | None:
 _NAME = re.compile(
     r"(\\?[A-Za-z]|\\[a-z]+|[A-Za-z]\([a-z](?:,[a-z])*\)|[A-Za-z]_\{?[0-9A-Za-z]\}?|\([a-z](?:,[a-z])+\))="
 )
+_NAME_BEHIND = re.compile(r"([^=<>]+)=([A-Za-z])")
 _MEMBER = re.compile(r"[A-Za-z]\\in(?![A-Za-z])\s?")
 _MATRIX = re.compile(r"\\begin\{([pb]?|small)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 _BETWEEN = re.compile(r"([^<>=]+?)(<|\\le) ?([A-Za-z])(<|\\le)([^<>=]+)")
@@ -379,6 +386,9 @@ def tree_of(text: str) -> Tree:
     name = _NAME.match(text)
     if name:
         return ["=", name[1], tree_of(text[name.end() :].rpartition("=")[2])]
+    name_behind = _NAME_BEHIND.fullmatch(text)
+    if name_behind:
+        return ["=", name_behind[2], tree_of(name_behind[1])]
     sets = list(_split(text, {r"\cup"}))
     if len(sets) > 1:
         return ["cup", *map(tree_of, sets)]
