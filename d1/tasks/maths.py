@@ -130,11 +130,10 @@ def _same_base(answer: Tree, gold: Tree) -> bool:
 
 
 def _same_time(answer: Tree, gold: Tree) -> bool:
-    times = [_time(answer), _time(gold)]
-    if None in times:
+    mine, right = _time(answer), _time(gold)
+    if mine is None or right is None or mine[:2] != right[:2]:
         return False
-    (hour, minute, half), (right_hour, right_minute, right_half) = times
-    return (hour, minute) == (right_hour, right_minute) and (half == right_half or "" in (half, right_half))
+    return mine[2] == right[2] or "" in (mine[2], right[2])
 
 
 def _time(tree: Tree) -> tuple[int, int, str] | None:
