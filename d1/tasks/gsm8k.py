@@ -168,7 +168,12 @@ def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> l
 
 def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the answer is an integer and nothing else."""
-    return judged(completions, lambda text: 0.5 if _INTEGER.fullmatch((final_answer(text) or "").strip("$ ")) else 0.0)
+
+    def reward(text: str) -> float:
+        answer = _joined_groups(final_answer(text) or "").strip("$ ")
+        return 0.5 if _INTEGER.fullmatch(answer) else 0.0
+
+    return judged(completions, reward)
 
 
 def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:

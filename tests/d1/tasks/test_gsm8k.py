@@ -82,5 +82,9 @@ def test_rewards_by_hand(text, tags, soft, strict, integer, correct):
     assert paid == pytest.approx([tags, soft, strict, integer, correct], abs=1e-12)
 
 
-def test_a_unicode_digit_is_no_integer():
-    assert gsm8k.integer_reward(["<answer>²</answer>", "<answer>١</answer>", "<answer>1,234</answer>"]) == [0, 0, 0.5]
+@pytest.mark.parametrize(
+    ("answer", "paid"),
+    [("²", 0), ("١", 0), ("1,234", 0.5), ("–7", 0.5), ("70 000", 0.5), ("70\u202f000", 0.5), ("7.5", 0), ("7 eggs", 0)],
+)
+def test_what_is_an_integer_and_nothing_else(answer, paid):
+    assert gsm8k.integer_reward([f"<answer>{answer}</answer>"]) == [paid]
