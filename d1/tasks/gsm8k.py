@@ -200,7 +200,7 @@ def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence
     return judged(completions, lambda text, gold: 2.0 * _is_right(last_number(text), gold), ground_truth)
 
 
-PROTOCOLS = {
+PROTOCOLS: dict[str, dict[str, Any]] = {
     "llada": {
         "QUESTION": "Question: {question}\nLet's think step by step.\nAnswer:",
         "SHOTS": 4,
