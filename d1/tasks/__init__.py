@@ -45,6 +45,7 @@ TASKS = {
     "code": "d1.tasks.code",
     "programs": "d1.tasks.programs",
     "products": "d1.tasks.products",
+    "svamp": "d1.tasks.svamp",
 }
 PROTOCOLS = ("d1", "llada")  # those of the tasks here; a task file may have others
 SHOT_SEED = 0  # seed of the examples in RL; eval.py has the same default seed, so it shows the same examples
@@ -56,6 +57,10 @@ Completion = str | Sequence[Message]
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^<>|]{1,40}\|>")
 _BRACE = re.compile(r"\\(?:fbox|boxed)\s*\{|\\[\\{}]|[{}]")
+# A box without braces has a number or a command: "\boxed 5", not "in \boxed form".
+_BARE_BOX = re.compile(
+    r"\\(?:fbox|boxed)(?![A-Za-z])[ \t]*(?=\S{0,20}[0-9]|\\[A-Za-z])((?:[^\s{}$<\\]|\\[A-Za-z]+|\\[^\s]|\{[^{}]*\})+)"
+)
 _FORMAT = "Think inside <reasoning> and </reasoning>, then give {answer} inside <answer> and </answer>."
 
 
@@ -214,10 +219,13 @@ def answer_block(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last outermost balanced `\boxed{...}` of `text`, with inner boxes unwrapped, or None."""
+    r"""The content of the last outermost balanced `\boxed{...}` of `text`, with inner boxes unwrapped, or None.
+
+    A box without braces, "\boxed 5", ends at the next space; it counts if it stands behind the last one with braces.
+    """
     text = text[-MAX_TEXT:]
     opened: list[re.Match[str]] = []
-    content, whole = None, ""
+    content, whole, end = None, "", 0
     for brace in _BRACE.finditer(text):
         token = brace.group()
         if token == "}" and opened:
@@ -227,9 +235,13 @@ def last_boxed(text: str) -> str | None:
                 inside = text[opening.end() : brace.start()].strip()
                 content = content if content is not None and inside == whole else inside
                 whole = text[opening.start() : brace.end()]
+                end = brace.end()
         elif token == "{" or len(token) > 2:
             opened.append(brace)
-    return content
+    for bare in _BARE_BOX.finditer(text, end):
+        content = bare[1]
+    inner = _BARE_BOX.fullmatch(content or "")
+    return inner[1] if inner else content
 
 
 def final_answer(text: str) -> str | None:

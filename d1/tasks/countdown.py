@@ -31,9 +31,10 @@ _SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.USub: operator.neg,
 }
 _LATEX = [
+    (re.compile(r"^\s*(\*\*|`{1,3})(?=[^*`])(.+)(?<=[^*`])\1\s*$"), r"\2"),  # bold, code
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∗]"), "*"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
-    (re.compile(r"[−–]"), "-"),
+    (re.compile(r"[‐‑‒–—―−]"), "-"),
     (re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ()\[\]]|\$|\\(?:quad|displaystyle)(?![A-Za-z])"), " "),
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
 ]

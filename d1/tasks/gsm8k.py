@@ -5,29 +5,50 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from datasets import Dataset
 
 from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, judged, problem
 from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
+from d1.tasks.latex import plain_characters, unwrap
 
 INSTRUCTIONS = "Solve the problem below step by step."
 ANSWER = r"the final number as \boxed{number}"
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 COLUMNS = ("question", "answer")
+MAX_MARKUP = 2000  # characters; a longer answer is searched for numbers as it is
 
 # Atomic groups (?>...) keep a failed search from being repeated at every later tag.
 _SOFT_FORMAT = re.compile(r"\s*<reasoning>(?>.*?</reasoning>)\s*<answer>(?>.*?</answer>)", re.DOTALL)
 _STRICT_FORMAT = re.compile(r"<reasoning>\n(?>.*?\n</reasoning>)\n<answer>\n(?>.*?\n</answer>)\n?", re.DOTALL)
 _INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|\\!,)(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\[,;: ]|\\!,|,\\!)(?=[0-9]{3}(?![0-9]))")
+_SPACED_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:[ ~][0-9]{3})+|(?:'[0-9]{3})+)(?![0-9])")
+_LAKHS = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9])")
 _NO_THOUSANDS = re.compile(r"(?<![0-9A-Za-z.,])0[0-9,]|[0-9]{4},")  # a leading zero, four digits before a comma
-_FRAC = re.compile(r"\\[dt]?frac\{\s*(-?[0-9.]+)\s*\}\{\s*([0-9.]+)\s*\}")
+_PUNCTUATION = re.compile(r"(?<=[A-Za-z.:;,)])\s+[–—―]\s+")  # a dash that is no minus
+_FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![0-9A-Za-z)}}\]])-\s?)?(?:(?P<whole>[0-9]+)\s+(?=[0-9]+/[0-9]))?"
     rf"(?P<top>{_DECIMAL}(?:[eE][+-]?[0-9]{{1,4}})?)(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
+)
+
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALE = re.compile(rf"\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
+_OPERAND = r"\s*(?:[0-9(\\]|[A-Za-z](?![A-Za-z]))"
+# What makes another number of the one before it: a power, a factorial, a variable, more digits, an operation.
+_CHANGED_BEHIND = re.compile(
+    rf"[)}}\]]*\s*(?:!|\^|\*\*|(?:[-+*×÷·/]|\\times|\\cdot|\\div|\\pm|±){_OPERAND})|[_'.,][0-9]|:(?!00)[0-9]|[²³⁰¹⁴-⁹]|[xyzn](?![A-Za-z])"
+)
+_CHANGED_BEFORE = re.compile(r"(?:\\(?:sqrt|log|ln|sin|cos|tan)\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^])\s*$")
+_VARIABLE = re.compile(r"(?<![A-Za-z'])[A-Za-z]\s*$")
+_OTHER_VALUE = re.compile(
+    r"\s*(?:%|\\%)?\s*(?:[,;&|/-]|\\text\{\s*(?:or|and|to)\s*\}|(?:,\s*)?(?:or|and|to)\b)?\s*|"
+    r"(?:\s*[A-Za-z%]+){1,3},?\s+or(?:\s+[A-Za-z]+)?\s*|"
+    r"\s*(?:dollar|hour|hr|minute|day|week|month|year|pound|yard)s?(?:,|\s+and)?\s*|\s*(?:feet|foot)(?:,|\s+and)?\s*"
 )
 
 
@@ -50,7 +71,7 @@ def gold_number(text: str) -> float | None:
     """The number that a text is, if it has nothing else but a dollar or percent sign. None for "5 or 6", "x - 3",
     "18 eggs", and for a comma that does not separate thousands, as in "3,14"."""
     number = _NUMBER.fullmatch(_plain(text).strip().removesuffix(".").removesuffix("%").removesuffix("\\"))
-    return _value(number) if number and not _NO_THOUSANDS.search(text) else None
+    return _value(number) if number and not _NO_THOUSANDS.search(_joined_groups(text)) else None
 
 
 def extract(text: str) -> float | None:
@@ -62,19 +83,48 @@ def number_in(text: str) -> float | None:
     r"""The number in an answer: "$1,234.50", "-3", "2 1/2", "\frac{3}{4}", "5\text{ km}", "60\%" (60), "9+9=18".
 
     After the last equals sign, the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last
-    one ("in 2 days she sells 18"). None if there is no finite number.
+    one ("in 2 days she sells 18"). None if there is no finite number, if it is part of an expression ("3^2", "4!",
+    "2x", "3 + 4", "x - 3"), or if the answer gives other numbers to choose from ("5 or 6", "5-6").
     """
-    text = _plain(text).rpartition("=")[2]
+    text = _plain(unwrap(text) if len(text) <= MAX_MARKUP else text).rpartition("=")[2]
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
-    return _value(numbers[-1 if re.search(r"[A-Za-z]", text[: numbers[0].start()]) else 0])
+    index = len(numbers) - 1 if re.search(r"[A-Za-z]", text[: numbers[0].start()]) else 0
+    number = numbers[index]
+    if _is_part_of_more(number, text) or any(
+        _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start())
+        for first, second in pairwise(numbers[max(0, index - 1) : index + 2])
+    ):
+        return None
+    value, scale = _value(number), _SCALE.match(text, number.end())
+    if value is None or scale is None:
+        return value
+    return value * _SCALES[scale[1].lower()]
+
+
+def _is_part_of_more(number: re.Match[str], text: str) -> bool:
+    """Whether the number is a part of an expression whose value is another one."""
+    before = text[max(0, number.start() - 20) : number.start()]
+    if number["sign"] and _VARIABLE.search(before):
+        return True
+    return bool(_CHANGED_BEHIND.match(text, number.end()) or _CHANGED_BEFORE.search(before))
 
 
 def _plain(text: str) -> str:
-    """The text with one form of fractions and minus signs, and without dollar signs and thousands separators."""
-    text = text.replace("−", "-").replace(r"\$", "").replace("$", "")
-    return _THOUSANDS.sub("", _FRAC.sub(r" \1/\2", text))
+    """The text with one form of fractions and minus signs, and without currency signs and thousands separators."""
+    text = _joined_groups(_PUNCTUATION.sub(" : ", text))
+    text = re.sub(r"\\?\$|[€£¥]", "", text).replace("½", r"\frac12").replace("¼", r"\frac14").replace("¾", r"\frac34")
+    text = _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
+    return _THOUSANDS.sub("", text)
+
+
+def _joined_groups(text: str) -> str:
+    """The text with plain characters, and with "70 000", "70'000" and "1,00,000" in one piece."""
+    text = plain_characters(text)
+    for groups in (_SPACED_THOUSANDS, _LAKHS):
+        text = groups.sub(lambda number: re.sub("[ ~',]", "", number[0]), text)
+    return text
 
 
 def _value(chosen: re.Match[str]) -> float | None:
@@ -118,7 +168,12 @@ def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> l
 
 def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the answer is an integer and nothing else."""
-    return judged(completions, lambda text: 0.5 if _INTEGER.fullmatch((final_answer(text) or "").strip("$ ")) else 0.0)
+
+    def reward(text: str) -> float:
+        answer = _joined_groups(final_answer(text) or "").strip("$ ")
+        return 0.5 if _INTEGER.fullmatch(answer) else 0.0
+
+    return judged(completions, reward)
 
 
 def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
@@ -145,7 +200,7 @@ def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence
     return judged(completions, lambda text, gold: 2.0 * _is_right(last_number(text), gold), ground_truth)
 
 
-PROTOCOLS = {
+PROTOCOLS: dict[str, dict[str, Any]] = {
     "llada": {
         "QUESTION": "Question: {question}\nLet's think step by step.\nAnswer:",
         "SHOTS": 4,

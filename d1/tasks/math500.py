@@ -17,7 +17,8 @@ INSTRUCTIONS = "Solve the mathematics problem below step by step."
 ANSWER = r"the final answer as \boxed{answer}"
 SCHEMAS = (("problem", "answer"), ("problem", "solution"))
 
-_INLINE_MATH = re.compile(r"(?<!\\)\$([^$]{1,500})\$|\\\((.{1,500}?)\\\)")
+_INLINE_MATH = re.compile(r"(?<!\\)\$((?:\\.|[^$\\]){1,500}?)\$|\\\((.{1,500}?)\\\)", re.DOTALL)
+_BETWEEN_VALUES = re.compile(r"\s*(?:,|;|,?\s*(?:and|or))\s*")
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
@@ -41,10 +42,19 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract(text: str) -> str | None:
-    r"""The answer's LaTeX, or None: the content of a box, else the last formula of the answer block, else the block."""
+    r"""The answer's LaTeX, or None: the content of a box, else the last formula of the answer block, else the block.
+
+    Formulas with nothing but a comma, "and" or "or" between them are one answer: "$1$ and $2$".
+    """
     answer = (final_answer(text) or "")[-2000:]  # bounds the search; the last formula counts
-    formulas = _INLINE_MATH.findall(answer)
-    return ("".join(formulas[-1]).strip() if formulas else answer) or None
+    values: list[str] = []
+    end = 0
+    for formula in _INLINE_MATH.finditer(answer):
+        if not _BETWEEN_VALUES.fullmatch(answer, end, formula.start()):
+            values = []
+        values.append("".join(filter(None, formula.groups())).strip())
+        end = formula.end()
+    return (", ".join(values) if values else answer) or None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:

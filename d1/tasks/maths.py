@@ -1,13 +1,12 @@
 """Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
 
 math-verify's own time limit is a signal: it counts whole seconds, works only in the main thread, and cannot interrupt
-one big-integer operation. So math-verify runs in a helper process (this file as a script), which is killed if it does
-not stop in time.
+one big-integer operation. So math-verify runs in a helper process (`maths_process.py`) with a limit of processor time,
+which other programs on the machine do not use up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,72 +14,202 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import count
 from multiprocessing.connection import wait
+from pathlib import Path
+
+from d1.tasks.latex import Tree, normalize, number_of, read, tree_of
+
+__all__ = ["MAX_ANSWER", "TIME_LIMIT", "Undecided", "equivalent", "normalize"]
 
 logger = logging.getLogger(__name__)
 
-TIME_LIMIT = 0.4  # seconds of CPU time for one pair; CPU time, so that a busy machine does not change the verdict
+TIME_LIMIT = 1.0  # seconds of processor time for one pair
 MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 100
-HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
-_MEMORY = 4 << 30
+STALL_LIMIT = 120.0  # seconds by the clock, only for a helper that does not run at all: a stopped process
+_HELPER = Path(__file__).with_name("maths_process.py")
 
-_NOISE = r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ()\[\]]|\^\{?\\circ\}?|[°~]|\\?[%$]"
-_PLAIN = [
-    (re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$"), ""),  # units
-    (re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
-    (re.compile(rf"{_NOISE}|(?<![0-9])\s+|\s+(?![0-9])"), ""),
-    (re.compile(r"\\[dt]?frac(?:\{([0-9])\}|([0-9]))(?:\{([0-9])\}|([0-9]))"), r"\\frac{\1\2}{\3\4}"),
-    (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (re.compile(r"^[A-Za-z]="), ""),  # "x = 5"
-]
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
-_DECIMAL = r"(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))"
-_EXACT = re.compile(rf"{_DECIMAL}(?:/{_DECIMAL})?|(-?)\\[dt]?frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}}")
+_SUBSCRIPT_OF_NUMBER, _DOTS = re.compile(r"[0-9]_"), re.compile(r"\\[lc]?dots|\.\.\.|…")
+_WORD, _WORDS = re.compile(r"[A-Za-z-]{4,}"), re.compile(r"(?<![\\A-Za-z])[A-Za-z]{12,}")  # spaces are removed
 
 
-@lru_cache(maxsize=8192)
+class Undecided(Exception):
+    """math-verify did not decide within `TIME_LIMIT`, or its process ended."""
+
+
+_undecided_so_far = count(1)  # in this process
+
+
 def equivalent(answer: str, gold: str) -> bool:
-    """Whether `answer` is mathematically the same as `gold`, both LaTeX without dollar signs around them.
+    """Whether `answer` is mathematically the same as `gold`, both LaTeX or plain text.
 
-    Units, percent and dollar signs, degrees and spacing are ignored. Answers longer than `MAX_ANSWER` characters, and
-    pairs that math-verify cannot decide within `TIME_LIMIT`, count as different.
+    What an answer leaves out is forgiven: a unit, the base of its digits, a.m. or p.m., a name ("x ="). What it says
+    must not contradict the gold: another unit, base, half of the day or name is wrong, and so is a set for a tuple. A
+    number with a percent sign may also be a hundredth of it. Decimals are equal to irrational numbers if six digits
+    agree.
+
+    Answers longer than `MAX_ANSWER` characters count as different. So do pairs that math-verify cannot decide within
+    `TIME_LIMIT`; each of them is counted in a warning, and is tried again when it is asked for again.
     """
+    try:
+        return _equivalent(answer, gold)
+    except Undecided as reason:
+        message = "undecided and counted as wrong, number %d so far: %s; answer %.80r, gold %.80r"
+        logger.warning(message, next(_undecided_so_far), reason, answer, gold)
+        return False
+
+
+@lru_cache(maxsize=8192)  # an exception is not cached
+def _equivalent(answer: str, gold: str) -> bool:
     if len(answer) > MAX_ANSWER:
         return False
-    a, b = normalize(answer), normalize(gold)
-    if a == b:
-        return True
-    if not a or not b:
+    mine, right = read(answer), read(gold)
+    if mine.unit and right.unit and mine.unit != right.unit:
         return False
-    # Two exact numbers need no math-verify, except that with a percent sign 50% may also be 0.5.
-    x, y = _exact(a), _exact(b)
-    if x is not None and y is not None and (x == y or "%" not in answer + gold):
+    if not mine.text or not right.text:
+        return mine.text == right.text
+    if mine.text == right.text:
+        return True
+    if mine.percent != right.percent:
+        x, y = _number(mine.tree), _number(right.tree)
+        if x is not None and y is not None:
+            return x == y or (x == 100 * y if mine.percent else y == 100 * x)
+    return _same(mine.tree, right.tree)
+
+
+def _number(tree: Tree) -> Fraction | None:
+    return number_of(tree) if isinstance(tree, str) else None
+
+
+def _same(answer: Tree, gold: Tree) -> bool:
+    """Whether two trees (`d1.tasks.latex`) are the same."""
+    if answer == gold:
+        return True
+    if isinstance(answer, str) and "=" in answer and not _is_equation(gold):
+        return _same(tree_of(answer.rpartition("=")[2]), gold)
+    if isinstance(answer, str) and isinstance(gold, str):
+        return _same_text(answer, gold)
+    for kind, rule in _RULES.items():
+        if kind in (_kind(answer), _kind(gold)):
+            return rule(answer, gold)
+    if isinstance(answer, str) or isinstance(gold, str):
+        return False
+    return answer[0] == gold[0] and _same_in_order(answer[1:], gold[1:])
+
+
+def _is_equation(tree: Tree) -> bool:
+    return _kind(tree) == "=" or (isinstance(tree, str) and "=" in tree)
+
+
+def _kind(tree: Tree) -> str:
+    return str(tree[0]) if isinstance(tree, list) else ""
+
+
+def _same_named(answer: Tree, gold: Tree) -> bool:
+    """x = 5 is 5, but not y = 5; two equations are compared as they are."""
+    if _kind(answer) == _kind(gold):
+        return answer[1] == gold[1] and _same(answer[2], gold[2])
+    named, other = (answer, gold) if _kind(answer) == "=" else (gold, answer)
+    if not isinstance(other, str) or "=" not in other:
+        return _same(answer[2], gold) if named is answer else _same(answer, gold[2])
+    if not isinstance(named[2], str):
+        return False
+    equation = f"{named[1]}={named[2]}"
+    return _same_text(equation, other) if named is answer else _same_text(other, equation)
+
+
+def _same_base(answer: Tree, gold: Tree) -> bool:
+    """The digits and the base are the same. An answer may leave the base out; a gold without one has base ten."""
+    if _kind(gold) == "base":
+        digits = answer[1] if _kind(answer) == "base" else answer
+        return digits == gold[1] and _kind(answer) in ("", "base") and (digits == answer or answer[2] == gold[2])
+    return answer[2] == "10" and _same(answer[1], gold)
+
+
+def _same_time(answer: Tree, gold: Tree) -> bool:
+    mine, right = _time(answer), _time(gold)
+    if mine is None or right is None or mine[:2] != right[:2]:
+        return False
+    return mine[2] == right[2] or "" in (mine[2], right[2])
+
+
+def _time(tree: Tree) -> tuple[int, int, str] | None:
+    """Hour (0 to 11), minute, and "a", "p" or "" of a time, or of numbers that are one: 8, 8:30, 20:30."""
+    parts = [tree] if isinstance(tree, str) else tree[1:]
+    half = str(parts[2]) if _kind(tree) == "time" else ""
+    if _kind(tree) not in ("", ":", "time") or not all(re.fullmatch("[0-9]{1,2}|[ap]", str(part)) for part in parts):
+        return None
+    hour, minute = int(str(parts[0])), int(str(parts[1])) if len(parts) > 1 else 0
+    if hour > 12 and not half:
+        half = "p"
+    return hour % 12, minute, half
+
+
+def _same_values(answer: Tree, gold: Tree) -> bool:
+    """Values next to each other have no order; brackets around one of the two give them theirs."""
+    kinds = {_kind(answer), _kind(gold)}
+    if kinds <= {",", "{}"}:
+        return _same_in_any_order(answer[1:], gold[1:])
+    if kinds == {",", "()"}:
+        return _same_in_order(answer[1:], gold[1:])
+    return False
+
+
+def _same_set(answer: Tree, gold: Tree) -> bool:
+    """Sets are compared in any order; a set of one value may stand without its braces."""
+    elements = [tree[1:] if _kind(tree) == "{}" else [tree] for tree in (answer, gold)]
+    return _same_in_any_order(*elements)
+
+
+def _same_union(answer: Tree, gold: Tree) -> bool:
+    return _kind(answer) == _kind(gold) and _same_in_any_order(answer[1:], gold[1:])
+
+
+# The first kind that one of two trees has decides how they are compared; trees of other kinds must have the same kind.
+_RULES: dict[str, Callable[[Tree, Tree], bool]] = {
+    "=": _same_named,
+    "base": _same_base,
+    "time": _same_time,
+    ",": _same_values,
+    "{}": _same_set,
+    "cup": _same_union,
+}
+
+
+def _same_in_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
+    return len(answers) == len(golds) and all(map(_same, answers, golds))
+
+
+def _same_in_any_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
+    if len(answers) != len(golds):
+        return False
+    left = list(answers)
+    for gold in golds:
+        found = next((index for index, answer in enumerate(left) if _same(answer, gold)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _same_text(answer: str, gold: str) -> bool:
+    """Whether two numbers, expressions or words are the same."""
+    if answer == gold:
+        return True
+    if not answer or not gold:
+        return False
+    x, y = number_of(answer), number_of(gold)
+    if x is not None and y is not None:
         return x == y
+    if _WORD.fullmatch(gold) or _WORDS.search(answer):  # math-verify would read a product of the letters
+        return answer.casefold() == gold.casefold()
+    # math-verify leaves out dots, and what stands below a number.
+    if any(sign.search(text) for sign in (_SUBSCRIPT_OF_NUMBER, _DOTS) for text in (answer, gold)):
+        return False
     return _verify(answer, gold)
-
-
-def normalize(latex: str) -> str:
-    """`latex` without parts that do not change its meaning; equal results mean equal answers."""
-    text = latex.strip().replace("−", "-").rstrip(".").strip()
-    for pattern, plain in _PLAIN:
-        text = pattern.sub(plain, text)
-    if re.fullmatch(r"-?[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?:\.[0-9]+)?", text):  # never inside a list or a pair
-        text = _THOUSANDS.sub("", text)
-    return text
-
-
-def _exact(text: str) -> Fraction | None:
-    match = _EXACT.fullmatch(text)
-    if not match:
-        return None
-    top, bottom, sign, frac_top, frac_bottom = match.groups()
-    try:
-        value = Fraction(top or frac_top) / Fraction(bottom or frac_bottom or 1)
-    except (ValueError, ZeroDivisionError):
-        return None
-    return -value if sign else value
 
 
 _lock = threading.Lock()
@@ -90,72 +219,44 @@ os.register_at_fork(after_in_child=lambda: globals().update(helper_process=None)
 
 
 def _verify(answer: str, gold: str) -> bool:
+    """math-verify's verdict.
+
+    Raises:
+        Undecided: a limit ended the comparison, or the helper process ended.
+        RuntimeError: the helper process does not start.
+    """
     global helper_process
     with _lock:
         if helper_process is None or helper_process.poll() is not None:
-            command = [sys.executable, "-P", __file__]  # by path: `d1` need not be importable there
-            pipe = subprocess.PIPE
-            helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
-            if _reply(helper, _START_LIMIT) is None:
-                raise RuntimeError(f"math-verify does not start: try `{sys.executable} -c 'import math_verify'`")
-            helper_process = helper
+            helper_process = _start_helper()
         helper = helper_process
         assert helper.stdin is not None
         try:
             helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            reply = _reply(helper, HARD_LIMIT)
+            reply = _reply(helper)
         except BrokenPipeError:
             reply = None
         if reply is None:
-            logger.warning("math-verify gave up on the answer %.80r (gold %.80r)", answer, gold)
             helper.kill()
             helper.wait()
-        return reply == b"1"
+            raise Undecided(f"math-verify's process ended or stood still (return code {helper.returncode})")
+    if reply == b"?":
+        raise Undecided(f"math-verify used up {TIME_LIMIT:g} s of processor time, or its memory")
+    return reply == b"1"
 
 
-def _reply(helper: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The helper's next answer, one byte, or None if the helper ended or takes longer than `seconds`."""
+def _start_helper() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", str(_HELPER), str(TIME_LIMIT)]  # by path: `d1` need not be importable there
+    pipe = subprocess.PIPE
+    helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+    if _reply(helper) is None:
+        raise RuntimeError(f"math-verify does not start: try `{sys.executable} -c 'import math_verify'`")
+    return helper
+
+
+def _reply(helper: subprocess.Popen[bytes]) -> bytes | None:
+    """The helper's next reply, one byte, or None if the helper ended or stood still for `STALL_LIMIT`."""
     assert helper.stdout is not None
-    return (helper.stdout.read(1) or None) if wait([helper.stdout.fileno()], seconds) else None
-
-
-class _OutOfTime(BaseException):
-    """Not an Exception, so that no handler within sympy swallows it."""
-
-
-def _serve() -> None:
-    """Answer each pair [gold, answer], a line of JSON, with the byte 1 or 0, until the input ends."""
-    import resource
-    import signal
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def stop(*_: object) -> None:
-        raise _OutOfTime
-
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    signal.signal(signal.SIGPROF, stop)
-    config = [LatexExtractionConfig()]  # its other config passes text to Python's eval
-    # Build the parser's tables and make sympy's late imports now, so that the first answer's time does not include it.
-    verify(*(parse(rf"\boxed{{{text}}}", config, parsing_timeout=0) for text in ("(x+1)^2", "x^2+2x+1")))
-    sys.stdout.buffer.write(b"!")
-    sys.stdout.buffer.flush()
-    for line in sys.stdin.buffer:
-        try:
-            signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-            gold, answer = (
-                parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=0)
-                for text in json.loads(line)
-            )
-            same = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
-        except (_OutOfTime, Exception):
-            same = False
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(b"1" if same else b"0")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()
+    if not wait([helper.stdout.fileno()], STALL_LIMIT):
+        return None
+    return helper.stdout.read(1) or None

@@ -14,10 +14,12 @@ from datasets import Dataset
 from d1.tasks import Completion, Message, final_answer, judged, problem
 from d1.tasks.countdown import whole
 from d1.tasks.data import JSON, file_of, read_file, task_rows
+from d1.tasks.latex import plain_characters, unwrap
 
 INSTRUCTIONS = "Compute the product."
 ANSWER = "the number alone"
 LEAST, MOST = 100, 999  # range of the factors
+MAX_ANSWER = 200  # characters
 FACTORS = re.compile(r"(\d+) \* (\d+)")
 
 
@@ -39,8 +41,9 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def extract(text: str) -> int | None:
     """The whole number of the answer, or None."""
-    answer = (final_answer(text) or "").replace(",", "")
-    return int(answer) if re.fullmatch(r"[0-9]{1,30}", answer) else None
+    answer = unwrap(plain_characters((final_answer(text) or "")[:MAX_ANSWER]))
+    digits = re.sub(r"(?<=[0-9])[ '](?=[0-9]{3})|,", "", answer)
+    return int(digits) if re.fullmatch(r"[0-9]{1,30}", digits) else None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:

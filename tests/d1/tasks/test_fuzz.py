@@ -13,7 +13,7 @@ from tests.sandbox import SANDBOXED, skip_without_sandbox
 TESTS = {"prefix": "", "source": "with __case__(0):\n    assert f(1) == 2", "names": ["f"], "count": 1, "setup": ""}
 TRUTHS = {"gsm8k": 18.0, "math": r"\frac{\pi}{7}", "countdown": [[17, 96, 91], 22], "sudoku": "4132231412433421"}
 TRUTHS |= {"code": TESTS, "programs": [["abcde", "ab"]], "pocket_countdown": [[17, 96, 91], 22], "arithmetic": 18.0}
-TRUTHS |= {"products": 170570}
+TRUTHS |= {"products": 170570, "svamp": 18.0}
 QUESTION = "Solve the following Sudoku puzzle: 0102230010030400\n"  # which other tasks do not read
 ROWS = {name: {"question": QUESTION, "ground_truth": truth} for name, truth in TRUTHS.items()}
 PIECES = [

@@ -18,20 +18,32 @@ READ = {  # number -> texts that are it, as the gold of a row and in an answer
     -0.75: (r"-\dfrac{3}{4}",),
     2.5: ("2 1/2", r"2\frac{1}{2}"),
     1000: ("1e3",),
-    None: ("1e999", "1/0", "9" * 100_000, "１２３", "²", "none", "nan", ""),  # not finite, or digits that are not ASCII
+    123: ("１２３",),
+    70000: ("70 000", "70\u202f000", "70\u00a0000", "70\u2009000", "70'000", "70’000", "70~000"),
+    -0.5: ("-1/2", r"-\frac12", r"–\dfrac{1}2"),
+    -7: ("–7", "—7", "‑7", "- 7", "－7"),
+    None: ("1e999", "1/0", "9" * 100_000, "²", "٣", "none", "nan", ""),  # not finite, or digits of other scripts
 }
 ANSWERS = {  # number -> texts from which an answer is read, but that are no gold: a gold is one number and nothing else
     18: (r"9 \times 2 = 18", "18 eggs for 2 days", "in 2 days she sells 18 eggs.", "9+9=18"),
-    -3: ("10 - 13 = -3", "x - 3"),
+    -3: ("10 - 13 = -3", "Answer: –3", "the loss is –3"),
+    7: ("The answer – 7", "**7**", "*7*", "**$7**", "`7`", r"\mathbf{7}", "7 or 7.0"),
     -10: (r"\(-10\)",),
+    70000: (r"70\ 000", r"70\;000"),
     120: (r"120\text{ minutes}",),
-    5: (r"5 \text{ cm}^2", "5 or 6", "5 million"),
+    5: (r"5 \text{ cm}^2", "5 cm²", "5 apples and 6 pears", "5 (five)"),
+    5_000_000: ("5 million", r"5\text{ million}"),
     28: (r"\boxed{28",),  # cut off
-    3: ("3,14", "3+4", "± 3", "3^2"),
-    2: ("2x",),
+    2: ("2:00 pm",),
     500: ("0,500",),
-    1: ("1,2345",),
     1234567: ("1234,567",),
+    None: (  # more than one number, or an expression
+        *("5 or 6", "5 apples or 6 apples", "5-6", "5–6", "5 to 6", "5, 6", "5 and 6", "5/6 or 6/5", "5\n6", "5 - 6"),
+        *("5!", "5^2", "5**2", "(5)^2", "5²", "3+4", r"3 \times 4"),
+        *("5 dollars and 50 cents", "5:30", r"\log 5"),
+        *("3 - x", "x - 3", "x + 3", "2x", "2n", r"\sqrt{16}"),
+        *("± 3", r"\pm 3", "5 ± 1", "3,14", "1,2345", "1.234.567", "12_7", "1_000"),
+    ),
 }
 
 
@@ -70,5 +82,9 @@ def test_rewards_by_hand(text, tags, soft, strict, integer, correct):
     assert paid == pytest.approx([tags, soft, strict, integer, correct], abs=1e-12)
 
 
-def test_a_unicode_digit_is_no_integer():
-    assert gsm8k.integer_reward(["<answer>²</answer>", "<answer>١</answer>", "<answer>1,234</answer>"]) == [0, 0, 0.5]
+@pytest.mark.parametrize(
+    ("answer", "paid"),
+    [("²", 0), ("١", 0), ("1,234", 0.5), ("–7", 0.5), ("70 000", 0.5), ("70\u202f000", 0.5), ("7.5", 0), ("7 eggs", 0)],
+)
+def test_what_is_an_integer_and_nothing_else(answer, paid):
+    assert gsm8k.integer_reward([f"<answer>{answer}</answer>"]) == [paid]

@@ -56,6 +56,15 @@ def test_empty():
 PROGRAMS = [{"input": "abdce,dbcae", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}]
 LOCAL |= {"code": [[HUMANEVAL], [MBPP], [KODCODE]], "programs": [PROGRAMS]}
 LOCAL |= {"products": [[{"input": "370 * 461", "output": "170570"}]]}
+SVAMP = {"Question": "Ann has number0 pens in number1 boxes . How many ?", "Numbers": "4.0 6.0"}
+SVAMP |= {"Equation": "* number0 number1", "Answer": "24.0"}
+SVAMP_HUB = {
+    "Body": "Ann has 8 pens.",
+    "Question": "She loses 3. How many?",
+    "Equation": "( 8.0 - 3.0 )",
+    "Answer": "5.0",
+}
+LOCAL |= {"svamp": [[SVAMP], [SVAMP_HUB]]}
 EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
 
@@ -340,6 +349,11 @@ def test_few_shot_turns_are_seeded_solved_training_problems():
         (r"\boxed{\{1, 2\}}", None, r"\{1, 2\}", r"\{1, 2\}"),
         (r"\boxed{5} then \boxed{\frac{1}{2}", None, "5", "5"),
         (r"} } \boxed {6}", None, "6", "6"),
+        (r"\boxed 5", None, "5", "5"),
+        (r"<answer>$\boxed -73$ </answer>", r"$\boxed -73$", "-73", "-73"),
+        (r"\boxed{5}, so \boxed \frac{1}{2}", None, r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\boxed{\boxed 5}", None, "5", "5"),
+        (r"\boxed{5}, in \boxed form", None, "5", "5"),
         (r"<answer>\boxed{}8</answer>", r"\boxed{}8", "", r"\boxed{}8"),
         ("\boxed{9}", None, None, None),  # a backspace and "oxed", what d1 looked for
         ("nothing", None, None, None),

@@ -1,0 +1,253 @@
+"""SVAMP: word problems of one or two steps whose answer is one number (arXiv 2103.07191, columns `Question`, `Numbers`,
+`Equation`, `Answer`).
+
+The training problems are those of MAWPS and ASDiv-A, the test problems SVAMP's own. Their texts have `number0`,
+`number1`, ... for the numbers, and equations in prefix notation, so new numbers make new problems with known answers:
+
+    python -m d1.tasks.svamp rows.jsonl --per_problem 4 --seed 0
+
+writes rows for SFT under the protocol "llada", with the steps of each problem. Rewards, metric and the extraction of
+answers are those of GSM8K.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import random
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+
+from d1.tasks import problem
+from d1.tasks.data import NUMBER, check_split, hold_out, read_file, read_problems, task_rows, text_in
+from d1.tasks.gsm8k import ANSWER, INSTRUCTIONS, PROTOCOLS, REWARDS, demonstrate, extract, score
+
+__all__ = ["PROTOCOLS", "REWARDS", "demonstrate", "extract", "load_rows", "score", "training_rows"]
+
+logger = logging.getLogger(__name__)
+
+HUB = "ChilleD/SVAMP"
+COLUMNS = ("Question", "Numbers", "Equation", "Answer")
+HUB_COLUMNS = ("Body", "Question", "Equation", "Answer")
+ROUNDING = 1e-3  # answers are rounded: the largest difference from the value of the equation, relative
+DRAWS = 300  # of new numbers, before a problem is left without more rows
+_PLACE = re.compile(r"\bnumber(\d+)\b")
+_SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
+
+
+class Template(NamedTuple):
+    """`text` and `equation` have `number0`, `number1`, ... in place of `numbers`."""
+
+    text: str
+    equation: str
+    numbers: list[Fraction]
+
+
+class Step(NamedTuple):
+    left: Fraction
+    sign: str
+    right: Fraction
+    result: Fraction
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    """SVAMP from `data_file`, else from `svamp/` in the folder that `$D1_FILES` names, else from the hub.
+
+    The hub's copy (`ChilleD/SVAMP`) has SVAMP's own problems alone, 700 and 300, with numbers in their texts. Training
+    problems whose equation does not give their answer (9 of 3,138) are left out. In the folder, those whose text
+    comes twice count once, before the validation split is taken from them.
+    """
+    source, rows = _read(split, data_file)
+    if "Numbers" not in rows.column_names:
+        return task_rows(source, rows, _hub_row, NUMBER)
+    return task_rows(source, _consistent(source, rows), _task_row, NUMBER)
+
+
+def _read(split: str, data_file: str | None) -> tuple[str, Dataset]:
+    """The source's name and its rows."""
+    check_split(split)
+    folder = os.environ.get("D1_FILES")
+    if not data_file and folder:
+        path = Path(folder) / "svamp" / ("test.csv" if split == "test" else "train.csv")
+        if path.is_file():
+            rows = read_file(str(path), COLUMNS)
+            if split != "test":  # one text twice, with other numbers, would be in training and validation
+                texts = rows["Question"][:]
+                rows = rows.select([index for index, text in enumerate(texts) if texts.index(text) == index])
+            return str(path), hold_out(rows, split)
+    return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
+
+
+def _consistent(source: str, rows: Dataset) -> list[dict[str, Any]]:
+    """The rows whose equation gives their answer, and those that cannot be read, which `task_rows` names."""
+    kept = [row for row in rows if not _contradicts_itself(row)]
+    if len(kept) < len(rows):
+        logger.info(
+            "%s: %d of %d rows do not give their own answer, left out", source, len(rows) - len(kept), len(rows)
+        )
+    return kept
+
+
+def _contradicts_itself(row: dict[str, Any]) -> bool:
+    try:
+        template, answer = _template(row), _number(row["Answer"], "Answer")
+    except ValueError:
+        return False
+    value = _solve(template.equation, template.numbers)[1]
+    return value is None or not math.isclose(value, answer, rel_tol=ROUNDING)
+
+
+def _task_row(row: dict[str, Any]) -> dict[str, Any]:
+    template = _template(row)
+    solution = _shown(_solve(template.equation, template.numbers)[0])
+    answer = float(_number(row["Answer"], "Answer"))
+    return problem(_filled(template.text, template.numbers), INSTRUCTIONS, ANSWER, answer, solution=solution)
+
+
+def _hub_row(row: dict[str, Any]) -> dict[str, Any]:
+    question = f"{text_in(row, 'Body').strip()} {text_in(row, 'Question').strip()}"
+    answer = _number(row["Answer"], "Answer")
+    equation = re.sub(r"(?<=[0-9])\.0(?![0-9])", "", text_in(row, "Equation").strip())  # in brackets: ( 8.0 - 3.0 )
+    solution = f"{equation.removeprefix('(').removesuffix(')').strip()} = {_written(answer)}"
+    return problem(question, INSTRUCTIONS, ANSWER, float(answer), solution=solution)
+
+
+def _template(row: dict[str, Any]) -> Template:
+    """Raises ValueError if the text or the equation names a number that the row lacks, or the equation is none."""
+    numbers = [_number(text, "Numbers") for text in str(row["Numbers"]).split()]
+    template = Template(text_in(row, "Question"), text_in(row, "Equation"), numbers)
+    used = [int(place) for place in _PLACE.findall(f"{template.text} {template.equation}")]
+    if max(used, default=-1) >= len(numbers):
+        raise ValueError(f"Numbers must have number{max(used)}, got {row['Numbers']!r}")
+    _solve(template.equation, numbers)
+    return template
+
+
+def _number(value: Any, column: str) -> Fraction:
+    try:
+        return Fraction(str(value).strip())
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{column} must be numbers, got {value!r}") from None
+
+
+def _written(number: Fraction) -> str:
+    return f"{float(number):.15g}"
+
+
+def _filled(text: str, numbers: Sequence[Fraction]) -> str:
+    """The text with the numbers in their places."""
+    return _PLACE.sub(lambda place: _written(numbers[int(place[1])]), text)
+
+
+def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction | None]:
+    """The steps of an equation in prefix notation and its value, None for a division by zero.
+
+    Raises:
+        ValueError: it is no equation.
+    """
+    steps: list[Step] = []
+    values: list[Fraction] = []
+    for token in reversed(equation.split()):
+        place = _PLACE.fullmatch(token)
+        if place:
+            values.append(numbers[int(place[1])])
+        elif token not in _SIGNS:
+            values.append(_number(token, "Equation"))
+        elif len(values) < 2:
+            raise ValueError(f"Equation must be in prefix notation, got {equation!r}")
+        else:
+            left, right = values.pop(), values.pop()
+            if token == "/" and right == 0:
+                return steps, None
+            values.append(_SIGNS[token](left, right))
+            steps.append(Step(left, token, right, values[-1]))
+    if len(values) != 1:
+        raise ValueError(f"Equation must be in prefix notation, got {equation!r}")
+    return steps, values[0]
+
+
+def _shown(steps: Sequence[Step]) -> str:
+    """The steps as lines such as "72 - 9 = 63"."""
+    return "\n".join(f"{_written(a)} {sign} {_written(b)} = {_written(result)}" for a, sign, b, result in steps)
+
+
+def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> Iterator[dict[str, Any]]:
+    """Rows for SFT: `messages` with a training problem with new numbers, and its steps and answer.
+
+    The numbers are whole and between half and twice the originals (up to 10 at least). They are drawn so that all
+    results are whole and positive. No question comes twice; a problem with few such numbers has fewer rows.
+
+    Args:
+        seed: of the numbers.
+        per_problem: rows per training problem.
+        data_file: a file with the columns `COLUMNS`; by default the training split of `load_rows`.
+
+    Raises:
+        ValueError: `per_problem` is less than 1, or the data have no `Numbers`.
+    """
+    if per_problem < 1:
+        raise ValueError(f"per_problem must be 1 or more, got {per_problem}")
+    source, rows = _read("train", data_file)
+    if "Numbers" not in rows.column_names:
+        raise ValueError(
+            f"{source} has no column Numbers: set D1_FILES to a folder with svamp/train.csv, or pass a file"
+        )
+    rng, seen = random.Random(seed), set()
+    question, shown = PROTOCOLS["llada"]["QUESTION"], PROTOCOLS["llada"]["demonstrate"]
+    for row in _consistent(source, rows):
+        template, made = _template(row), 0
+        for _ in range(DRAWS):
+            numbers = _new_numbers(template.numbers, rng)
+            text = _filled(template.text, numbers)
+            solved = _whole_steps(template.equation, numbers)
+            if solved is None or text in seen:
+                continue
+            seen.add(text)
+            answer = shown({"solution": _shown(solved[0]), "ground_truth": float(solved[1])})
+            turns = (("user", question.format(question=text)), ("assistant", answer.strip()))
+            yield {"messages": [{"role": role, "content": content} for role, content in turns]}
+            made += 1
+            if made == per_problem:
+                break
+
+
+def _new_numbers(numbers: Sequence[Fraction], rng: random.Random) -> list[Fraction]:
+    return [Fraction(rng.randint(max(1, int(number / 2)), max(10, int(2 * number)))) for number in numbers]
+
+
+def _whole_steps(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction] | None:
+    """The steps and the value, if all results are whole and positive."""
+    steps, value = _solve(equation, numbers)
+    if value is None or any(result <= 0 or result.denominator != 1 for result in [value, *(s.result for s in steps)]):
+        return None
+    return steps, value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m d1.tasks.svamp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output_file", type=Path, help="the rows, as jsonl")
+    parser.add_argument("--data_file", help="a csv file with the columns of SVAMP; default: the training split")
+    parser.add_argument("--per_problem", type=int, default=4, help="rows per problem (default 4)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    rows = training_rows(args.seed, args.per_problem, args.data_file)
+    args.output_file.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
+
+
+if __name__ == "__main__":
+    from d1.runs.cli import run_script
+
+    run_script("python -m d1.tasks.svamp", lambda: main(make_parser().parse_args()))

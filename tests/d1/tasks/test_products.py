@@ -1,0 +1,17 @@
+"""Products: the number of an answer, in the formats that models write."""
+
+import pytest
+
+from d1.tasks import products
+
+
+@pytest.mark.parametrize(
+    "answer", ["170570", "170,570", "170 570", "170\u202f570", "**170570**", "$170570$", r"\boxed{170570}", "170570."]
+)
+def test_the_product_in_other_formats(answer):
+    assert products.extract(f"<answer>{answer}</answer>") == 170570
+
+
+@pytest.mark.parametrize("answer", ["17057", "170570 or 1", "-170570", "170570!", "170.570", "170 57", ""])
+def test_no_product(answer):
+    assert products.extract(f"<answer>{answer}</answer>") != 170570
