@@ -167,7 +167,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
             for part in turn(collect):
                 yield film.followed(part, len(part.tokens))
             if calls := toolbox.take(episode, canvas):
-                toolbox.results(episode, calls)
+                toolbox.results(episode, calls, at=[args.seed, args.index, 0])
             last = episode.turns[-1]
             given = [] if episode.end else episode.next_ids[len(last.prompt_ids) + len(last.kept) :]
             film = film.followed(part, len(last.kept), [piece(tokenizer, token) for token in given])

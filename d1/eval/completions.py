@@ -136,13 +136,16 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
 
 def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
     """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
-    if tools are given and the model of this `config` has no mask token."""
+    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call."""
     if args.tools:
         require_masks(config, "a run with tools")
     length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
     settings = TurnSettings.of(args, length, config)
     functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
-    return Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format), functions
+    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format)
+    if functions:
+        toolbox.check_calls(functions)
+    return toolbox, functions
 
 
 def default_dtype(config: Any) -> str | None:
@@ -504,7 +507,7 @@ class Rows:
         assert self.toolbox is not None
         costs = [costs[0] + passes, costs[1] + tokens]
         if calls := self.toolbox.take(episode, canvas_ids):
-            self.toolbox.results(episode, calls)
+            self.toolbox.results(episode, calls, at=[self.seed, prompt.index, prompt.sample])
         if episode.end is None:
             self.waiting.append((prompt, problem, episode, costs))
             return None

@@ -85,6 +85,8 @@ def prepare(
     check_tools_of_trainer(args, bool(tools), rollout_func=False, environments=None)
     toolbox = Toolbox(tokenizer, end_ids(tokenizer), args.turn_settings(config), args.tool_format)
     functions = {tool.__name__: tool for tool in tools}
+    if functions:
+        toolbox.check_calls(functions)
     both = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, toolbox, functions) for rows in both)
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
