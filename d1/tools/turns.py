@@ -38,6 +38,7 @@ from d1.tools.functions import Outcome, call
 from d1.tools.settings import TurnSettings
 
 ENDS = ("no_call", "unclosed", "max_turns", "no_room")  # why an episode ended
+TEMPLATE_MARK = re.compile(r"<[^<>\s'\"]{1,40}>|\[/?[A-Z_]{2,}\]")  # in a chat template: <|im_start|>, <think>, [INST]
 PLACE = "d1-answer"  # stands for the assistant's message while the template writes what follows it
 
 
@@ -172,11 +173,11 @@ class Toolbox:
 
     @cached_property
     def marks(self) -> list[str]:
-        """What no result may hold, the longest first: special tokens, marks of calls and results, and the marks of the
-        chat template that have a token."""
+        """What no result may hold, the longest first: special tokens, marks of calls and results, and the marks that
+        the chat template writes."""
         template = str(self.tokenizer.chat_template or "")
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-        of_template = [text for text in added if is_mark(text) and text in template]
+        of_template = [*TEMPLATE_MARK.findall(template), *(text for text in added if is_mark(text) and text in template)]
         of_formats = [mark for form in FORMATS.values() for mark in form.marks if is_mark(mark)]
         marks = {*self.special, *self.form.marks, *of_template, *of_formats}
         return sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
