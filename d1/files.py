@@ -83,11 +83,11 @@ def valid_unicode(text: str) -> str:
 
 
 def valid_unicode_in(value: Any) -> Any:
-    """A value of lists, tuples and dictionaries whose texts are `valid_unicode`."""
+    """A value of lists and dictionaries whose texts are `valid_unicode`."""
     if isinstance(value, str):
         return valid_unicode(value)
-    if isinstance(value, list | tuple):
-        return type(value)([valid_unicode_in(part) for part in value])
+    if isinstance(value, list):
+        return [valid_unicode_in(part) for part in value]
     if isinstance(value, dict):
         return {valid_unicode_in(key): valid_unicode_in(part) for key, part in value.items()}
     return value

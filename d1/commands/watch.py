@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
+from d1.files import valid_unicode
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
@@ -185,5 +186,5 @@ def write(args: argparse.Namespace, films: list[Film]) -> None:
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
     for path, text in ((args.html, lambda: film_page(name, [("", films)])), (args.svg, lambda: film_svg(films))):
         if path is not None:
-            path.write_text(text(), encoding="utf-8")
+            path.write_text(valid_unicode(text()), encoding="utf-8")
             sys.stderr.write(f"Written: {path}\n")

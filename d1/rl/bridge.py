@@ -27,6 +27,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
+from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
 from d1.rl.batch import Batch, RolloutRecord, fitted
@@ -313,6 +314,13 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
                 kept = logs if name is None else logs[name]
                 kept.clear()
                 kept.extend(values)
+
+    def make_logs_writable(self) -> None:
+        """Replaces halves of characters, which no file can hold, in TRL's logs of completions (`valid_unicode`)."""
+        for logs in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
+            texts = valid_unicode_in([*logs])
+            logs.clear()
+            logs.extend(texts)
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""

@@ -187,7 +187,7 @@ def next_command(args: DiffuGRPOConfig) -> str:
 
 def write_report(folder: Path) -> None:
     """Writes report.html into the folder of a finished run."""
-    (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
+    write_atomically(folder / "report.html", report_page([folder], [folder.name]))
     logger.info("Report: %s", folder / "report.html")
 
 

@@ -744,6 +744,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
         logs["compute_tokens"] = self.total_compute()
+        if self.log_completions:
+            self.make_logs_writable()
         super().log(logs, start_time)
 
     def total_compute(self) -> int:
