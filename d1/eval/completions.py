@@ -128,8 +128,12 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         *before, last = row["prompt"]
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages, options = toolbox.told([*shots, *before, {**last, "content": content}], functions)
-        text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
-        problem = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"], messages)
+        try:
+            text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
+            ids = encode_prompt(tokenizer, text)
+        except ValueError as error:
+            raise ValueError(f"problem {index} (from 0): {error}") from error
+        problem = (index, text, ids, row["question"], row["ground_truth"], messages)
         prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.files import valid_unicode
-from d1.models.tokenizer import encode_prompt, first_end, render_prompt
+from d1.models.tokenizer import encode_text, first_end, render_prompt
 from d1.sampling.passes import Columns
 from d1.sandbox import WORKERS
 from d1.tools.calls import (
@@ -177,7 +177,10 @@ class Toolbox:
         the chat template writes."""
         template = str(self.tokenizer.chat_template or "")
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-        of_template = [*TEMPLATE_MARK.findall(template), *(text for text in added if is_mark(text) and text in template)]
+        of_template = [
+            *TEMPLATE_MARK.findall(template),
+            *(text for text in added if is_mark(text) and text in template),
+        ]
         of_formats = [mark for form in FORMATS.values() for mark in form.marks if is_mark(mark)]
         marks = {*self.special, *self.form.marks, *of_template, *of_formats}
         return sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
@@ -204,7 +207,7 @@ class Toolbox:
     def rewritten(self, text: str) -> str:
         """The text of the ids of a text; "" if some of it has no token."""
         try:
-            ids = encode_prompt(self.tokenizer, text)
+            ids = encode_text(self.tokenizer, text)
         except ValueError:
             return ""
         return "" if self.tokenizer.unk_token_id in ids else str(self.tokenizer.decode(ids))
@@ -318,7 +321,7 @@ class Toolbox:
         plain = ids
         with suppress(ValueError):  # of a template that refuses empty messages
             plain = self.ids_of_results(episode, [""] * len(results))
-        if self.special_in(ids) != self.special_in(plain):  # with the text around it, a result made a special token
+        if self.special_in(ids) != self.special_in(plain):  # together with the text around it, a result makes a token
             ids = plain
         kept = episode.turns[-1].kept
         if kept and kept[-1] in self.ends:
@@ -333,7 +336,7 @@ class Toolbox:
             place += PLACE
         messages = [{"role": "assistant", "content": place}, {"role": "user", "content": content}]
         rendered = render_prompt(self.tokenizer, [*episode.prompt, *messages], **self.options)
-        return encode_prompt(self.tokenizer, rendered.rpartition(place)[2])
+        return encode_text(self.tokenizer, rendered.rpartition(place)[2])
 
     def special_in(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self.special_ids]
@@ -343,13 +346,12 @@ class Toolbox:
         characters that have no token, and cut to the length allowed."""
         text, most = self.without_marks(text), self.settings.result_length
         try:
-            ids = encode_prompt(self.tokenizer, text)
+            ids = encode_text(self.tokenizer, text)
         except ValueError:  # a vocabulary without unknown tokens
+            ids = None
+        if ids is None or self.special_in(ids):  # the tokenizer's normalizer made them of other characters
             text = self.without_marks(" ".join(word for word in text.split() if self.knows(word)))
-            ids = encode_prompt(self.tokenizer, text)
-        if self.special_in(ids):  # the tokenizer's normalizer makes them of other characters
-            text = self.without_marks(" ".join(word for word in text.split() if self.knows(word)))
-            ids = encode_prompt(self.tokenizer, text)
+            ids = encode_text(self.tokenizer, text)
         if len(ids) <= most:
             return text
         return self.without_marks(str(self.tokenizer.decode(ids[:most])))
@@ -368,7 +370,7 @@ class Toolbox:
     def knows(self, word: str) -> bool:
         """Whether a word has tokens, none of which is special."""
         try:
-            ids = encode_prompt(self.tokenizer, word)
+            ids = encode_text(self.tokenizer, word)
         except ValueError:
             return False
         return bool(ids) and not self.special_in(ids)
