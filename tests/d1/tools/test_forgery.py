@@ -1,4 +1,4 @@
-"""Results that try to be something else: a token, a turn, a call, the text around them. And what is no valid Unicode."""
+"""Results that try to be something else: a token, a turn, a call, the text around them; and invalid Unicode."""
 
 import itertools
 import json
