@@ -172,7 +172,7 @@ def format_of(tokenizer: Any) -> str:
     return next(name for name, one in FORMATS.items() if one.known_by in template or one.known_by in vocabulary)
 
 
-EXAMPLES: dict[Any, Any] = {str: "", int: 0, float: 0.0, bool: True, list: [], dict: {}}
+EXAMPLES: dict[Any, Any] = {str: "", int: 0, float: 0, bool: True, list: [], dict: {}}
 
 
 def example_call(name: str, functions: Functions, form: CallFormat) -> str:
