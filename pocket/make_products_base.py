@@ -21,7 +21,7 @@ from pocket.recipes import ROOT
 from pocket.tokenizer import build_tokenizer
 
 LENGTH = 12  # tokens of a canvas
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
 def conversations() -> list[dict[str, list[products.Message]]]:
@@ -47,8 +47,9 @@ def make(folder: Path, steps: int, seed: int) -> None:
         flags += ["--keep_last", "--seed", seed, "--eval_steps", steps, "--num_proc", 1, "--report_to", "none"]
         sft_train.main(sft_train.make_parser().parse_args([*map(str, flags)]))
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (*FILES, "chat_template.jinja"):
+        for name in FILES:
             shutil.copyfile(Path(work, "sft", name), folder / name)
+        tokenizer.save_pretrained(folder)
 
 
 def make_parser() -> argparse.ArgumentParser:
