@@ -27,7 +27,7 @@ FILES = ("config.json", "generation_config.json", "model.safetensors")
 def conversations() -> list[dict[str, list[products.Message]]]:
     """Two rows per training problem: its call, and the answer after the result."""
     lines = (ROOT / "dataset" / "products_train.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = []
+    rows = list[list[products.Message]]()
     for problem in map(json.loads, lines):
         rows += products.calls(problem["input"], int(problem["output"]), with_tool=True)
     return [{"messages": messages} for messages in rows]

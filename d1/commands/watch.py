@@ -116,7 +116,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
-    from d1.eval.completions import tools_of
+    from d1.eval.completions import config_of, tools_of
     from d1.masking import keyed_generator
     from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
@@ -127,9 +127,10 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
     check_canvas(args)
+    config = config_of(args.model_path, args.checkpoint_path)
+    toolbox, functions = tools_of(args, tokenizer, config)  # its errors come before the weights are read
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
-    toolbox, functions = tools_of(args, tokenizer, model.config)
     messages, of_tools = toolbox.told(row["prompt"], functions)
     text = render_prompt(tokenizer, messages, **of_tools)
     episode = Episode(messages, encode_prompt(tokenizer, text), functions)
