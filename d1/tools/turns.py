@@ -39,6 +39,7 @@ from d1.tools.settings import TurnSettings
 
 ENDS = ("no_call", "unclosed", "max_turns", "no_room")  # why an episode ended
 TEMPLATE_MARK = re.compile(r"<[^<>\s'\"]{1,40}>|\[/?[A-Z_]{2,}\]")  # in a chat template: <|im_start|>, <think>, [INST]
+PLAIN_HEADER = re.compile(r"[^<>\[\]|]*[A-Za-z][^<>\[\]|]*:")  # of a turn: user:, ### Human:
 PLACE = "d1-answer"  # stands for the assistant's message while the template writes what follows it
 
 
@@ -182,8 +183,20 @@ class Toolbox:
             *(text for text in added if is_mark(text) and text in template),
         ]
         of_formats = [mark for form in FORMATS.values() for mark in form.marks if is_mark(mark)]
-        marks = {*self.special, *self.form.marks, *of_template, *of_formats}
+        marks = {*self.special, *self.form.marks, *of_template, *of_formats, *self.plain_headers}
         return sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
+
+    @cached_property
+    def plain_headers(self) -> list[str]:
+        """The headers of turns that the chat template writes as plain text, each with the line end before it, such as
+        that of "user:"."""
+        chat = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
+        try:
+            parts = render_prompt(self.tokenizer, chat, **self.options).split(PLACE)
+        except ValueError:  # of a template that reads questions of one form alone
+            return []
+        lines = [part.strip().rpartition("\n")[2] for part in parts]
+        return [f"\n{line}" for line in lines if PLAIN_HEADER.fullmatch(line)]
 
     # --- Checks -------------------------------------------------------------------------------------------------------
 
@@ -358,14 +371,14 @@ class Toolbox:
 
     def without_marks(self, text: str) -> str:
         """A text without what is invisible and without `marks`, also those that appear when others are removed."""
-        text = "".join(one for one in text if one.isprintable() or one in "\n\t")
+        text = "\n" + "".join(one for one in text if one.isprintable() or one in "\n\t")  # headers begin a line
         found = True
         while found:
             found = False
             for mark in self.marks:
                 if mark in text:
                     text, found = text.replace(mark, " "), True
-        return text
+        return text.removeprefix("\n")
 
     def knows(self, word: str) -> bool:
         """Whether a word has tokens, none of which is special."""
