@@ -74,12 +74,31 @@ def check_output_dir(folder: str | Path) -> None:
         raise ValueError(f"--output_dir {folder}: you may not write to {there}; name another folder")
 
 
+def valid_unicode(text: str) -> str:
+    """A text that UTF-8 can write: halves of a character (surrogates) that belong together are joined, and each half
+    without the other becomes U+FFFD. JSON's \\u escapes can make such halves."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def valid_unicode_in(value: Any) -> Any:
+    """A value of lists and dictionaries whose texts are `valid_unicode`."""
+    if isinstance(value, str):
+        return valid_unicode(value)
+    if isinstance(value, list):
+        return [valid_unicode_in(part) for part in value]
+    if isinstance(value, dict):
+        return {valid_unicode_in(key): valid_unicode_in(part) for key, part in value.items()}
+    return value
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` as a whole: readers see the old content or the new, never a part."""
+    """Replace `path` as a whole: readers see the old content or the new, never a part. See `valid_unicode`."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(staging, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(valid_unicode(text))
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)

@@ -75,13 +75,13 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
 
     Pieces are tokenised one by one, so that a placeholder always has its number of tokens, whatever its neighbours are.
     """
-    from d1.models.tokenizer import encode_prompt
+    from d1.models.tokenizer import encode_text
 
     special = list(tokenizer("")["input_ids"])  # [BOS], or [CLS] and [SEP]
     before = (len(special) + 1) // 2
     ids, hidden, after = special[:before], [False] * before, special[before:]
     for piece in pieces:
-        own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_prompt(tokenizer, piece)
+        own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_text(tokenizer, piece)
         if isinstance(piece, str) and tokenizer.mask_token_id in own:
             raise ValueError(
                 f"the text {piece!r} has {tokenizer.mask_token}, the model's own mask token, which would not be filled "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.commands.model import check_canvas, model_of, tokenizer_of
+from d1.files import valid_unicode
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
@@ -115,7 +116,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
-    from d1.eval.completions import tools_of
+    from d1.eval.completions import config_of, tools_of
     from d1.masking import keyed_generator
     from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
@@ -126,9 +127,10 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
     check_canvas(args)
+    config = config_of(args.model_path, args.checkpoint_path)
+    toolbox, functions = tools_of(args, tokenizer, config)  # its errors come before the weights are read
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
-    toolbox, functions = tools_of(args, tokenizer, model.config)
     messages, of_tools = toolbox.told(row["prompt"], functions)
     text = render_prompt(tokenizer, messages, **of_tools)
     episode = Episode(messages, encode_prompt(tokenizer, text), functions)
@@ -167,7 +169,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
             for part in turn(collect):
                 yield film.followed(part, len(part.tokens))
             if calls := toolbox.take(episode, canvas):
-                toolbox.results(episode, calls)
+                toolbox.results(episode, calls, at=[args.seed, args.index, 0])
             last = episode.turns[-1]
             given = [] if episode.end else episode.next_ids[len(last.prompt_ids) + len(last.kept) :]
             film = film.followed(part, len(last.kept), [piece(tokenizer, token) for token in given])
@@ -185,5 +187,5 @@ def write(args: argparse.Namespace, films: list[Film]) -> None:
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
     for path, text in ((args.html, lambda: film_page(name, [("", films)])), (args.svg, lambda: film_svg(films))):
         if path is not None:
-            path.write_text(text(), encoding="utf-8")
+            path.write_text(valid_unicode(text()), encoding="utf-8")
             sys.stderr.write(f"Written: {path}\n")

@@ -70,8 +70,6 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
         ids = encode_prompt(tokenizer, render_prompt(tokenizer, as_messages(row, "prompt", "user")))
         if len(ids) > longest:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
-        if tokenizer.mask_token_id in ids:
-            raise ValueError(f"the mask token {tokenizer.mask_token} is in the prompt")
     except Exception as error:  # a chat template may raise anything
         return [], problem_of(error)
     return ids, ""

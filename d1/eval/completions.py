@@ -128,21 +128,28 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         *before, last = row["prompt"]
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages, options = toolbox.told([*shots, *before, {**last, "content": content}], functions)
-        text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
-        problem = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"], messages)
+        try:
+            text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
+            ids = encode_prompt(tokenizer, text)
+        except ValueError as error:
+            raise ValueError(f"problem {index} (from 0): {error}") from error
+        problem = (index, text, ids, row["question"], row["ground_truth"], messages)
         prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
 
 
 def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
     """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
-    if tools are given and the model of this `config` has no mask token."""
+    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call."""
     if args.tools:
         require_masks(config, "a run with tools")
     length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
     settings = TurnSettings.of(args, length, config)
     functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
-    return Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format), functions
+    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format)
+    if functions:
+        toolbox.check_calls(functions)
+    return toolbox, functions
 
 
 def default_dtype(config: Any) -> str | None:
@@ -504,7 +511,7 @@ class Rows:
         assert self.toolbox is not None
         costs = [costs[0] + passes, costs[1] + tokens]
         if calls := self.toolbox.take(episode, canvas_ids):
-            self.toolbox.results(episode, calls)
+            self.toolbox.results(episode, calls, at=[self.seed, prompt.index, prompt.sample])
         if episode.end is None:
             self.waiting.append((prompt, problem, episode, costs))
             return None

@@ -163,13 +163,34 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text that `render_prompt` wrote; ValueError for a word without a token where none is for unknown
+    """The ids of a text that `render_prompt` wrote; ValueError for a mask token, and as `encode_text`."""
+    ids = encode_text(tokenizer, text)
+    check_no_mask(tokenizer, ids)
+    return ids
+
+
+def check_no_mask(tokenizer: Any, ids: Collection[int], mask_token_id: int | None = None) -> None:
+    """Raise ValueError if ids that a model is given hold its mask token, which it would take for a token to fill in.
+    This is the rule for every text: questions, answers to train on, messages to a server, results of tools.
+
+    Args:
+        mask_token_id: of the model; None: the tokenizer's.
+    """
+    if mask_token_id is None:
+        mask_token_id = tokenizer.mask_token_id
+    if mask_token_id is not None and mask_token_id in ids:
+        token = tokenizer.convert_ids_to_tokens(mask_token_id)
+        raise ValueError(f"the mask token {token} is in the text, and the model would fill it in: write it differently")
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text, which may have mask tokens; ValueError for a word without a token where none is for unknown
     words."""
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no other class
         for word in text.split() if text.split() != [text] else ():
-            encode_prompt(tokenizer, word)  # the word alone is named
+            encode_text(tokenizer, word)  # the word alone is named
         tokens = tokenizer.convert_ids_to_tokens(list(range(min(20, len(tokenizer)))))
         reason = f"it has no token for {text!r}, nor one for unknown words; its {len(tokenizer)} tokens are"
         raise unreadable(tokenizer, f"{reason} {', '.join(tokens)}, ...", text) from error

@@ -27,8 +27,10 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
+from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
+from d1.models.tokenizer import check_no_mask
 from d1.rl.batch import Batch, RolloutRecord, fitted
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
@@ -66,6 +68,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     model: Any  # Trainer's may be None
     args: Any  # GRPOConfig
     beta: float
+    mask_token_id: Any  # None for a model without one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         silence()  # in a notebook, too: TRL uses names that Transformers will remove
@@ -122,6 +125,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         prompt_ids, images, _ = super()._tokenize_prompts(different)
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
+        for ids in prompt_ids:
+            check_no_mask(self.text_tokenizer, ids, self.mask_token_id)
         most, longest = self.args.max_prompt_length, max(map(len, prompt_ids))
         if self.tools and longest > most:
             raise ValueError(f"a prompt with its tools has {longest} tokens: raise --max_prompt_length {most}")
@@ -313,6 +318,13 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
                 kept = logs if name is None else logs[name]
                 kept.clear()
                 kept.extend(values)
+
+    def make_logs_writable(self) -> None:
+        """Replaces halves of characters, which no file can hold, in TRL's logs of completions (`valid_unicode`)."""
+        for logs in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
+            texts = valid_unicode_in([*logs])
+            logs.clear()
+            logs.extend(texts)
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""

@@ -23,6 +23,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from d1.files import valid_unicode
 from d1.runs.cli import OneLineParser
 from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.film import Film, verdict, without_folders
@@ -166,7 +167,7 @@ def main(args: argparse.Namespace) -> None:
     runs = [Path(run) for run in args.runs]
     labels = [run.resolve().name for run in runs]
     if args.html:
-        args.html.write_text(report_page(runs, labels), encoding="utf-8")
+        args.html.write_text(valid_unicode(report_page(runs, labels)), encoding="utf-8")
     picture = args.output or (None if args.html else runs[0] / "curves.png")
     if picture:
         draw(runs, labels, picture)

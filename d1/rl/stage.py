@@ -20,7 +20,14 @@ from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.kinds import kind_of, native_config
 from d1.models.precision import cpu_runs_bf16
-from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
+from d1.models.tokenizer import (
+    check_chat_template,
+    check_mask_token,
+    check_no_mask,
+    encode_prompt,
+    end_ids,
+    render_prompt,
+)
 from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import (
     ON_RESUME,
@@ -85,6 +92,8 @@ def prepare(
     check_tools_of_trainer(args, bool(tools), rollout_func=False, environments=None)
     toolbox = Toolbox(tokenizer, end_ids(tokenizer), args.turn_settings(config), args.tool_format)
     functions = {tool.__name__: tool for tool in tools}
+    if functions:
+        toolbox.check_calls(functions)
     both = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, toolbox, functions) for rows in both)
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
@@ -140,11 +149,19 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
 def longest_prompt(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig, toolbox: Toolbox, functions: Functions
 ) -> int:
-    """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long."""
-    told = [toolbox.told(prompt, functions) for prompt in rows["prompt"]]
+    """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long, or that
+    the model cannot read."""
     options = args.chat_template_kwargs or {}
-    texts = [render_prompt(tokenizer, prompt, **options, **of_tools) for prompt, of_tools in told]
-    return check_prompts([len(encode_prompt(tokenizer, text)) for text in texts], args)
+    lengths = []
+    for number, prompt in enumerate(rows["prompt"]):
+        messages, of_tools = toolbox.told(prompt, functions)
+        try:
+            ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **options, **of_tools))
+            check_no_mask(tokenizer, ids, args.mask_id)
+        except ValueError as error:
+            raise ValueError(f"problem {number} (from 0): {error}") from error
+        lengths.append(len(ids))
+    return check_prompts(lengths, args)
 
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
@@ -185,7 +202,7 @@ def next_command(args: DiffuGRPOConfig) -> str:
 
 def write_report(folder: Path) -> None:
     """Writes report.html into the folder of a finished run."""
-    (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
+    write_atomically(folder / "report.html", report_page([folder], [folder.name]))
     logger.info("Report: %s", folder / "report.html")
 
 

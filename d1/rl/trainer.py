@@ -183,6 +183,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.turns = limits.max_turns
             template = args.chat_template_kwargs
             self.toolbox = Toolbox(self.text_tokenizer, self.eos_token_ids, limits, args.tool_format, template)
+            if self.environment_factories is None:  # otherwise each row has the tools of its environment
+                self.toolbox.check_calls({tool.__name__: tool for tool in self.tools})
         self.resumed, self.results_log = False, cast("Results | None", None)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
@@ -308,7 +310,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def told(self, prompt: list, row: int) -> list:
         assert self.toolbox is not None
-        return self.toolbox.told(prompt, self.tools_of(row))[0]
+        functions = self.tools_of(row)
+        self.toolbox.check_calls(functions)
+        return self.toolbox.told(prompt, functions)[0]
 
     def log_of_results(self) -> Results | None:
         """The results of tools, with `log_tool_results`, in training: one file per process."""
@@ -740,6 +744,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
         logs["compute_tokens"] = self.total_compute()
+        if self.log_completions:
+            self.make_logs_writable()
         super().log(logs, start_time)
 
     def total_compute(self) -> int:

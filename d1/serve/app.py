@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d1.files import valid_unicode
 from d1.models.adapters import base_digest
 from d1.runs.cli import one_line
 from d1.serve.answers import Choice, choice_of, envelope, generated, usage
@@ -61,6 +62,7 @@ def refusal(status: int, message: str) -> Any:
 
     kind = "server_error" if status >= 500 else "invalid_request_error"
     headers = {"Retry-After": "1"} if status == 429 else None
+    message = valid_unicode(message)  # it may quote the request
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status, headers)
 
 

@@ -1,7 +1,7 @@
 """The bodies of requests, in SGLang's dialect and in OpenAI's, the rows that they ask for, and the rows' events.
 
-An unknown field is an error, except within a message or `stream_options`; `user` and `flush_cache` change nothing. All
-limits are checked before any work, so that no request takes the time of the others.
+An unknown field is an error, except within a message or `stream_options`; `user` and `flush_cache` change nothing, nor
+do the values in `NEUTRAL`. All limits are checked before any work, so that no request takes the time of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from d1.models.kinds import block_size, check_room
-from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
+from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
 from d1.sampling.settings import SamplingSettings, check_sampler
 from d1.serve import LOCAL
@@ -90,6 +90,51 @@ class Generate(Strict):
     padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
 
 
+ANYTHING = object()
+# Fields of OpenAI's API that are not supported here -> values that many clients send and that ask for nothing. So does
+# null, in these and in all other fields.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "metadata": (ANYTHING,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_key": (ANYTHING,),
+    "prompt_cache_retention": (ANYTHING,),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (ANYTHING,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether a field of a request asks for nothing."""
+    if value is None:
+        return True
+    for neutral in NEUTRAL.get(name, ()):
+        same_type = isinstance(neutral, bool) == isinstance(value, bool)  # to Python, True equals 1
+        if neutral is ANYTHING or (same_type and neutral == value):
+            return True
+    return False
+
+
 class OpenAI(Settings):  # type: ignore[misc]
     model: Name | None = None
     max_tokens: int | None = Length
@@ -104,6 +149,15 @@ class OpenAI(Settings):  # type: ignore[misc]
     user: str | None = None
     frequency_penalty: float | None = NONE
     presence_penalty: float | None = NONE
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_neutral(cls, fields: Any) -> Any:
+        """The fields of a body that ask for something; unknown fields stay, and are refused."""
+        if not isinstance(fields, dict) or len(fields) > MOST_FIELDS:
+            return fields
+        known = cls.model_fields.keys() | NEUTRAL.keys()
+        return {name: value for name, value in fields.items() if name not in known or not is_neutral(name, value)}
 
     @property
     def stops(self) -> list[str]:
@@ -218,6 +272,7 @@ class Server:
         for ids in prompts:
             if not ids:
                 raise ValueError("the prompt is empty: a model needs at least one token")
+            check_no_mask(self.tokenizer, ids, self.engine.mask_token_id)
             check_room(config, len(ids) + 1, 0, ": the prompt is too long")
             check_room(config, len(ids), settings.gen_length, ": the canvas is too large, lower max_tokens")
             if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:

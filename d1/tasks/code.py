@@ -14,10 +14,14 @@ import builtins
 import fcntl
 import hashlib
 import json
+import keyword
 import logging
+import math
 import os
 import re
+import symtable
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -86,6 +90,8 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     question, prefix, tests, solution = manner(row)
     truth = {"prefix": prefix, **vars(tests), "names": list(tests.names)}
     solution = solution if isinstance(solution, str) else ""
+    if not solution:  # otherwise the sandbox says whether the tests can pass
+        check_names(tests)
     return problem(question, INSTRUCTIONS, ANSWER, truth, solution=solution)
 
 
@@ -155,7 +161,7 @@ Made = tuple[str, str, Cases, Any]  # question, what goes before the program, te
 def _humaneval(row: dict[str, Any]) -> Made:
     """The prompt's own helpers and imports are there for the tests, too, so that no program replaces them."""
     prompt, entry = text_in(row, "prompt"), text_in(row, "entry_point")
-    if not entry.isidentifier():
+    if not entry.isidentifier() or keyword.iskeyword(entry):
         raise ValueError(f"entry_point must be the name of a function, got {entry!r:.80}")
     source, _, cases = with_cases(text_in(row, "test"), within="check")
     Imports().visit(parsed(prompt, "prompt"))
@@ -178,7 +184,11 @@ def _mbpp(row: dict[str, Any]) -> Made:
     modules = sorted(free & sys.stdlib_module_names)
     setup = "\n".join([*(f"import {name}" for name in modules), setup])
     question = f"{text_in(row, 'text' if row.get('text') else 'prompt')}\n\nOne of the tests:\n{listed[0]}"
-    return question, "", Cases(source, tuple(sorted(free - {*modules})), cases, setup), row.get("code")
+    names, solution = tuple(sorted(free - {*modules})), row.get("code")
+    hidden = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", question)]
+    if hidden and not solution:
+        raise ValueError(f"its tests read the name {hidden[0]}, which neither the question nor the first test says")
+    return question, "", Cases(source, names, cases, setup), solution
 
 
 def _kodcode(row: dict[str, Any]) -> Made:
@@ -270,9 +280,11 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
         if isinstance(node, ast.AsyncFunctionDef) and (node.name == within or node.name.startswith("test")):
             raise ValueError(f"{node.name} is async, and nothing here awaits it")
         if isinstance(node, ast.FunctionDef) and node.name == within:
+            if not takes(node.args, 1):
+                raise ValueError(f"{within} must take one argument, the function")
             node.body = [marked(statement) for statement in node.body]
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            if node.args.args or node.decorator_list:
+            if node.args.args or node.decorator_list or not takes(node.args, 0):
                 raise ValueError(f"{node.name} takes parameters or has a decorator")
             last.append(case(ast.Expr(ast.Call(ast.Name(node.name, ast.Load()), [], []))))
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
@@ -282,16 +294,85 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     if not (cases := next(numbers)):
         raise ValueError("there is no assert that runs and no test function")
     names, source = imports.names, ast.unparse(tree)
+    check_compiles(source)
     if "*" in names:
         names = [*(name for name in names if name != "*"), *sorted(free_names(source) - {*names})]
     return source, tuple(dict.fromkeys(names)), cases
+
+
+def takes(parameters: ast.arguments, count: int) -> bool:
+    """Whether a function with these parameters can be called with `count` positional arguments and no others."""
+    positional = len(parameters.posonlyargs) + len(parameters.args)
+    required = positional - len(parameters.defaults)
+    most = math.inf if parameters.vararg else positional
+    return required <= count <= most and None not in parameters.kw_defaults
+
+
+def check_compiles(source: str, what: str = "test") -> None:
+    """Raise ValueError for a source that is parsed and still no program, such as a `return` outside of functions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(source, what, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{what} is no Python: {error}") from None
+
+
+def check_names(tests: Cases) -> None:
+    """Raise ValueError for tests that read a name that neither they nor the program define: no program passes them."""
+    check_compiles(tests.setup, "the code before the tests")
+    if star_imports(f"{tests.setup}\n{tests.source}"):
+        return
+    defined, missing = {*dir(builtins), "__case__", MODULE}, set[str]()
+    of_setup = symtable.symtable(tests.setup, "setup", "exec")
+    defined |= names_made(of_setup)
+    missing |= {one.get_name() for one in of_setup.get_symbols() if one.is_referenced()} - defined  # it runs first
+    of_tests = symtable.symtable(without_main(tests.source), "tests", "exec")
+    missing |= names_read(of_tests) - names_made(of_tests) - {*tests.names} - defined
+    if missing:
+        raise ValueError(f"its tests read the name {min(missing)}, which nothing defines")
+
+
+def star_imports(source: str) -> bool:
+    imports = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
+    return any(alias.name == "*" and node.module != "solution" for node in imports for alias in node.names)
+
+
+def without_main(source: str) -> str:
+    """A source without what runs only in a script."""
+    tree = parsed(source)
+    tree.body = [node for node in tree.body if not is_main(node)]
+    return ast.unparse(tree)
+
+
+def is_main(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def scopes(table: symtable.SymbolTable) -> list[symtable.SymbolTable]:
+    """A scope and all scopes within it."""
+    return [table, *(inner for child in table.get_children() for inner in scopes(child))]
+
+
+def names_made(module: symtable.SymbolTable) -> set[str]:
+    """The global names that a module defines."""
+    symbols = [(scope, symbol) for scope in scopes(module) for symbol in scope.get_symbols()]
+    made = [symbol for scope, symbol in symbols if scope is module or symbol.is_declared_global()]
+    return {symbol.get_name() for symbol in made if symbol.is_assigned() or symbol.is_imported()}
+
+
+def names_read(module: symtable.SymbolTable) -> set[str]:
+    """The global names that a module reads, also in functions."""
+    symbols = [(scope, symbol) for scope in scopes(module) for symbol in scope.get_symbols()]
+    read = [symbol for scope, symbol in symbols if symbol.is_referenced() and (scope is module or symbol.is_global())]
+    return {symbol.get_name() for symbol in read}
 
 
 def asserts(node: ast.AST) -> bool:
     """Whether a statement runs an assert itself: not in a function or class that it only defines, nor in a script's
     `if __name__ == "__main__"`."""
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    if isinstance(node, inner) or (isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"):
+    if isinstance(node, inner) or is_main(node):
         return False
     if isinstance(node, ast.Assert):
         return not isinstance(node.test, ast.Constant)  # HumanEval has `assert True, "good for debugging"`

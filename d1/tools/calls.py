@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 Functions = Mapping[str, Callable[..., Any]]
 Call = tuple[str, dict[str, Any]]  # the name of a function and its arguments
 Message = dict[str, Any]
+MAX_DEPTH = 64  # lists and objects within each other in an argument
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class CallFormat:
     known_by: str = ""
 
     @property
+    def marks(self) -> list[str]:
+        """The marks of a call, and those around a result."""
+        around = [part.strip() for part in self.result.split("{result}")]
+        return [self.opens, self.closes, *(part for part in around if is_mark(part))]
+
+    @property
     def pattern(self) -> re.Pattern[str]:
         """A whole call, whose group is the text between the marks."""
         return re.compile(f"{re.escape(self.opens)}(.*?){re.escape(self.closes)}", re.DOTALL)
@@ -45,6 +52,12 @@ class CallFormat:
     def written(self, name: str, arguments: dict[str, Any], functions: Functions) -> str:
         """A call with its marks."""
         return f"{self.opens}{self.write(name, arguments, functions)}{self.closes}"
+
+
+def is_mark(text: str) -> bool:
+    """Whether a text is a mark, such as <result> or [RESULT], not a word or a sign."""
+    outer = text[:1] + text[-1:]
+    return len(text) > 2 and not any(map(str.isalnum, outer)) and any(map(str.isalnum, text))
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Any]:
@@ -58,9 +71,24 @@ def typed(text: str, kind: Any) -> Any:
     if kind is str:
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         raise ValueError(f"{text!r:.80} is not a JSON value") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for a JSON value whose lists and objects are nested more than `MAX_DEPTH` deep: what is read
+    here could be too deep to be written again."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        lists = [part for part in level if isinstance(part, list)]
+        objects = [list(part.values()) for part in level if isinstance(part, dict)]
+        if not lists and not objects:
+            return
+        level = [child for children in (*lists, *objects) for child in children]
+    raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
 
 
 def function_of(name: str, functions: Functions) -> Callable[..., Any]:
@@ -78,6 +106,7 @@ def read_json(text: str, functions: Functions) -> Call:
         raise ValueError('a call must be JSON: {"name": NAME, "arguments": {NAME: VALUE}}') from None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError('"name" must be a text and "arguments" an object')
+    check_depth(arguments)
     function_of(name, functions)
     return name, arguments
 
@@ -141,6 +170,17 @@ def format_of(tokenizer: Any) -> str:
     """The name of the format of a tokenizer, by its chat template and its vocabulary."""
     template, vocabulary = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
     return next(name for name, one in FORMATS.items() if one.known_by in template or one.known_by in vocabulary)
+
+
+EXAMPLES: dict[Any, Any] = {str: "", int: 0, float: 0, bool: True, list: [], dict: {}}
+
+
+def example_call(name: str, functions: Functions, form: CallFormat) -> str:
+    """A call with its marks, whose arguments are as short as their types allow."""
+    arguments = {}
+    for key, kind in parameters(functions[name]).items():
+        arguments[key] = EXAMPLES.get(get_origin(kind) or kind, "")
+    return form.written(name, arguments, functions)
 
 
 def summary(function: Callable[..., Any]) -> str:

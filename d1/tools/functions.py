@@ -19,10 +19,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from d1.files import valid_unicode
 from d1.hub import closest
 from d1.lazy import functions_in
 from d1.sandbox import Limits, output_of
 
+END_SECONDS = 0.1  # for a function that took too long to end, before the state of the process is restored
 MAX_TEXT = 10_000  # characters of a result that are read; `TurnSettings.result_length` is in tokens
 
 # --- The calculator and Python ----------------------------------------------------------------------------------------
@@ -173,42 +175,62 @@ class Work:
     outcome: Outcome | None = None
 
     def run(self) -> None:
+        from d1.tools.state import thread_count_kept
+
         try:
-            inspect.signature(self.function).bind(**self.arguments)
-            value = self.function(**self.arguments)
-            if inspect.isawaitable(value):
-                value = asyncio.run(awaited(value))
-            self.outcome = Outcome(text_of(value))
+            with thread_count_kept():
+                inspect.signature(self.function).bind(**self.arguments)
+                value = self.function(**self.arguments)
+                if inspect.isawaitable(value):
+                    value = asyncio.run(awaited(value))
+                self.outcome = Outcome(text_of(value))
         except BaseException as error:  # a tool may call exit(), too
-            name = type(error).__name__
-            said = text_of(error)
-            self.outcome = Outcome(
-                f"error: {said if isinstance(error, ValueError) and said else f'{name}: {said}'}", True
-            )
+            self.outcome = Outcome(f"error: {described(error)}", failed=True)
 
 
 async def awaited(value: Any) -> Any:
     return await value
 
 
+def described(error: BaseException) -> str:
+    """What a model reads of an error: the text of a ValueError, else the name of the class and the text."""
+    name = type(error).__name__
+    try:
+        said = text_of(error)
+    except BaseException as second:  # of the error's own __str__
+        return f"{name}: its text cannot be read ({type(second).__name__})"
+    return said if isinstance(error, ValueError) and said else f"{name}: {said}"
+
+
 def text_of(value: Any) -> str:
-    """The beginning of a value as text."""
+    """The beginning of a value as text that UTF-8 can write."""
     text = value if isinstance(value, str) else str(value)
-    return text[:MAX_TEXT]
+    return valid_unicode(text[:MAX_TEXT])
 
 
-def call(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> Outcome:
+def call(
+    function: Callable[..., Any], arguments: dict[str, Any], seconds: float, key: Sequence[int] | None = None
+) -> Outcome:
     """Calls a function, `async` or not, for at most `seconds`. An error, or a function that takes too long, is a text
-    for the model that begins with "error:".
+    for the model that begins with "error:". The global state of the process is afterwards as before (`d1.tools.state`).
 
     A function that hangs is asked to end: a loop of Python does, a call of C keeps its thread until the program ends.
+
+    Args:
+        key: of the function's random numbers, where it draws them from the global generators; see `state_kept`.
     """
+    from d1.tools.state import state_kept  # the flags of commands need no torch
+
     work = Work(function, arguments)
     thread = Thread(target=work.run, name=f"tool {function.__name__}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if work.outcome is not None:
-        return work.outcome
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    return Outcome(f"error: {function.__name__} took longer than {seconds:g} seconds", failed=True, hung=True)
+    with state_kept(key):
+        thread.start()
+        thread.join(seconds)
+        hangs = work.outcome is None and thread.is_alive()
+        if hangs:
+            assert thread.ident is not None
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+            thread.join(END_SECONDS)
+    if hangs:
+        return Outcome(f"error: {function.__name__} took longer than {seconds:g} seconds", failed=True, hung=True)
+    return work.outcome or Outcome(f"error: {function.__name__} ended without a result", failed=True)

@@ -18,14 +18,28 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from d1.models.tokenizer import encode_prompt, first_end, render_prompt
+from d1.files import valid_unicode
+from d1.models.tokenizer import encode_text, first_end, render_prompt
 from d1.sampling.passes import Columns
 from d1.sandbox import WORKERS
-from d1.tools.calls import FORMATS, Call, CallFormat, Functions, Message, format_of, instructions, renders_tools
+from d1.tools.calls import (
+    FORMATS,
+    Call,
+    CallFormat,
+    Functions,
+    Message,
+    example_call,
+    format_of,
+    instructions,
+    is_mark,
+    renders_tools,
+)
 from d1.tools.functions import Outcome, call
 from d1.tools.settings import TurnSettings
 
 ENDS = ("no_call", "unclosed", "max_turns", "no_room")  # why an episode ended
+TEMPLATE_MARK = re.compile(r"<[^<>\s'\"]{1,40}>|\[/?[A-Z_]{2,}\]")  # in a chat template: <|im_start|>, <think>, [INST]
+PLAIN_HEADER = re.compile(r"[^<>\[\]|]*[A-Za-z][^<>\[\]|]*:")  # of a turn: user:, ### Human:
 PLACE = "d1-answer"  # stands for the assistant's message while the template writes what follows it
 
 
@@ -135,6 +149,7 @@ class Toolbox:
         self.tokenizer, self.ends, self.settings, self.options = tokenizer, ends, settings, options or {}
         self.form_name = form
         self.rendered: dict[tuple[str, ...], bool] = {}  # names of tools -> whether the template tells about them
+        self.writable: set[tuple[str, ...]] = set()  # names of tools whose calls the vocabulary can write
 
     # They read the whole vocabulary, which nobody needs without tools.
 
@@ -151,6 +166,70 @@ class Toolbox:
         """The special tokens, the longest first."""
         flagged = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return sorted({*flagged, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
+
+    @cached_property
+    def special_ids(self) -> set[int]:
+        """The ids of the special tokens, without that for unknown words."""
+        return {*self.tokenizer.convert_tokens_to_ids(self.special)} - {self.tokenizer.unk_token_id, None}
+
+    @cached_property
+    def marks(self) -> list[str]:
+        """What no result may hold, the longest first: special tokens, marks of calls and results, and the marks that
+        the chat template writes."""
+        template = str(self.tokenizer.chat_template or "")
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        of_template = [
+            *TEMPLATE_MARK.findall(template),
+            *(text for text in added if is_mark(text) and text in template),
+        ]
+        of_formats = [mark for form in FORMATS.values() for mark in form.marks if is_mark(mark)]
+        marks = {*self.special, *self.form.marks, *of_template, *of_formats, *self.plain_headers}
+        return sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
+
+    @cached_property
+    def plain_headers(self) -> list[str]:
+        """The headers of turns that the chat template writes as plain text, each with the line end before it, such as
+        that of "user:"."""
+        chat = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
+        try:
+            parts = render_prompt(self.tokenizer, chat, **self.options).split(PLACE)
+        except ValueError:  # of a template that reads questions of one form alone
+            return []
+        lines = [part.strip().rpartition("\n")[2] for part in parts]
+        return [f"\n{line}" for line in lines if PLAIN_HEADER.fullmatch(line)]
+
+    # --- Checks -------------------------------------------------------------------------------------------------------
+
+    def check_calls(self, functions: Functions) -> None:
+        """Raise ValueError unless the vocabulary can write a call of each function, and the marks of its result."""
+        if tuple(functions) in self.writable:
+            return
+        for name in functions:
+            text = example_call(name, functions, self.form)
+            marks = [self.form.opens.strip(), self.form.closes.strip()]
+            # Some tokenizers decode with spaces between tokens, which no mark may have.
+            written = self.rewritten(text)
+            is_whole = "".join(written.split()) == "".join(text.split())
+            if not is_whole or not all(mark in written for mark in marks):
+                raise self.unwritable(text, f"a call of the tool {name}")
+        result = self.form.result.format(result="")
+        if result.strip() and not self.rewritten(result):
+            raise self.unwritable(result, "the marks of a result")
+        self.writable.add(tuple(functions))
+
+    def rewritten(self, text: str) -> str:
+        """The text of the ids of a text; "" if some of it has no token."""
+        try:
+            ids = encode_text(self.tokenizer, text)
+        except ValueError:
+            return ""
+        return "" if self.tokenizer.unk_token_id in ids else str(self.tokenizer.decode(ids))
+
+    def unwritable(self, text: str, what: str) -> ValueError:
+        return ValueError(
+            f"{self.tokenizer.name_or_path}: its vocabulary cannot write {text!r:.200}, {what}: use another "
+            "--tool_format, or a model that can call tools (docs/tools.md)"
+        )
 
     # --- Prompts ------------------------------------------------------------------------------------------------------
 
@@ -218,8 +297,8 @@ class Toolbox:
     def results(
         self, episode: Episode, calls: Sequence[str], log: Results | None = None, at: Sequence[int] = ()
     ) -> None:
-        """Makes the calls of an episode's last turn and gives it their results. `at` is the key of the rollout in the
-        log. Nothing that a tool does raises an error here."""
+        """Makes the calls of an episode's last turn and gives it their results. `at` is the key of the rollout: of its
+        results in the log, and of the random numbers of tools. Nothing that a tool does raises an error here."""
         outcomes, messages, made = [], [], []
         for number, text in enumerate(calls):
             name, arguments = "unknown", dict[str, Any]()
@@ -228,12 +307,13 @@ class Toolbox:
             except ValueError as error:
                 outcome = Outcome(f"error: {error}", failed=True)
             else:
-                make = partial(call, episode.functions[name], arguments, self.settings.tool_seconds)
                 where = [*at, episode.number, len(episode.turns) - 1, number]
+                make = partial(call, episode.functions[name], arguments, self.settings.tool_seconds, where)
                 outcome = make() if log is None else log.of(where, (name, arguments), make)
             outcomes.append(outcome)
             # As text: TRL's tables of completions cannot hold arguments of different types.
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            written = valid_unicode(json.dumps(arguments, ensure_ascii=False))
+            function = {"name": name, "arguments": written}
             made.append({"type": "function", "function": function})
             messages.append({"role": "tool", "name": name, "content": outcome.text})
         episode.calls += len(outcomes)
@@ -250,35 +330,63 @@ class Toolbox:
 
     def given(self, episode: Episode, results: Sequence[str]) -> list[int]:
         """The ids between the last turn and the next canvas: the EOS if the cut removed it, results, header."""
-        content = "\n".join(self.form.result.format(result=self.readable(text)) for text in results)
-        messages = [{"role": "assistant", "content": PLACE}, {"role": "user", "content": content}]
-        rendered = render_prompt(self.tokenizer, [*episode.prompt, *messages], **self.options)
-        ids = encode_prompt(self.tokenizer, rendered.rpartition(PLACE)[2])
+        ids = self.ids_of_results(episode, [self.readable(text) for text in results])
+        plain = ids
+        with suppress(ValueError):  # of a template that refuses empty messages
+            plain = self.ids_of_results(episode, [""] * len(results))
+        if self.special_in(ids) != self.special_in(plain):  # together with the text around it, a result makes a token
+            ids = plain
         kept = episode.turns[-1].kept
         if kept and kept[-1] in self.ends:
             return ids[1:] if ids[:1] and ids[0] in self.ends else ids
         return ids if ids[:1] and ids[0] in self.ends else [self.ends[0], *ids]
 
+    def ids_of_results(self, episode: Episode, results: Sequence[str]) -> list[int]:
+        """The ids that the template writes after an answer: its end, the results as the user's message, the header."""
+        content = "\n".join(self.form.result.format(result=text) for text in results)
+        place = PLACE
+        while place in content:
+            place += PLACE
+        messages = [{"role": "assistant", "content": place}, {"role": "user", "content": content}]
+        rendered = render_prompt(self.tokenizer, [*episode.prompt, *messages], **self.options)
+        return encode_text(self.tokenizer, rendered.rpartition(place)[2])
+
+    def special_in(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self.special_ids]
+
     def readable(self, text: str) -> str:
         """A result that cannot be mistaken for anything else: without special tokens and marks of calls, without
         characters that have no token, and cut to the length allowed."""
-        for token in (*self.special, self.form.opens, self.form.closes):
-            text = text.replace(token, " ")
-        text = "".join(one for one in text if one.isprintable() or one in "\n\t")
-        most = self.settings.result_length
+        text, most = self.without_marks(text), self.settings.result_length
         try:
-            ids = encode_prompt(self.tokenizer, text)
+            ids = encode_text(self.tokenizer, text)
         except ValueError:  # a vocabulary without unknown tokens
-            words = [word for word in text.split() if self.knows(word)]
-            text = " ".join(words)
-            ids = encode_prompt(self.tokenizer, text)
-        return text if len(ids) <= most else str(self.tokenizer.decode(ids[:most]))
+            ids = None
+        if ids is None or self.special_in(ids):  # the tokenizer's normalizer made them of other characters
+            text = self.without_marks(" ".join(word for word in text.split() if self.knows(word)))
+            ids = encode_text(self.tokenizer, text)
+        if len(ids) <= most:
+            return text
+        return self.without_marks(str(self.tokenizer.decode(ids[:most])))
+
+    def without_marks(self, text: str) -> str:
+        """A text without what is invisible and without `marks`, also those that appear when others are removed."""
+        text = "\n" + "".join(one for one in text if one.isprintable() or one in "\n\t")  # headers begin a line
+        found = True
+        while found:
+            found = False
+            for mark in self.marks:
+                if mark in text:
+                    text, found = text.replace(mark, " "), True
+        return text.removeprefix("\n")
 
     def knows(self, word: str) -> bool:
+        """Whether a word has tokens, none of which is special."""
         try:
-            return bool(encode_prompt(self.tokenizer, word))
+            ids = encode_text(self.tokenizer, word)
         except ValueError:
             return False
+        return bool(ids) and not self.special_in(ids)
 
     def play(
         self,

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from d1.files import FileLock, Held, check_output_dir
+from d1.files import FileLock, Held, check_output_dir, valid_unicode, valid_unicode_in, write_atomically
 from tests import forks
 from tests.faults import flip_bit
 
@@ -126,3 +126,20 @@ def test_without_locks_in_the_file_system_a_run_goes_on_with_a_warning(tmp_path:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     FileLock(tmp_path / "lock").take()
     assert caplog.messages == [f"{tmp_path}/lock cannot be locked (No locks available): start no second run there"]
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("a\ud800b", "a\ufffdb"),
+        ("\udc00", "\ufffd"),
+        ("\ud83d\ude00", "\U0001f600"),
+        ("\ude00\ud83d", "\ufffd\ufffd"),
+        ("\U0001f600 \ufffd \ufeff \x00 é", "\U0001f600 \ufffd \ufeff \x00 é"),
+    ],
+)
+def test_halves_of_characters_can_be_written(text: str, written: str, tmp_path: Path) -> None:
+    assert valid_unicode(text) == written
+    assert valid_unicode_in([{"k\udfff": [text, 3, None]}]) == [{"k\ufffd": [written, 3, None]}]
+    write_atomically(tmp_path / "text", text)
+    assert (tmp_path / "text").read_bytes() == written.encode()

@@ -89,6 +89,14 @@ def test_episodes_are_those_played_alone_in_any_batch(tiny_model_dir, tiny_block
         assert (item["turns"], item["calls"], item["failed_calls"], item["end"]) == own
 
 
+def test_half_a_character_in_a_result_loses_no_evaluation(tiny_model_dir, run, tmp_path):
+    (tmp_path / "mine.py").write_text(TOOL.replace('"z" +', '"z\\ud800" +'))
+    items = run(tiny_model_dir, "halves")
+    results = [message["content"] for item in items for message in item["messages"] if message["role"] == "tool"]
+    assert results
+    assert all(result.startswith("z\ufffd") for result in results)
+
+
 def test_in_16_bits_parts_hold_whole_episodes(tiny_model_dir, run):
     flags = ("--dtype", "bfloat16", "--batch_size", "2")
     assert without_times(run(tiny_model_dir, "one", *flags)) == without_times(run(tiny_model_dir, "two", *flags))
@@ -99,6 +107,7 @@ def test_in_16_bits_parts_hold_whole_episodes(tiny_model_dir, run):
     [
         (["--tools", "calc"], "--tools calc: expected calculator, python"),
         (["--max_turns", "2"], "--max_turns needs --tools"),
+        (["--tools", "calculator"], "its vocabulary cannot write '<call></call>', a call of the tool calculator: use"),
         (["--tools", "calculator", "--sampler", "parallel", "--editing", "quality"], "editing with --tools"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -269,6 +270,36 @@ def test_environments_keep_their_state_own_a_reward_and_leave_the_pool_if_they_h
         assert (batch["prompt_ids"][row] == q).sum() >= 2
     with pytest.raises(ValueError, match="log_tool_results: an environment changes"):
         make_turns(tiny_model_dir, tmp_path, tool=None, environment_factory=Counter, log_tool_results=True)
+
+
+def test_halves_of_characters_are_logged_and_kept(tiny_model_dir, tmp_path):
+    """Of a tool's results, and of what a reward logs: TRL's files and tables refuse them."""
+
+    def half(text: str) -> str:
+        """Half of a character.
+
+        Args:
+            text: Any.
+        """
+        return "b\ud800"
+
+    def reward(completions, log_extra, **columns):
+        log_extra("note", ["\udc00 c"] * len(completions))
+        return [float(len(said)) for said in completions]
+
+    trainer = make_turns(tiny_model_dir, tmp_path, half, log_completions=True, logging_steps=1, max_steps=1)
+    trainer.reward_funcs = [reward]
+    trainer.train()
+    (file,) = (tmp_path / "completions").glob("*.parquet")
+    table = pq.read_table(file).to_pylist()
+    results = [message["content"] for row in table for message in row["completion"] if message["role"] == "tool"]
+    assert {*results} == {"b\ufffd"}
+    assert {row["note"] for row in table} == {"\ufffd c"}
+
+
+def test_a_vocabulary_that_cannot_write_a_call_is_refused_before_the_model_samples(tiny_model_dir, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot write '<call></call>', a call of the tool repeat"):
+        make_turns(tiny_model_dir, tmp_path, tool_format="plain")
 
 
 # --- Keys and processes -----------------------------------------------------------------------------------------------

@@ -214,6 +214,124 @@ def test_no_body_is_answered_by_an_error_of_the_server(tiny, data):
     assert requests.get(f"{tiny.url}/health", timeout=60).status_code == 200
 
 
+CHAT = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 8, "seed": 3}
+NEUTRAL = {  # what clients of OpenAI's API send without asking for anything
+    "tools": [None, []],
+    "tool_choice": [None, "none", "auto"],
+    "functions": [None, []],
+    "function_call": [None, "none"],
+    "parallel_tool_calls": [None, True, False],
+    "logprobs": [None, False],
+    "top_logprobs": [None, 0],
+    "logit_bias": [None, {}],
+    "n": [None, 1],
+    "top_p": [None, 1, 1.0],
+    "temperature": [None],
+    "stop": [None, [], ""],
+    "stream": [None, False],
+    "stream_options": [None],
+    "store": [None, False],
+    "metadata": [None, {}, {"run": "7"}],
+    "user": [None, "me"],
+    "safety_identifier": [None, "me"],
+    "prompt_cache_key": [None, "me"],
+    "service_tier": [None, "auto", "default"],
+    "modalities": [None, ["text"]],
+    "audio": [None],
+    "prediction": [None],
+    "reasoning_effort": [None],
+    "verbosity": [None],
+    "web_search_options": [None],
+    "response_format": [None, {"type": "text"}],
+    "frequency_penalty": [None, 0, 0.0],
+    "presence_penalty": [None, 0, 0.0],
+    "max_completion_tokens": [None],
+    "model": [None, "tiny"],
+    "echo": [None, False],
+    "best_of": [None, 1],
+    "suffix": [None, ""],
+}
+
+
+def text_of(answer):
+    choice = answer["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_values_that_ask_for_nothing_change_nothing(tiny, route):
+    body = CHAT if "chat" in route else {"prompt": "a b", "max_tokens": 8, "seed": 3}
+    wanted = text_of(tiny.post(route, **body))
+    assert wanted
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert text_of(tiny.post(route, **body | {name: value})) == wanted, (name, value)
+    everything = {name: values[-1] for name, values in NEUTRAL.items()}
+    assert text_of(tiny.post(route, **body | everything)) == wanted
+    assert text_of(tiny.post(route, **body | dict.fromkeys(NEUTRAL) | {"seed": 3})) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 2),
+        ("top_logprobs", False),
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("store", True),
+        ("store", 0),
+        ("modalities", ["text", "audio"]),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("best_of", 2),
+        ("echo", True),
+        ("suffix", "b"),
+        ("service_tier", "flex"),
+        ("reasoning_effort", "high"),
+        ("n", 0),
+        ("nonsense", None),
+    ],
+)
+def test_values_that_ask_for_something_else_are_refused_by_name(tiny, name, value):
+    message = tiny.post("/v1/chat/completions", 400, **CHAT | {name: value})["error"]["message"]
+    assert message.startswith(f"{name}: ")
+
+
+MASKED = {
+    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a <mask> b"}]}),
+    "a system message": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "system", "content": "<mask>"}, {"role": "user", "content": "a"}]},
+    ),
+    "parts": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<mask>"}]}]},
+    ),
+    "a text": ("/v1/completions", {"prompt": ["a", "a<mask>"]}),
+    "ids": ("/v1/completions", {"prompt": [5, 3, 6]}),
+    "ids of SGLang": ("/generate", {"input_ids": [[5], [5, 3]]}),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_a_mask_token_in_a_prompt_is_refused(tiny, case):
+    route, body = MASKED[case]
+    message = tiny.post(route, 400, **body)["error"]["message"]
+    assert message.startswith("the mask token <mask> is in the text")
+
+
+def test_half_a_character_in_a_body_is_no_error_of_the_server(tiny):
+    for body in ('{"prompt": "a \\ud800"}', '{"prompt": "a", "\\udfff": 1}', '{"prompt": "a", "model": "\\ud800"}'):
+        answer = requests.post(f"{tiny.url}/v1/completions", body.encode(), headers=AS_JSON, timeout=60)
+        assert answer.status_code in (400, 404), answer.text
+        assert answer.json()["error"]["message"]
+
+
 HUGE_INTEGER = 10**30
 OF_ONE = {"input_ids": [5]}
 REFUSED = {  # a request that took minutes or gigabytes, or has no meaning -> the words of the answer

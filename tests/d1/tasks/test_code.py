@@ -72,6 +72,7 @@ def cases_of(folder: Path, test: str) -> int:
 
 IMPORT = "from solution import square\n"
 HUMANEVAL = {"prompt": "?", "test": "def check(f):\n    assert f(1) == 1", "entry_point": "f"}
+PROMPT = "def f(x):\n    'The number itself.'\n"
 MBPP: dict[str, Any] = {"text": "?", "test_list": ["assert f(1) == 1"]}
 CATCHES = "def test_it():\n    try:\n        assert square(3) == 9\n    except Exception: pass"
 
@@ -116,9 +117,78 @@ def test_a_row_that_any_program_passes_is_left_out(test: str, reason: str, tmp_p
         (HUMANEVAL | {"entry_point": None}, "entry_point must be a text"),
         (HUMANEVAL | {"entry_point": "1"}, "entry_point must be the name of a function"),
         (GOOD | {"test": "assert 0 == 1" + " + 1" * 700}, "its tests are nested too deeply"),
+        (
+            GOOD | {"test": f"{IMPORT}def test_it(*, x):\n    assert square(3) == 9"},
+            "test_it takes parameters",
+        ),
+        (
+            GOOD | {"test": f"{IMPORT}def test_it(x, /):\n    assert square(3) == 9"},
+            "test_it takes parameters",
+        ),
+        (GOOD | {"test": f"{IMPORT}assert square(3) == 9\nreturn"}, "test is no Python: 'return' outside function"),
+        (
+            HUMANEVAL | {"prompt": PROMPT, "test": "def check(*, f):\n    assert f(1) == 1"},
+            "check must take one",
+        ),
+        (
+            HUMANEVAL | {"prompt": PROMPT, "test": "def check(f, g):\n    assert f(1) == 1"},
+            "check must take one",
+        ),
+        (HUMANEVAL | {"prompt": PROMPT, "test": "def check():\n    assert f(1) == 1"}, "check must take one"),
+        (HUMANEVAL | {"prompt": PROMPT, "entry_point": "class"}, "entry_point must be the name of a function"),
     ],
 )
 def test_a_row_that_no_program_passes_is_left_out(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert reason in left_out(tmp_path, **row)
+
+
+UNDEFINED = {  # tests that read a name that nothing defines -> the name
+    "def test_it():\n    assert square(3) == nine": "nine",
+    "def test_it():\n    with pytest.raises(ValueError):\n        square('a')": "pytest",
+    "def test_it():\n    n = 9\n    assert square(3) == n\ndef test_other():\n    assert square(-3) == n": "n",
+    "def test_it():\n    import math\n    assert square(3) == math.floor(9)\nassert square(2) == math.floor(4)": "math",
+    "def helper(x):\n    return lower(x)\nassert square(3) == helper(9)": "lower",
+    "assert square(3) == 9\nassert [cube(x) for x in (1, 2)] == [1, 8]": "cube",
+    "class Box:\n    side = 3\n    def area(self):\n        return side\nassert square(3) == Box().area() ** 2": "side",
+}
+DEFINED = [  # tests that only look like those
+    "nine = 9\ndef test_it():\n    assert square(3) == nine",
+    "def test_it():\n    global nine\n    nine = 9\n    assert square(3) == nine",
+    "from math import *\nassert square(3) == floor(9)",
+    "def test_it(*more, k=9, **named):\n    assert square(3) == k",
+    "if __name__ == '__main__':\n    pytest.main()\nassert square(3) == 9",
+    "try:\n    assert square(3) == 9\nexcept ValueError as error:\n    raise error",
+    "assert all(square(x) == (lambda y: y * y)(x) for x in (1, 2, 3))",
+    "for x, y in [(3, 9)]:\n    assert square(x) == y == (z := 9) == z",
+]
+
+
+@pytest.mark.parametrize("test", UNDEFINED)
+def test_tests_that_read_an_undefined_name_are_left_out(test: str, tmp_path: Path) -> None:
+    reason = left_out(tmp_path, **GOOD | {"test": IMPORT + test, "solution": None})
+    assert reason == f"its tests read the name {UNDEFINED[test]}, which nothing defines"
+
+
+@pytest.mark.parametrize("test", DEFINED)
+def test_tests_that_define_what_they_read_stay(test: str, tmp_path: Path) -> None:
+    (row,) = load(tmp_path, GOOD | {"test": IMPORT + test, "solution": None})
+    assert share(SQUARE, row) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (HUMANEVAL | {"prompt": "def f(x: List[int]):\n    'Doc'\n"}, "the name List, which nothing defines"),
+        (
+            HUMANEVAL | {"prompt": PROMPT, "test": "def check(f):\n    assert f(1) == one"},
+            "the name one, which",
+        ),
+        (MBPP | {"test_list": ["assert f(1) == 1", "assert g(2) == 2"]}, "the name g, which neither the question nor"),
+        (MBPP | {"test_list": ["assert f(1) == 1", "assert f(np.array(2)) == 2"]}, "the name np, which neither"),
+        (MBPP | {"test_setup_code": "root = f(1)", "test_list": ["assert f(root) == 1"]}, "the name f, which nothing"),
+    ],
+)
+def test_undefined_names_of_other_forms_are_left_out(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     assert reason in left_out(tmp_path, **row)
 
 
