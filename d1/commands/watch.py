@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import check_canvas, model_of, tokenizer_of
+from d1.commands.model import settle_canvas, model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
@@ -125,7 +125,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
-    check_canvas(args)
+    settle_canvas(args)
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
     toolbox, functions = tools_of(args, tokenizer, model.config)

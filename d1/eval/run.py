@@ -31,7 +31,14 @@ from d1.models.kinds import check_room
 from d1.ranges import COUNT, NATURAL
 from d1.runs.cli import OneLineParser, quick_imports, run_script
 from d1.runs.record import run_record
-from d1.sampling.settings import BLOCK_LENGTH, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import (
+    BLOCK_LENGTH,
+    FLAGS,
+    GEN_LENGTH,
+    add_model_flags,
+    add_sampling_flags,
+    sampling_settings,
+)
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 from d1.tools.settings import add_turn_flags, check_turn_flags
 
@@ -64,7 +71,7 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(
         sampling,
-        gen_length={"nargs": "+", "default": [128], "help": "tokens per completion; several: one file each"},
+        gen_length={"nargs": "+", "help": f"{FLAGS['gen_length']['help']}; several: one file each"},
         block_length={
             "help": "tokens per block, a divisor of gen_length; blocks are filled left to right (default: the model's "
             f"own, or {BLOCK_LENGTH})"
@@ -156,6 +163,8 @@ def run(args: argparse.Namespace) -> list[Row]:
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
     config = completions.config_of(args.model_path, args.checkpoint_path)
+    if args.gen_length is None:
+        args.gen_length = [completions.own_length_of(args.model_path, args.checkpoint_path, config) or GEN_LENGTH]
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
     tokenizer = completions.load_tokenizer_for(args)
@@ -193,7 +202,8 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
     """The arguments of one run per length, with the block length and the steps that files and records name."""
-    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
+    lengths = dict.fromkeys(args.gen_length or [GEN_LENGTH])
+    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in lengths]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
         if args.block_length is not None and getattr(model_config, "block_size", None) is None:

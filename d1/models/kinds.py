@@ -276,6 +276,21 @@ def raw_config(path: str) -> dict[str, Any]:
     return raw
 
 
+def own_length(path: str, config: Any) -> int | None:
+    """The length of a completion that the model's folder or hub repository names, `max_new_tokens` of its
+    `generation_config.json`. None if it names none, or one that leaves a model of this `config` no room for a prompt."""
+    from transformers import GenerationConfig
+
+    try:
+        length = GenerationConfig.from_pretrained(path).max_new_tokens
+    except OSError:  # there is no such file
+        return None
+    room = getattr(config, "max_position_embeddings", None)
+    if length is None or (room is not None and length >= room):
+        return None
+    return int(length)
+
+
 def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Transformers config for a released `config.json` of this kind."""
     learnt = learnt_fields(raw)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from d1.sampling.settings import BLOCK_LENGTH, default_steps
+
 
 @dataclass(frozen=True)
 class Method:
@@ -34,9 +36,9 @@ class Method:
 
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
         """The method's settings: `given` overrides `scale`, and `values` override `given`. The canvas is one setting,
-        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's. So is a
-        schedule: another one has no warm-up and no arguments, unless they are given."""
-        canvas = {**CANVAS, "max_completion_length": None} if CANVAS.keys() & given.keys() else {}
+        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's, with
+        steps by the length. So is a schedule: another one has no warm-up and no arguments, unless they are given."""
+        canvas = canvas_of(given) if CANVAS.keys() & given.keys() else {}
         schedule = PLAIN if SCHEDULE in given else {}
         return {**self.scale, **canvas, **schedule, **given, **self.values}
 
@@ -44,6 +46,18 @@ class Method:
 SCHEDULE, PLAIN = "lr_scheduler_type", {"warmup_steps": 0, "lr_scheduler_kwargs": None}
 # d1, dllm-reasoning/d1@837888f diffu-grpo: slurm_scripts/train.yaml; block_length is 32 there
 CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}
+
+
+def canvas_of(given: dict[str, Any]) -> dict[str, Any]:
+    """d1's canvas for a run in which some of its settings are given; the steps are those of the given length."""
+    length, block = given.get("max_completion_length"), given.get("block_length")
+    numbers = [length or CANVAS["max_completion_length"], block or BLOCK_LENGTH]
+    steps = CANVAS["diffusion_steps"]
+    if all(isinstance(number, int) and number > 0 for number in numbers):  # ranges are checked later
+        steps = default_steps(*numbers)
+    return {**CANVAS, "max_completion_length": None, "diffusion_steps": steps}
+
+
 # d1's values are the defaults. Every entry starts from them, so that no value of a method chosen before is kept.
 D1: dict[str, Any] = {
     "estimator": "one_step",  # paper, section 3: one view in which the whole canvas is hidden

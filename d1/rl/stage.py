@@ -18,7 +18,7 @@ from trl import ModelConfig, get_peft_config
 from d1.files import write_atomically
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.models.kinds import kind_of, native_config
+from d1.models.kinds import kind_of, native_config, own_length
 from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
 from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import (
@@ -49,8 +49,9 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
     log_to_console()
-    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
-    args.settle_canvas(config)
+    base = adapter_chain(str(args.model_path), None)[0]
+    config, _ = native_config(base)
+    args.settle_canvas(config, own_length(base, config))
     return Stage(
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},

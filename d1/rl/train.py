@@ -140,9 +140,9 @@ class Parser(TrlParser):
                 raise ValueError(f"{alias} and {fields[alias]} in the --config file are one setting: keep one")
             config[fields[alias]] = config.pop(alias)
         if self.named:  # the method of the command line overrides the file
-            config = self.named.under(self.together | config)
+            config = self.named.under(config | self.together)
         else:  # the file's other lines override its method
-            config = find_method(config.get("method", "d1")).under(self.together | config) | config
+            config = find_method(config.get("method", "d1")).under(config | self.together) | config
         return super().set_defaults_with_config(**config)
 
 

@@ -21,6 +21,9 @@ from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
 
 BLOCK_LENGTH = 32  # d1's
+GEN_LENGTH = 128  # the shortest canvas of d1's evaluation
+TOKENS_PER_STEP = 2  # d1's
+LEAST_BLOCK = 8  # tokens of a block that nobody chose, unless the canvas is shorter
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
@@ -32,6 +35,35 @@ OUTPUTS = ("argmax", "draw")
 STOP_ENTROPY = 0.005  # DiffusionGemma's
 # Of models with uniform noise alone, with the values that mean "unset"
 OF_UNIFORM_NOISE = {"end_temperature": None, "self_conditioning": True, "output": "argmax", "stop_entropy": None}
+
+
+def default_steps(
+    gen_length: int, block_length: int, causal_first: bool = False, tokens_per_step: int = TOKENS_PER_STEP
+) -> int:
+    """Forward passes of a completion where no number is given: one per two tokens, as in d1's runs, and at least as
+    many as its blocks need. This is the rule of every command that samples.
+
+    Args:
+        causal_first: the first token of a block takes a step of its own (`first_token`).
+        tokens_per_step: 1 where each token has a step of its own.
+    """
+    blocks = -(-gen_length // block_length)
+    needed = min(2 * blocks, gen_length) if causal_first else blocks
+    return max(gen_length // tokens_per_step, needed)
+
+
+def equal_blocks(gen_length: int) -> int:
+    """Tokens per block where no number is given and all blocks must be equal: the largest divisor of the canvas up to
+    `BLOCK_LENGTH`. ValueError if it is below `LEAST_BLOCK`, because blocks so small need many steps."""
+    size = min(BLOCK_LENGTH, gen_length)
+    while gen_length % size:
+        size -= 1
+    if size < min(LEAST_BLOCK, gen_length):
+        raise ValueError(
+            f"max_completion_length {gen_length} has no equal blocks of {LEAST_BLOCK} to {BLOCK_LENGTH} tokens: choose "
+            f"a multiple of {LEAST_BLOCK}, or set block_length"
+        )
+    return size
 
 
 def setting(default: Any, help: str, **flag: Any) -> Any:
@@ -53,7 +85,7 @@ class SamplingSettings:
         MISSING, f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})"
     )
     # Guidance doubles the sequences per pass; a parallel sampler takes fewer passes.
-    steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: gen_length / 2)")
+    steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: half of gen_length)")
     temperature: Annotated[float, AMOUNT] = setting(0.0, "sampling temperature; 0, the default, is greedy")
     cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "classifier-free guidance; 0, the default, is off")
     remasking: str = setting("low_confidence", "which tokens are revealed first", choices=REMASKING)
@@ -164,11 +196,19 @@ class SamplingSettings:
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
         """The settings that `source` holds as attributes. `called` maps a field to its other name there. A
-        `block_length` of None becomes the block size of the model with this config, or 32."""
+        `block_length` of None becomes the block size of the model with this config, or 32; `steps` of None become
+        `default_steps`."""
         names = {one.name: called.get(one.name, one.name) for one in fields(cls)}
         values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
+        if values["steps"] is None:
+            first = values.get("first_token")
+            if first is None and model_config is not None:
+                from d1.models.attention import has_causal_context  # needs torch
+
+                first = "causal" if has_causal_context(model_config) else None
+            values["steps"] = default_steps(values["gen_length"], values["block_length"], first == "causal")
         settings = cls(**values)
         return settings if model_config is None else settings.suited(model_config)
 
@@ -397,7 +437,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments
     for one in fields(SamplingSettings)
     if one.metadata
 }
-FLAGS["gen_length"]["default"] = 128
+FLAGS["gen_length"]["help"] += f" (default: max_new_tokens of the model's generation_config.json, or {GEN_LENGTH})"
 FLAGS["seed"] = {"type": SEED, "default": 0, "help": "seed of the random draws"}
 
 
@@ -415,10 +455,11 @@ add_sampling_flags = partial(add_flags, FLAGS)
 
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
-    """The settings that parsed flags choose, with defaults for steps and block length; ValueError if they are wrong or,
-    with a `model_config`, do not suit that kind of model."""
-    steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
-    settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)
+    """The settings that parsed flags choose, with defaults for what is None; ValueError if they are wrong or, with a
+    `model_config`, do not suit that kind of model. A model's own length is no default here: see `set_length`."""
+    length = GEN_LENGTH if flags["gen_length"] is None else flags["gen_length"]
+    source = SimpleNamespace(**{**flags, "gen_length": length, "steps": flags["diffusion_steps"]})
+    settings = SamplingSettings.of(source, model_config)
     if model_config is not None:
         check_sampler(settings, model_config)
     return settings

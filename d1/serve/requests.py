@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
-from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.settings import SamplingSettings, check_sampler, default_steps
 from d1.serve import LOCAL
 from d1.serve.answers import Choice, choice_of, envelope, server_sent, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
@@ -194,8 +194,12 @@ class Server:
         if "sampler" in given:
             values |= {name: None for name in ("kv_cache", "reveal", "reveal_level") if name not in given}
         if "steps" not in given and values["block_length"] >= 1:
-            blocks = -(-length // values["block_length"])
-            values["steps"] = min(max(round(length * own.steps / own.gen_length), blocks), length)
+            causal = own.first_token == "causal"
+            steps = default_steps(length, values["block_length"], causal)
+            if own.steps != default_steps(own.gen_length, own.block_length, causal):
+                blocks = -(-length // values["block_length"])
+                steps = max(round(length * own.steps / own.gen_length), blocks)
+            values["steps"] = min(steps, length)
         settings = SamplingSettings(**values).suited(self.engine.model.config)
         check_sampler(settings, self.engine.model.config)
         return settings
