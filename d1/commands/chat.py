@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from d1.commands.model import settle_canvas, model_of, tokenizer_of
+from d1.commands.model import model_of, settle_canvas, tokenizer_of
 from d1.models.kinds import check_room
 from d1.runs.cli import MISTAKES, one_line
 from d1.sampling.settings import SamplingSettings, add_model_flags, add_sampling_flags, sampling_settings

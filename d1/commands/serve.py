@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d1.commands.model import settle_canvas, model_of, tokenizer_of
+from d1.commands.model import model_of, settle_canvas, tokenizer_of
 from d1.ranges import COUNT, Range
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import settle_canvas, model_of, tokenizer_of
+from d1.commands.model import model_of, settle_canvas, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings

@@ -132,7 +132,8 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         *before, last = row["prompt"]
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages, options = toolbox.told([*shots, *before, {**last, "content": content}], functions)
-        text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
+        text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
+        text += "<reasoning>" if args.add_reasoning else ""
         problem = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"], messages)
         prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
@@ -146,7 +147,8 @@ def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Too
     length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
     settings = TurnSettings.of(args, length, config)
     functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
-    return Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format), functions
+    template = getattr(args, "chat_template_kwargs", None)  # `d1 watch` has no such flag
+    return Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format, template), functions
 
 
 def in_fp32(args: argparse.Namespace) -> bool:

@@ -15,7 +15,9 @@ padding of a batch change the rounding of a row's logits, and sometimes a token 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import json
 import logging
 import shutil
 import sys
@@ -66,6 +68,12 @@ def make_parser(prog: str | None = None) -> OneLineParser:
         "--few_shot", type=NATURAL, help="solved training problems shown before each (default: the protocol's number)"
     )
     task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
+    task.add_argument(
+        "--chat_template_kwargs",
+        type=template_kwargs,
+        metavar="JSON",
+        help='arguments of the chat template, as in RL: \'{"enable_thinking": false}\'',
+    )
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
     task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
     sampling = parser.add_argument_group("sampling")
@@ -94,6 +102,15 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     run.add_argument("--overwrite", action="store_true", help="delete this setup's earlier results and start again")
     run.add_argument("--dont_save", action="store_true", help="print the accuracy and keep no files")
     return parser
+
+
+def template_kwargs(text: str) -> dict[str, Any]:
+    """The arguments of a chat template from a JSON object; argparse's error for other text."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    raise argparse.ArgumentTypeError(f"must be a JSON object, such as '{{\"enable_thinking\": false}}', got {text!r}")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -134,6 +151,8 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             typed += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            typed.append(f"--{name}={json.dumps(value)}")
         elif value is not None and value is not False:
             typed.append(f"--{name}" if value is True else f"--{name}={value}")
     parser.exit_on_error = parser.allow_abbrev = False

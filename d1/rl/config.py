@@ -122,7 +122,9 @@ class DiffuGRPOConfig(GRPOConfig):
     max_prompt_length: Count = setting(200, "Maximum prompt length in tokens; longer ones are refused.")
     truncate_prompts: bool = setting(False, "Cut the beginning off prompts longer than max_prompt_length instead.")
     plain_chat_template: bool = setting(False, "Give a plain chat template to a tokenizer without one.")
-    block_length: OptionalCount = setting(None, "Tokens per block; by default the model's own, or 32 or fewer equal ones.")
+    block_length: OptionalCount = setting(
+        None, "Tokens per block; by default the model's own, or at most 32 in equal blocks."
+    )
     diffusion_steps: OptionalCount = setting(
         128, "Forward passes per completion; by default half of max_completion_length, or as the method says."
     )

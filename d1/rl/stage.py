@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from trl import ModelConfig, get_peft_config
 from d1.files import write_atomically
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.models.kinds import kind_of, native_config, own_length
+from d1.models.kinds import has_masks, kind_of, native_config, own_length
 from d1.models.tokenizer import check_chat_template, check_mask_token, encode_prompt, end_ids, render_prompt
 from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import (
@@ -36,10 +37,12 @@ from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage
+from d1.sampling.settings import FLAGS as SAMPLING_FLAGS
 from d1.show.film import Film, judge_of, piece
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 from d1.tools.calls import Functions
 from d1.tools.functions import load_tools
+from d1.tools.settings import TurnSettings
 from d1.tools.turns import Toolbox
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         on_resume=ON_RESUME,
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
         prepare=lambda: prepare(args, model_args, config, callbacks),
-        next_command=lambda: next_command(args),
+        next_command=lambda: next_command(args, config),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
     )
 
@@ -173,12 +176,47 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     return config
 
 
-def next_command(args: DiffuGRPOConfig) -> str:
-    """The command that evaluates the model on the task of the run, with its sampling."""
-    flags = {"model_path": args.output_dir, "dataset": args.dataset, "gen_length": args.max_completion_length}
-    flags |= {"block_length": args.block_length, "diffusion_steps": args.diffusion_steps}
-    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "d1", "eval", *words])
+# Of a run with tools, the settings that `d1 eval` has, too
+OF_TURNS = ("tools", "tool_format", *(field.name for field in fields(TurnSettings)))
+
+
+def next_command(args: DiffuGRPOConfig, config: Any) -> str:
+    """The command that evaluates the model on the run's task, as the run asks, samples and reads answers, but greedily;
+    `config` is the model's. Problems of a file are those of `eval_data_file`, else those that were trained on."""
+    flags: dict[str, Any] = {"model_path": args.output_dir, "dataset": args.dataset}
+    if args.eval_data_file:
+        flags |= {"split": "validation", "data_file": args.eval_data_file}
+    elif args.data_file:
+        flags |= {"split": "train", "data_file": args.data_file}
+    if args.prompt_protocol != "d1":
+        flags["prompt_protocol"] = args.prompt_protocol
+        if args.data_file:  # the training problems that its examples come from
+            flags["few_shot_file"] = args.data_file
+    for name in ("plain_chat_template", "chat_template_kwargs", *(OF_TURNS if args.tools else ())):
+        if (value := getattr(args, name)) not in (None, False, getattr(TurnSettings, name, None)):
+            flags[name] = value
+    flags["gen_length"] = args.max_completion_length
+    flags |= {name: getattr(args, name) for name in ("block_length", "diffusion_steps")}
+    greedy = ("temperature", "end_temperature") if has_masks(config) else ()
+    for name in SAMPLING_FLAGS:
+        if name not in (*flags, "seed", *greedy) and getattr(args, name) != SAMPLING_FLAGS[name]["default"]:
+            flags[name] = getattr(args, name)
+    return shlex.join(["python", "-m", "d1", "eval", *flag_words(flags)])
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """The words of a command line with these flags; True is a switch, False its opposite, None no flag."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def write_report(folder: Path) -> None:
