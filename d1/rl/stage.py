@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,7 @@ from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
+from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage
@@ -62,6 +64,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
         prepare=lambda: prepare(args, model_args, config, callbacks),
         next_command=lambda: next_command(args, config),
+        outcome=lambda: [] if args.state_reward else learnt_nothing(Path(str(args.output_dir))),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
     )
 
@@ -109,6 +112,8 @@ def prepare(
             callbacks=callbacks,
             tools=tools,
         )
+        if not args.state_reward:  # which gives the steps of equal completions advantages of their own
+            trainer.add_callback(WatchGroups())
         if args.report:
             trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
         if args.max_compute_tokens:
@@ -223,6 +228,48 @@ def write_report(folder: Path) -> None:
     """Writes report.html into the folder of a finished run."""
     (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
     logger.info("Report: %s", folder / "report.html")
+
+
+# --- Runs whose groups never differ -----------------------------------------------------------------------------------
+
+EQUAL = "frac_reward_zero_std"  # TRL's name of the share of groups whose rewards are all equal
+ADVICE = (
+    "take problems that the model solves sometimes, raise --temperature or --num_generations, or check that answers are "
+    "read as the rewards expect"
+)
+
+
+def never_differed(log_history: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rewards were equal within every group that these logs tell of, at least one."""
+    shares = [log[EQUAL] for log in log_history if EQUAL in log]
+    return bool(shares) and min(shares) == 1
+
+
+class WatchGroups(TrainerCallback):
+    """Warns while no group's rewards differ: at the first log, and each time the number of such logs has doubled."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = sum(EQUAL in log for log in state.log_history)
+        doubled = logs & (logs - 1) == 0
+        if state.is_world_process_zero and EQUAL in state.log_history[-1] and doubled:
+            if never_differed(state.log_history):
+                logger.warning(
+                    "Until step %d the rewards were equal within every group: all advantages are 0, and the model does "
+                    "not learn. If this goes on: %s.",
+                    *(state.global_step, ADVICE),
+                )
+
+
+def learnt_nothing(folder: Path) -> list[str]:
+    """The line that ends the log of a run in which no group's rewards differed; none for other runs."""
+    state = read_state(folder)
+    if not never_differed(state.log_history):
+        return []
+    last = next(log for log in reversed(state.log_history) if EQUAL in log)
+    return [
+        f"Nothing was learnt: up to the last step, {state.global_step}, the rewards were equal within every group (the "
+        f"last mean reward is {last.get('reward', math.nan):g}), and all advantages were 0. Before the next run: {ADVICE}."
+    ]
 
 
 # --- Problems that a report shows -------------------------------------------------------------------------------------
