@@ -32,6 +32,7 @@ from d1.rl.checks import (
     find_method,
 )
 from d1.rl.config import DiffuGRPOConfig, idle, plan
+from d1.rl.methods import Trained
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
@@ -94,6 +95,10 @@ def prepare(
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
+        entry, prompts = find_method(args.method), numbers["prompts per optimizer step"]
+        run = Trained(prompts, model_args.lora_r if model_args.use_peft else 0, model_args.load_in_4bit)
+        if deviation := entry.deviation(run, args.num_generations or 1, args.learning_rate):
+            logger.info("Method %s: %s.", args.method, deviation)
         if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
             why = "each rollout has one optimizer step and every ratio is 1"
             logger.info("Idle, because %s: %s", why, ", ".join(useless))
