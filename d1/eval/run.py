@@ -32,6 +32,7 @@ from d1.files import check_output_dir
 from d1.models.kinds import check_room
 from d1.ranges import COUNT, NATURAL
 from d1.runs.cli import OneLineParser, quick_imports, run_script
+from d1.runs.flag_names import hints_of_flags
 from d1.runs.record import run_record
 from d1.sampling.settings import (
     BLOCK_LENGTH,
@@ -161,7 +162,8 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     if unknown:
-        raise TypeError(f"no such setting: {' '.join(unknown)} (`d1 eval --help` lists the settings)")
+        words = f"{' '.join(unknown)}{hints_of_flags(unknown, parser)}"
+        raise TypeError(f"no such setting: {words} (`d1 eval --help` lists the settings)")
     return args
 
 

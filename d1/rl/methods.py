@@ -21,8 +21,8 @@ from d1.sampling.settings import BLOCK_LENGTH, default_steps
 
 @dataclass(frozen=True)
 class Trained:
-    """Which weights a method's authors trained, and on how many prompts per optimizer step; a rate and a group belong to
-    them. The completions per prompt are the entry's `num_generations`."""
+    """Which weights a method's authors trained, and on how many prompts per optimizer step; a learning rate belongs to
+    both. The completions per prompt are the entry's `num_generations`."""
 
     prompts: int
     lora_r: int = 0  # rank of the adapter; 0: all weights

@@ -239,8 +239,8 @@ def write_report(folder: Path) -> None:
 
 EQUAL = "frac_reward_zero_std"  # TRL's name of the share of groups whose rewards are all equal
 ADVICE = (
-    "take problems that the model solves sometimes, raise --temperature or --num_generations, or check that answers are "
-    "read as the rewards expect"
+    "take problems that the model solves sometimes, raise --temperature or --num_generations, or check that rewards "
+    "read the answers"
 )
 
 
@@ -255,14 +255,14 @@ class WatchGroups(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = sum(EQUAL in log for log in state.log_history)
-        doubled = logs & (logs - 1) == 0
-        if state.is_world_process_zero and EQUAL in state.log_history[-1] and doubled:
-            if never_differed(state.log_history):
-                logger.warning(
-                    "Until step %d the rewards were equal within every group: all advantages are 0, and the model does "
-                    "not learn. If this goes on: %s.",
-                    *(state.global_step, ADVICE),
-                )
+        if not state.is_world_process_zero or EQUAL not in state.log_history[-1] or logs & (logs - 1):
+            return
+        if never_differed(state.log_history):
+            logger.warning(
+                "Until step %d the rewards were equal within every group: all advantages are 0, and the model does not "
+                "learn. If this goes on: %s.",
+                *(state.global_step, ADVICE),
+            )
 
 
 def learnt_nothing(folder: Path) -> list[str]:
@@ -272,8 +272,9 @@ def learnt_nothing(folder: Path) -> list[str]:
         return []
     last = next(log for log in reversed(state.log_history) if EQUAL in log)
     return [
-        f"Nothing was learnt: up to the last step, {state.global_step}, the rewards were equal within every group (the "
-        f"last mean reward is {last.get('reward', math.nan):g}), and all advantages were 0. Before the next run: {ADVICE}."
+        f"Nothing was learnt: up to the last step, {state.global_step}, the rewards were equal within every group, so "
+        f"that all advantages were 0. The last mean reward is {last.get('reward', math.nan):g}. Before the next run: "
+        f"{ADVICE}."
     ]
 
 
