@@ -228,10 +228,17 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
 
 
 def config_of(model_path: str) -> Any:
+    """The config of a model here or on the hub; for those of recipes/ that cannot be read, of the library's table."""
     from d1.models.adapters import adapter_chain
-    from d1.models.kinds import native_config
+    from d1.models.kinds import native_config, native_config_of
+    from d1.models.published import CONFIGS
 
-    return native_config(adapter_chain(model_path, None)[0])[0]
+    try:
+        return native_config(adapter_chain(model_path, None)[0])[0]
+    except OSError:
+        if model_path not in CONFIGS:
+            raise
+    return native_config_of(CONFIGS[model_path], model_path)[0]
 
 
 def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float], str]:

@@ -313,11 +313,16 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
     the kind, which says how the weights are named. ValueError if the kind is not supported or `config.json`
     is damaged; OSError if there is none."""
-    from transformers import CONFIG_MAPPING
-
     raw = raw_config(path)
     if not raw:
         raise FileNotFoundError(f"{path} has no config.json: it is not a model folder")
+    return native_config_of(raw, path)
+
+
+def native_config_of(raw: dict[str, Any], path: str) -> tuple[PreTrainedConfig, Kind]:
+    """`native_config` of a `config.json` that was read already, or written in a table."""
+    from transformers import CONFIG_MAPPING
+
     model_type = released_kind(raw)
     check_kind(model_type, path)
     kind = KINDS[model_type]
