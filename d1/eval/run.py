@@ -73,7 +73,7 @@ def make_parser(prog: str | None = None) -> OneLineParser:
         "--chat_template_kwargs",
         type=template_kwargs,
         metavar="JSON",
-        help='arguments of the chat template, as in RL: \'{"enable_thinking": false}\'',
+        help="arguments of the chat template, as in RL: '{\"enable_thinking\": false}'",
     )
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
     task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
