@@ -84,11 +84,10 @@ CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": 
 
 def canvas_of(given: dict[str, Any]) -> dict[str, Any]:
     """d1's canvas for a run in which some of its settings are given; the steps are those of the given length."""
-    length, block = given.get("max_completion_length"), given.get("block_length")
-    numbers = [length or CANVAS["max_completion_length"], block or BLOCK_LENGTH]
-    steps = CANVAS["diffusion_steps"]
-    if all(isinstance(number, int) and number > 0 for number in numbers):  # ranges are checked later
-        steps = default_steps(*numbers)
+    length = given.get("max_completion_length") or CANVAS["max_completion_length"]
+    block, steps = given.get("block_length") or BLOCK_LENGTH, CANVAS["diffusion_steps"]
+    if isinstance(length, int) and isinstance(block, int) and length > 0 and block > 0:  # ranges are checked later
+        steps = default_steps(length, block)
     return {**CANVAS, "max_completion_length": None, "diffusion_steps": steps}
 
 

@@ -33,7 +33,7 @@ MEANT = {  # written by hand: what users of d1, TRL and lm-eval type, and the fl
         "--max_new_tokens": "--gen_length",
         "--data": "--data_file",
         "--dataset_path": "--data_file",
-        "--adapter": "--checkpoint_path",
+        "--adapter": "--checkpoint_path or --model_path",
         "--temp": "--temperature",
         "--model-path": "--model_path",
     },
