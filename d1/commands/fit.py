@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from d1.ranges import AMOUNT, COUNT, NATURAL, Range
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range
 from d1.rl.methods import METHODS
-from d1.sampling.settings import DTYPES, PROBABILITY
+from d1.sampling.settings import DTYPES
 
 COMPLETIONS = 96  # per optimizer step of RL, as in run.sh
 # What is computed unless flags say otherwise: d1's recipes, and the largest evaluation of run_eval.sh.
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--views_at_once", type=COUNT, default=1)
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, help="(default: half of max_completion_length)")
-    rl.add_argument("--edit_threshold", type=PROBABILITY, help="rollouts with edits, by a parallel sampler")
+    rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
     rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
     rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
 

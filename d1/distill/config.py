@@ -8,7 +8,6 @@ from typing import Annotated
 from d1.distill.methods import METHODS
 from d1.ranges import COUNT, NATURAL, POSITIVE
 from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount, setting
-from d1.sampling.settings import LEVEL
 
 CANVAS = 256  # tokens, as in d1's RL
 READ_BY_SOME = {name for method in METHODS.values() for name in method.values}
@@ -38,7 +37,7 @@ class DistillConfig(MethodSettings):
         None, "steps of the sampler per canvas, at most (default: half of max_completion_length)"
     )
     block_length: OptionalCount = setting(None, "of the sampler (default: the model's own, else 32)")
-    temperature: Annotated[float | None, LEVEL | None] = setting(None, "of the sampler; 0 is greedy")
+    temperature: OptionalAmount = setting(None, "of the sampler; 0 is greedy")
     keep: str | None = setting(None, "traces to train on; right needs a task", choices=("right", "all"))
     sampling_batch_size: Annotated[int, COUNT] = setting(64, "prompts sampled at once")
 

@@ -27,15 +27,11 @@ from d1.sampling.settings import (
     BLOCK_LENGTH,
     EDITING,
     FIRST_TOKENS,
-    LEVEL,
     ORDER_TEMPERATURE,
     OUTPUTS,
     POST_STEPS_RANGE,
-    PROBABILITY,
     SAMPLERS,
-    SMALLEST,
     STOP_ENTROPY,
-    STRICTLY_POSITIVE,
     SamplingSettings,
     check_sampler,
     default_steps,
@@ -67,7 +63,7 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     STEPS: ("logging_steps", "save_steps"),
     STEPS | None: ("eval_steps",),
     NATURAL: ("dataloader_num_workers", "top_k"),
-    Range(SMALLEST, 1): ("top_p",),
+    Range(0, 1, open_low=True): ("top_p",),
     Range(-1, integer=True): ("local_rank",),
     SEED: ("seed",),
     SEED | None: ("data_seed",),
@@ -132,9 +128,9 @@ class DiffuGRPOConfig(GRPOConfig):
     diffusion_steps: OptionalCount = setting(
         128, "Forward passes per completion; by default half of max_completion_length, or as the method says."
     )
-    cfg_scale: Annotated[float, LEVEL] = setting(0.0, "Classifier-free guidance; 0 turns it off.")
+    cfg_scale: Amount = setting(0.0, "Classifier-free guidance; 0 turns it off.")
     remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
-    order_temperature: Annotated[float | None, STRICTLY_POSITIVE | None] = setting(
+    order_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, f"Of the noise on remasking gumbel, in nats of log-probability ({ORDER_TEMPERATURE} if unset)."
     )
     sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
@@ -144,10 +140,10 @@ class DiffuGRPOConfig(GRPOConfig):
     reveal: str | None = setting(
         None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset); none: not the method's."
     )
-    reveal_level: Annotated[float | None, LEVEL | None] = setting(
+    reveal_level: Annotated[float | None, AMOUNT | None] = setting(
         None, f"Level of the rule; defaults, by rule: {', '.join(str(rule.level) for rule in RULES.values())}."
     )
-    edit_threshold: Annotated[float | None, PROBABILITY | None] = setting(
+    edit_threshold: Annotated[float | None, BELOW_ONE | None] = setting(
         None, "With a parallel sampler, replace revealed tokens where another one is predicted with more than this."
     )
     max_post_steps: Annotated[int | None, POST_STEPS_RANGE | None] = setting(
@@ -158,12 +154,12 @@ class DiffuGRPOConfig(GRPOConfig):
         f"With a causal context, how a block's first token is predicted: {' (the default) or '.join(FIRST_TOKENS)}.",
     )
     editing: str | None = setting(None, f"Published levels of reveal and edit_threshold: {', '.join(EDITING)}.")
-    end_temperature: Annotated[float | None, STRICTLY_POSITIVE | None] = setting(
+    end_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, "With uniform noise, the temperature falls linearly from --temperature to this in each block."
     )
     self_conditioning: bool = setting(True, "With uniform noise, passes see the distributions of the pass before.")
     output: str = setting("argmax", f"With uniform noise, what the last pass of a block leaves: {', '.join(OUTPUTS)}.")
-    stop_entropy: Annotated[float | None, LEVEL | None] = setting(
+    stop_entropy: Annotated[float | None, AMOUNT | None] = setting(
         None, f"With uniform noise, a block may end below this mean entropy; {STOP_ENTROPY} if unset, 0: never."
     )
     eos_stop: bool | None = setting(
@@ -262,7 +258,7 @@ class DiffuGRPOConfig(GRPOConfig):
         "Length of the canvas in tokens; by default max_new_tokens of the model's generation_config.json, or "
         f"{CANVAS['max_completion_length']}, or less if a model has no room.",
     )
-    temperature: Annotated[float, LEVEL] = setting(0.9, "Gumbel temperature of the rollout.")
+    temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
     top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
     top_p: float = setting(1.0, "Sample among the most likely tokens whose probabilities add up to this.")
     lr_scheduler_type: str = setting(  # type: ignore[assignment]

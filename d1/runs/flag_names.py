@@ -138,7 +138,7 @@ def meant(word: str, known: Iterable[str], table: Table) -> list[str] | None:
 
 
 def hint_of_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    """For a message about a flag that a parser has not: " (here it is --X)", or the nearest flag, or nothing."""
+    """For a message about a flag that a parser has not: " (the nearest is --X)", or the nearest flag, or nothing."""
     name, shown = plain(word), dict[str, str]()
     for action in parser._actions:
         if action.option_strings:
@@ -146,11 +146,11 @@ def hint_of_flag(word: str, parser: argparse.ArgumentParser) -> str:
         else:
             shown[action.dest] = f"{action.metavar or action.dest}, without a flag"
     if name in shown:  # written with hyphens
-        return f" (here it is {shown[name]})"
+        return f" (the nearest is {shown[name]})"
     found = meant(name, shown, FLAGS)
     if found is None:
         return nearest(word, [flag for action in parser._actions for flag in action.option_strings])
-    return f" (here it is {' or '.join(dict.fromkeys(shown[one] for one in found))})" if found else ""
+    return f" (the nearest is {' or '.join(dict.fromkeys(shown[one] for one in found))})" if found else ""
 
 
 def hints_of_flags(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
@@ -177,4 +177,4 @@ def hint_of_command(word: object, commands: Iterable[str]) -> str:
     """The same for a command."""
     names = [*commands]
     found = meant(str(word), names, COMMANDS)
-    return f" (here it is {' or '.join(found)})" if found else nearest(word, names)
+    return f" (the nearest is {' or '.join(found)})" if found else nearest(word, names)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from d1.models.distribution import OWN, Distribution, falling
 from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
-from d1.ranges import COUNT, NATURAL, SEED, Range, nearest, ranges_of
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
 
@@ -34,12 +34,9 @@ ORDER_TEMPERATURE = 0.1
 EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 OUTPUTS = ("argmax", "draw")
 STOP_ENTROPY = 0.005  # DiffusionGemma's
-# Of numbers that are not counts. Logits over a smaller temperature, or their gradients, overflow in 32 bits; a smaller
-# level is 0 there; larger numbers overflow or change nothing.
+# Of numbers that are not counts, unless they are 0. Logits over a smaller temperature, or their gradients, overflow in
+# 32 bits; a smaller level is 0 there; larger numbers overflow or change nothing.
 SMALLEST, LARGEST = 1e-6, 1e4
-STRICTLY_POSITIVE = Range(SMALLEST, LARGEST)
-LEVEL = STRICTLY_POSITIVE | 0
-PROBABILITY = Range(SMALLEST, 1, open_high=True) | 0
 # Of models with uniform noise alone, with the values that mean "unset"
 OF_UNIFORM_NOISE = {"end_temperature": None, "self_conditioning": True, "output": "argmax", "stop_entropy": None}
 
@@ -93,18 +90,18 @@ class SamplingSettings:
     )
     # Guidance doubles the sequences per pass; a parallel sampler takes fewer passes.
     steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: half of gen_length)")
-    temperature: Annotated[float, LEVEL] = setting(0.0, "sampling temperature; 0, the default, is greedy")
-    cfg_scale: Annotated[float, LEVEL] = setting(0.0, "classifier-free guidance; 0, the default, is off")
+    temperature: Annotated[float, AMOUNT] = setting(0.0, "sampling temperature; 0, the default, is greedy")
+    cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "classifier-free guidance; 0, the default, is off")
     remasking: str = setting("low_confidence", "which tokens are revealed first", choices=REMASKING)
     # "exact" is the published algorithm; "cached" reads keys and values from a cache, "parallel" reveals as many tokens
     # as a rule allows. A block-causal model's own cache costs no accuracy, and every sampler uses it.
     sampler: str = setting("exact", "all but exact trade accuracy for speed", choices=SAMPLERS)
     kv_cache: str | None = setting(None, "cache of a cached sampler (default: dual)", choices=CACHES)
     reveal: str | None = setting(None, "reveal rule of a parallel sampler (default: threshold)", choices=RULES)
-    reveal_level: Annotated[float | None, LEVEL | None] = setting(
+    reveal_level: Annotated[float | None, AMOUNT | None] = setting(
         None, f"level of the rule (default: {', '.join(f'{name} {rule.level}' for name, rule in RULES.items())})"
     )
-    edit_threshold: Annotated[float | None, PROBABILITY | None] = setting(
+    edit_threshold: Annotated[float | None, BELOW_ONE | None] = setting(
         None,
         "with a parallel sampler, replace a revealed token of the block where another is predicted with more than this "
         "probability; 0: with any (default: revealed tokens stay)",
@@ -121,11 +118,11 @@ class SamplingSettings:
         "a pass of its own, or as the others (default: causal)",
         choices=FIRST_TOKENS,
     )
-    order_temperature: Annotated[float | None, STRICTLY_POSITIVE | None] = setting(
+    order_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, f"of the noise on the order gumbel, in nats of log-probability (default: {ORDER_TEMPERATURE})"
     )
     # Of models with uniform noise (`uniform.py`)
-    end_temperature: Annotated[float | None, STRICTLY_POSITIVE | None] = setting(
+    end_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, "with uniform noise, the temperature falls linearly from --temperature to this in each block"
     )
     self_conditioning: bool = setting(
@@ -138,7 +135,7 @@ class SamplingSettings:
         "with uniform noise, what the last pass of a block leaves there: its argmax or its draw",
         choices=OUTPUTS,
     )
-    stop_entropy: Annotated[float | None, LEVEL | None] = setting(
+    stop_entropy: Annotated[float | None, AMOUNT | None] = setting(
         None,
         "with uniform noise, a block ends when its argmax repeats and its mean entropy in nats is below this (default: "
         f"{STOP_ENTROPY}); 0: never",
@@ -146,7 +143,7 @@ class SamplingSettings:
     # Without flags; RL sets them. Draw from the `top_k` most likely tokens (0: from all), and from the most likely ones
     # whose probabilities sum to `top_p`.
     top_k: Annotated[int, NATURAL] = 0
-    top_p: Annotated[float, Range(SMALLEST, 1)] = 1.0
+    top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own
     record_exactly: bool = False  # the same, and without the mask token, which is never drawn
     record_steps: bool = False  # record `Rollout.step_logps`, too
@@ -157,8 +154,13 @@ class SamplingSettings:
             kind = Integral if allowed.integer else Real  # a command line converts words, nothing else does
             if value not in allowed or not isinstance(value, (kind, type(None))):
                 raise ValueError(f"{name} must be {allowed}, got {value!r}")
-            if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0:
-                raise ValueError(f"{name} must be {allowed}, got -0.0: write 0")
+            if allowed.integer or value is None:
+                continue
+            if math.copysign(1, value) < 0:
+                raise ValueError(f"{name} must be {allowed}, got {value!r}: write 0")
+            if value and not SMALLEST <= value <= LARGEST:
+                span = f"from {SMALLEST:g} to {LARGEST:g}, for 32 bits"
+                raise ValueError(f"{name} must be {allowed}, and if it is not 0 {span}; got {value!r}")
         for one in fields(self):
             value, known = getattr(self, one.name), one.metadata.get("choices", (getattr(self, one.name),))
             if value not in known and (value is not None or one.default is not None):

@@ -98,25 +98,27 @@ def test_the_flag_that_is_meant_is_named(command: str, typed: str, meant: str | 
         parse(command, typed)
     said = capsys.readouterr().err + str(found.value)  # type: ignore[attr-defined]
     if meant is None:
-        assert "here it is" not in said
+        assert "the nearest is" not in said
     elif typed == "--output" and command == "eval":
         assert "(another flag is --output_dir)" in said
     else:
-        assert f"(here it is {meant})" in said, said
+        assert f"(the nearest is {meant})" in said, said
 
 
 def test_several_hints_name_their_flags_and_files_and_calls_have_them_too(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         sft.make_parser().parse_args(["--lr", "1", "--epochs", "2", "--temperature", "1"])
     said = capsys.readouterr().err
-    assert "(--lr: here it is --learning_rate) (--epochs: here it is --num_epochs) (--help" in said
+    assert "(--lr: the nearest is --learning_rate) (--epochs: the nearest is --num_epochs) (--help" in said
     (tmp_path / "own.yaml").write_text("lr: 1e-4\n")
-    with pytest.raises(ValueError, match=r"no such setting: lr \(here it is --learning_rate\)"):
+    with pytest.raises(ValueError, match=r"no such setting: lr \(the nearest is --learning_rate\)"):
         sft.make_parser().parse_args(["--config", str(tmp_path / "own.yaml")])
     (tmp_path / "own.yaml").write_text("lr: 1e-4\nmodel: x\n")
-    with pytest.raises(ValueError, match=r"\(--lr: here it is --learning_rate\) \(--model: here it is --model_path\)"):
+    with pytest.raises(
+        ValueError, match=r"\(--lr: the nearest is --learning_rate\) \(--model: the nearest is --model_path\)"
+    ):
         rl.make_parser().parse_args_and_config(["--config", str(tmp_path / "own.yaml")])
-    with pytest.raises(TypeError, match=r"\(here it is --few_shot\)"):
+    with pytest.raises(TypeError, match=r"\(the nearest is --few_shot\)"):
         evaluate("x", "sudoku", num_fewshot=3)
 
 
@@ -130,7 +132,7 @@ def test_flags_of_another_program_are_passed_on_without_a_hint(capsys) -> None:
 def test_the_command_that_is_meant_is_named(typed: str, meant: str, capsys) -> None:
     with pytest.raises(SystemExit):
         tools.make_parser().parse_args([typed])
-    assert f"(here it is {meant})" in capsys.readouterr().err
+    assert f"(the nearest is {meant})" in capsys.readouterr().err
 
 
 def test_the_tables_name_only_what_exists_and_no_word_stands_in_two_rows() -> None:

@@ -178,7 +178,7 @@ def choose(*words: str) -> SamplingSettings:
 def test_an_extreme_number_of_a_sampler_is_refused_by_name(name: str, number: str) -> None:
     words = [f"--{name}={number}", *SETTINGS[name].split()]
     for command in (["chat", str(POCKET)], ["fill", str(POCKET), "[MASK]"]):
-        with pytest.raises(ValueError, match=f"{name}.* must be in .*, got -0.0: write 0|--{name} .*must be in "):
+        with pytest.raises(ValueError, match=f"{name}.*must be in "):
             choose(*command, *words)
     with pytest.raises(ValueError, match=name):
         train.make_parser().parse_args_and_config([*words, "--use_cpu", "true", "--bf16", "false"])
