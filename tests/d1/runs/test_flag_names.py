@@ -70,7 +70,7 @@ MEANT = {  # written by hand: what users of d1, TRL and lm-eval type, and the fl
         "--reward_fn": "--reward_file",
         "--full_finetune": None,
     },
-    "chat": {"--model": "MODEL, without a flag", "--max_tokens": "--gen_length", "--steps_per": None},
+    "chat": {"--model": "MODEL, without a flag", "--max_tokens": "--gen_length"},
     "fill": {"--model_path": "MODEL, without a flag"},
     "serve": {"--model": "MODEL, without a flag"},
     "watch": {"--model": "--model_path", "--task": "--dataset"},
