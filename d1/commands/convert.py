@@ -13,20 +13,33 @@ FORMATS = [name for name, kind in KINDS.items() if kind.release is not None]
 
 
 def add_a2d(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("source", metavar="SRC", help="model folder or hub name, or GGUF file")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--mask_token", default="<|mask|>", help="a spare token of the tokenizer, or a new name")
     parser.add_argument("--keep_shift", action="store_true", help="still predict the next position, as Dream does")
     parser.add_argument("--block_size", type=COUNT, help="attend only to a token's own block and earlier blocks")
+    parser.add_argument(
+        "--causal_context",
+        action="store_true",
+        help="with --block_size: finished text stays causal, and a block is read in both directions while it is filled",
+    )
     parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without chat template")
 
 
 def a2d(args: argparse.Namespace) -> None:
     from d1.models.convert import a2d
+    from d1.models.formats.gguf import gguf_file, gguf_types
 
-    a2d(args.source, args.out, args.mask_token, args.keep_shift, args.plain_chat_template, args.block_size)
+    names = ("source", "out", "mask_token", "keep_shift", "plain_chat_template", "block_size", "causal_context")
+    a2d(**{name: getattr(args, name) for name in names})
+    file = gguf_file(args.source)
+    source = args.source if file is None else f"{file}, unpacked from {gguf_types(file)}"
     attention = "full attention" if args.block_size is None else f"blocks of {args.block_size}"
-    say_written(args.out, f"{args.source} with {attention}. Next, train it: d1 sft --model_name {args.out}")
+    if args.causal_context:
+        attention += " after a causal context"
+    if args.keep_shift:
+        attention += ", each token predicted by the one before it"
+    say_written(args.out, f"{source}, with {attention}. Next, train it: d1 sft --model_name {args.out}")
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:

@@ -174,7 +174,8 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     names = ("lora_r", "load_in_4bit", "gradient_checkpointing", "edit_turns")
     flags = {name: getattr(args, name) for name in names} | ({"lora_r": 0} if args.full_finetuning else {})
     flags |= {"model_path": args.model_name, "stage": "sft", "batch": batch, "length": args.max_length}
-    flags |= {"dtype": args.dtype or "bfloat16", "lora_targets": args.lora_target_modules}
+    flags["dtype"] = args.dtype or ("float32" if args.bf16 == "false" else "bfloat16")
+    flags["lora_targets"] = args.lora_target_modules
     size = block_size(config_of(args.model_name))
     streams = args.max_length * (2 if size else 1)  # a block-causal model reads the row clean and noised
     tokens = float(steps * args.grad_accum_steps * gpus * batch * streams * args.edit_turns)

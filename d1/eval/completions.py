@@ -46,6 +46,7 @@ from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
 from d1.models.kinds import check_room, native_config, own_length, require_masks
 from d1.models.load import load_on_device, named_dtype
+from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
 from d1.runs.record import CONTENTS, of_file, of_model
 from d1.sampling import Rollout, eos_cut, rollout_stream
@@ -149,6 +150,11 @@ def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Too
     functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
     template = getattr(args, "chat_template_kwargs", None)  # `d1 watch` has no such flag
     return Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format, template), functions
+
+
+def default_dtype(config: Any) -> str | None:
+    """The dtype of a model of this config on a CPU where bf16 is the better choice; else None, that of the device."""
+    return "bfloat16" if not torch.cuda.is_available() and cpu_runs_bf16(config) else None
 
 
 def in_fp32(args: argparse.Namespace) -> bool:

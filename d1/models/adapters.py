@@ -63,6 +63,8 @@ def check_there(path: str) -> None:
     if Path(path).is_dir():
         check_files(Path(path))
         return
+    if Path(path).suffix == ".gguf" and Path(path).is_file():
+        raise ValueError(f"{path} is a GGUF file, which d1 reads to convert it: d1 a2d {path} OUT")
     if is_path(path):
         raise FileNotFoundError(f"there is no model folder {path}{closest(path)}")
     problem = no_hub()

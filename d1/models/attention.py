@@ -113,11 +113,12 @@ def not_later(config: Any, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
+CAUSAL_CONTEXT = "causal-context"  # the name of the entry that `d1 a2d --causal_context` chooses
 ATTENTION: dict[str, Attention] = {
     "full": Attention(caches=None),
     "block-causal": Attention(within_blocks, fields=("block_size",)),
     # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
-    "causal-context": Attention(not_later, fields=("block_size",), causal_context=True),
+    CAUSAL_CONTEXT: Attention(not_later, fields=("block_size",), causal_context=True),
     "canvas": Attention(not_later, caches=()),  # of the text; `canvas.py` makes its masks
 }
 
@@ -249,22 +250,52 @@ def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[
         kwargs["position_ids"] = position_ids(body.config, with_copies(count_positions(visible), noised))
     if attention.sees is None:
         return args, kwargs
-    before = before_in_two_streams(visible, noised, body.config.block_size) if noised else real_before(visible, given)
+    if attention.causal_context:
+        before = before_in_context(body.config, visible, noised, given.shape[1], **where)
+    elif noised:
+        before = before_in_two_streams(visible, noised, Blocks(body.config.block_size))
+    else:
+        before = real_before(visible, given)
     kwargs["token_before"] = before
     kwargs["attention_mask"] = attention.mask_for(body, visible, noised, given.shape[1], **where)
     return args, kwargs
 
 
-def before_in_two_streams(visible: Tensor, noised: int, size: int | None) -> Tensor:
+def before_in_two_streams(visible: Tensor, noised: int, blocks: Blocks | None) -> Tensor:
     """`real_before` (rows, keys + noised), with noised copies of the last keys: the token before the first noised one
-    of a block is clean."""
+    of a block is clean. Models without blocks have no copies."""
     before = real_before(visible, visible)
-    if not noised or size is None:
+    if not noised or blocks is None:
         return before
-    block = count_positions(visible) // size
+    block = blocks.of(count_positions(visible))
     # The token before is read from the noised copy if it lies in the same block, else from the clean text.
     is_noised = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # in the copy
     return torch.cat([before, torch.where(is_noised, before + noised, before)[:, -noised:]], dim=1)
+
+
+def before_in_context(
+    config: Any,
+    visible: Tensor,
+    noised: int,
+    queries: int,
+    blocks: Blocks | None = None,
+    opened: Tensor | None = None,
+) -> Tensor:
+    """For each token of a pass of a model with a causal context that predicts the next token, the index of the token
+    whose state scores it, (rows, queries); the arguments are those of `Attention.mask`.
+
+    The state of a clean token is its own in every model with a causal context: it predicts the token that follows. A
+    noised token is scored by the token before it: the noised one of its own block or, for a block's first token, the
+    clean one.
+    """
+    own = torch.arange(queries, device=visible.device).expand(len(visible), -1)
+    if opened is not None:
+        return torch.where(opened[:, -queries:], (own - 1).clamp(min=0), own)
+    if not noised:
+        return own
+    length = visible.shape[1]
+    copies = before_in_two_streams(visible, noised, blocks or Blocks(config.block_size))[:, length:]
+    return torch.cat([own[:, :length], copies], dim=1)
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:

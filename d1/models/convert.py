@@ -24,11 +24,22 @@ from transformers.utils import find_adapter_config_file
 
 from d1.files import give_usual_mode, writing
 from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter
-from d1.models.attention import check_attention
+from d1.models.attention import CAUSAL_CONTEXT, check_attention
+from d1.models.formats.gguf import gguf_config, gguf_file, gguf_types, load_gguf
 from d1.models.formats.released import as_released, same_names
 from d1.models.head import unwrapped
-from d1.models.kinds import KINDS, is_encoder, learnt_fields, native_config, raw_config, released_kind
-from d1.models.load import load_model
+from d1.models.kinds import (
+    KINDS,
+    Kind,
+    check_kind,
+    is_encoder,
+    kind_of,
+    learnt_fields,
+    native_config,
+    raw_config,
+    released_kind,
+)
+from d1.models.load import check_loaded, load_model, prepare
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
@@ -273,6 +284,13 @@ def check_autoregressive(source: str, mask_token: str) -> None:
     path = adapter_chain(source, None)[0]
     (config, kind), raw = native_config(path), raw_config(path)
     own = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token if has_tokenizer(path) else None
+    refuse_masked_model(source, config, kind, raw, own, mask_token)
+
+
+def refuse_masked_model(
+    source: str, config: Any, kind: Kind, raw: Mapping[str, Any], own: str | None, mask_token: str
+) -> None:
+    """Raise ValueError if the config or the tokenizer's `own` mask token say that a model is a masked one already."""
     says = {
         f"it is an encoder, {config.model_type}": is_encoder(config),
         f"its kind is {released_kind(raw)}": bool(kind.becomes),
@@ -285,6 +303,23 @@ def check_autoregressive(source: str, mask_token: str) -> None:
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder: {why[0]}")
 
 
+def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
+    """The model and the tokenizer of an autoregressive decoder in a model folder or a GGUF file, whose weights are
+    unpacked to fp32; ValueError if it is a masked model."""
+    file = gguf_file(source)
+    if file is None:
+        check_autoregressive(source, mask_token)
+        model = load_whole(source)
+        return model, AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
+    gguf_types(file)  # raises first: the errors of Transformers for a damaged file are less clear
+    config = gguf_config(file)
+    check_kind(config.model_type, str(file))
+    model, tokenizer, report = load_gguf(file)
+    check_loaded(str(file), report)
+    refuse_masked_model(str(file), config, kind_of(config), vars(config), tokenizer.mask_token, mask_token)
+    return prepare(model), tokenizer
+
+
 def a2d(
     source: str,
     out: str,
@@ -292,27 +327,34 @@ def a2d(
     keep_shift: bool = False,
     plain_chat_template: bool = False,
     block_size: int | None = None,
+    causal_context: bool = False,
 ) -> None:
     """Turn an autoregressive decoder into a masked diffusion model, ready for SFT.
 
     Args:
+        source: A model folder or hub name; or a GGUF file, or a folder with one, whose weights become fp32.
         mask_token: A spare token of the tokenizer, or a new name. Its embedding starts as the mean of all tokens.
         keep_shift: Keep predicting the next position, as Dream does (arXiv 2508.15487), instead of the masked one.
         plain_chat_template: As in `load_tokenizer`.
         block_size: Tokens per block of block-causal attention (BD3-LM, arXiv 2503.09573); None is full attention.
+        causal_context: Read finished text from left to right, as before, and only the block that is being filled in
+            both directions (Nemotron-Labs-Diffusion). It needs a `block_size`.
 
     Raises:
         ValueError: The checkpoint is not a decoder, already has a mask token, or cannot attend in such blocks; or
-            `mask_token` is another special token or ordinary text.
+            `mask_token` is another special token or ordinary text; or `causal_context` has no `block_size`.
+        ImportError: A GGUF file needs the package gguf.
     """
     folder = fresh_folder(out)
-    check_autoregressive(source, mask_token)
-    model = load_whole(source)
+    if causal_context and block_size is None:
+        raise ValueError("--causal_context needs --block_size: the tokens per block that is filled at once, such as 8")
+    model, tokenizer = read_autoregressive(source, mask_token)
     config = model.config
     if block_size is not None:
         config.block_size = block_size
+        if causal_context:
+            config.attention_pattern = CAUSAL_CONTEXT
         check_attention(config, source)
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     rows = model.get_input_embeddings().num_embeddings
     known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
     check_mask_token(tokenizer, mask_token)

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from d1.models.attention import (
     Blocks,
     attention_of,
+    before_in_context,
     before_in_two_streams,
     count_positions,
     given_tokens,
@@ -89,7 +90,12 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     kwargs["position_ids"] = position_ids(config, torch.cat(positions, dim=1))
     if getattr(config, "predicts_next_token", False):
         starts, size = itertools.accumulate(counts, initial=0), block_size(config)
-        before = [before_in_two_streams(*text, size) for text in texts]
+        if attention.causal_context:
+            made = zip(texts, counts, blocks, strict=True)
+            before = [before_in_context(config, *text, count, own) for text, count, own in made]
+        else:
+            own_blocks = None if size is None else Blocks(size)
+            before = [before_in_two_streams(*text, own_blocks) for text in texts]
         kwargs["token_before"] = torch.cat([start + own for start, own in zip(starts, before, strict=False)], dim=1)
     if takes_packed_rows(config):
         made = zip(texts, counts, blocks, strict=True)

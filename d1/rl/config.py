@@ -273,7 +273,7 @@ class DiffuGRPOConfig(GRPOConfig):
     loss_type: str = setting("bnpo", "How token losses are averaged; d1's is TRL's 'bnpo'.")
     scale_rewards: str = setting("none", "d1 does not divide advantages by the group's std.")
     use_bias_correction_kl: bool = setting(False, "Importance-weight the KL term; d1: no.")
-    bf16: bool | None = setting(None, "bf16 mixed precision; by default on if there is a GPU.")
+    bf16: bool | None = setting(None, "bf16 mixed precision; by default on if there is a GPU, or as in SFT on a CPU.")
     ddp_find_unused_parameters: bool | None = setting(False, "Not needed: every trained weight is part of every loss.")
     logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
     disable_dropout: bool = setting(True, "Turn dropout off, so that the first probability ratio of a rollout is 1.")
@@ -297,6 +297,7 @@ class DiffuGRPOConfig(GRPOConfig):
         if self.diffusion_steps is None:
             self.diffusion_steps = self.max_completion_length
         check_ranges(vars(self), INHERITED | ranges_of(type(self)))  # before TRL divides by some of them
+        self.bf16_is_unset = self.bf16 is None
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
         if not torch.accelerator.is_available():

@@ -334,6 +334,12 @@ class TrainingSettings:
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
     dtype: str | None = setting(None, "of frozen weights (default on GPUs: bfloat16)", choices=("float32", "bfloat16"))
+    bf16: str | None = setting(
+        None,
+        "mixed precision: products in bf16, trained weights in fp32 (default: true on a GPU, and on a CPU with "
+        "instructions for bf16 if the model is large enough to gain and a check of the results holds)",
+        choices=("true", "false"),
+    )
     attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2 (default: Transformers chooses)")
     gradient_checkpointing: bool = setting(False, "use less memory and a third more time")
     merge_at_end: bool = setting(False, "also save the model with its adapter merged, to .../merged")

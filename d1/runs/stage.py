@@ -26,6 +26,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.convert import merge
 from d1.models.kinds import native_config
+from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.cli import TrainingSettings, from_rank_0, together
@@ -211,7 +212,9 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
     if args.attn_implementation == "flex_attention" and not on_gpu():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     log_to_console()
-    adapter_chain(args.model_name, None)  # a model that cannot be read is refused before the processes connect
+    base, _ = adapter_chain(args.model_name, None)  # what cannot be read is refused before the processes connect
+    args.bf16 = args.bf16 or str(on_gpu() or cpu_runs_bf16(native_config(base)[0])).lower()
+    mixed = args.bf16 == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
         output_dir=str(folder),
@@ -220,7 +223,8 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         num_train_epochs=args.num_epochs,
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.grad_accum_steps,
-        bf16=on_gpu(),
+        bf16=mixed,
+        use_cpu=mixed and not on_gpu(),  # else bf16 is refused there
         **{RECOMPUTE: args.gradient_checkpointing},  # type: ignore[arg-type]
         save_strategy="steps",
         save_total_limit=2,

@@ -15,15 +15,18 @@ EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 
 @dataclass(frozen=True)
 class CausalLoss:
-    """The loss of a model with a causal context: that of its masks, weighed, plus the next token's cross-entropy in the
-    clean stream, in the same pass. Blocks begin with the answer, as the samplers' do, and each has its own t.
+    """The loss of a model with a causal context: the weighed sum of that of its masks and of the next token's
+    cross-entropy in the clean stream, in the same pass. Blocks begin with the answer, as the samplers' do, and each has
+    its own t.
 
-    With `row_noise` all is as in NVIDIA's Automodel (`HybridDiffusionLLMLoss`), where the weight is .3, too: one t per
-    row, blocks from the row's start, and masks divided by the hidden tokens of the optimizer step.
+    With `row_noise` all is as in NVIDIA's Automodel (`HybridDiffusionLLMLoss`), where the masks' weight is .3 and that
+    of the clean text 1, too: one t per row, blocks from the row's start, and masks divided by the hidden tokens of the
+    optimizer step.
     """
 
     masked_weight: float = 0.3
     row_noise: bool = False
+    causal_weight: float = 1.0
 
 
 @dataclass
@@ -78,6 +81,11 @@ class SFTConfig(TrainingSettings):
         CausalLoss.masked_weight,
         "weight of the masks' loss next to that of the clean text, which predicts the next token",
     )
+    causal_weight: Annotated[float, AMOUNT] = setting(
+        CausalLoss.causal_weight,
+        "weight of the clean text's loss, which predicts the next token: of the answer with a causal context, of the "
+        "whole text with uniform noise",
+    )
     row_noise: bool = setting(
         CausalLoss.row_noise,
         "as Automodel: one t per row, blocks from the row's start, and the masks' loss divided by hidden tokens",
@@ -85,9 +93,6 @@ class SFTConfig(TrainingSettings):
     # Models with uniform noise
     self_conditioning: Annotated[float, SHARE] = setting(
         0.5, "with uniform noise, share of the rows that also see a first pass's distributions"
-    )
-    causal_weight: Annotated[float, AMOUNT] = setting(
-        1.0, "with uniform noise, weight of the encoder's loss on the next token of the whole text"
     )
 
     # Model and precision

@@ -50,10 +50,12 @@ def prepare(
     args: SFTConfig, training: TrainingArguments, tokenizer: Any, config: Any
 ) -> tuple[Mapping[str, Any], Callable[[Any], dLLMTrainer]]:
     """The fingerprint of the run's rows and how many are held out, and a function that makes the trainer of a model."""
-    causal = CausalLoss(args.masked_weight, args.row_noise)
+    causal = CausalLoss(args.masked_weight, args.row_noise, args.causal_weight)
     if has_causal_context(config) and args.edit_noise is not None:
         raise ValueError(EDITS_AND_CONTEXT)
-    if causal != CausalLoss() and not has_causal_context(config):
+    if has_causal_context(config) and causal.masked_weight == causal.causal_weight == 0:
+        raise ValueError("--masked_weight 0 and --causal_weight 0 leave nothing to train on: set one of them above 0")
+    if (args.masked_weight != CausalLoss.masked_weight or args.row_noise) and not has_causal_context(config):
         raise ValueError("--masked_weight and --row_noise would do nothing: this model has no causal context")
     check_noise(args, config)
     with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
@@ -96,6 +98,8 @@ def check_noise(args: SFTConfig, config: Any) -> None:
     """Raise ValueError for settings of another kind of noise than the model's."""
     uniform, kind = not has_masks(config), config.model_type
     idle = ("packing", "complementary_masks", "edit_noise", "eos_padding") if uniform else OF_CANVASES
+    if has_causal_context(config):
+        idle = tuple(name for name in idle if name != "causal_weight")  # which weighs the clean text's loss there
     for name in (name for name in idle if getattr(args, name) != getattr(SFTConfig, name)):
         noise = "has uniform noise, in canvases that EOS fills" if uniform else "hides tokens by masks"
         raise ValueError(f"--{name} {getattr(args, name)} would do nothing: {kind} {noise}")

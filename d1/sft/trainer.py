@@ -26,6 +26,7 @@ from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.runs.data import IGNORED
 from d1.runs.trainer import RunTrainer
+from d1.sft.config import CausalLoss
 from d1.sft.data import by_row, row_numbers
 from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
@@ -80,7 +81,8 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
         """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones.
-        With `CausalLoss`, they are weighed, also by `masked_scale`, and those of the clean text are added."""
+        With `CausalLoss`, they are weighed, also by `masked_scale`, and those of the clean text are added, weighed,
+        too."""
         collator: Any = self.data_collator
         t = inputs["t"].double()
         weights = collator.schedule(t if t.dim() == 2 else t[row_numbers(inputs)])[1]  # t per token with blocks
@@ -107,7 +109,8 @@ class dLLMTrainer(RunTrainer, Trainer):
             return -target_logps(inner, context_states(inner, inputs, predicts, clean, masked, at), targets)[0]
 
         losses = run_inside(model, losses_of)
-        each = torch.cat([torch.ones_like(clean[0], dtype=weights.dtype), weights[at]])
+        causal: CausalLoss = cast(Any, self.data_collator).causal
+        each = torch.cat([torch.full_like(clean[0], causal.causal_weight, dtype=weights.dtype), weights[at]])
         rows = torch.cat([row_numbers(inputs)[clean], row_numbers(inputs)[at]])
         return losses.new_zeros(len(by_row(inputs, "labels"))).index_add(0, rows, losses * each.to(losses.dtype))
 

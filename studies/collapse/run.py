@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 python -m studies.collapse.run logs         # `prefix` again, with the probability of its rollouts
     OMP_NUM_THREADS=1 python -m studies.collapse.run test         # the registered test, at equal rollouts
     OMP_NUM_THREADS=1 python -m studies.collapse.run reference tokens rates goal seconds    # at equal tokens, seconds
+    OMP_NUM_THREADS=1 python -m studies.collapse.run third        # steps per view and loss, exact and fast, at equal tokens
     OMP_NUM_THREADS=1 python -m studies.collapse.run test --quick     # one short run of each arm, in another folder
 
 If a command is killed, run it again; several processes share the work of a stage.
@@ -45,7 +46,9 @@ SERIES += ("places/no_support", "places/impossible", "places/dropped")
 THRESHOLD = ("--sampler", "parallel", "--reveal", "threshold", "--reveal_level", "0.95")
 PREFIX: tuple[str, ...] = ("--sampler", "cached+parallel", "--kv_cache", "prefix", *THRESHOLD[2:])
 LASTING: tuple[str, ...] = (*PREFIX[:3], "lasting", *THRESHOLD[2:])
-STEPS = ("--segment_steps", "1", "--loss_type", "sum")
+DUAL: tuple[str, ...] = (*PREFIX[:3], "dual", *THRESHOLD[2:])
+SINGLE_STEPS, SUM = ("--segment_steps", "1"), ("--loss_type", "sum")
+STEPS = (*SINGLE_STEPS, *SUM)
 SHARED = ("--segment_steps", "1", "--num_iterations", "2", "--split_views", "true")
 DRAWN = (*STEPS, "--num_views", "2")
 PLACES: tuple[str, ...] = ("--estimator", "places", "--objective", "clipped_places", "--loss_type", "sum")
@@ -69,6 +72,18 @@ CHEAPER: dict[str, tuple[str, ...]] = {
     "L": (*LASTING, *STEPS),
     "L-2": (*LASTING, *SHARED),
     "L-v": (*LASTING, *DRAWN),
+}
+# Rollouts (E: exact, P: threshold, C: with `prefix`, D: with `dual`), most steps per view, and the loss over a completion.
+# P8, P, C8 and C above are P8-mean, P1-sum, C8-mean and C1-sum.
+THIRD: dict[str, tuple[str, ...]] = {
+    "E8-mean": (),
+    "E8-sum": SUM,
+    "E1-mean": SINGLE_STEPS,
+    "E1-sum": STEPS,
+    "P8-sum": (*THRESHOLD, *SUM),
+    "P1-mean": (*THRESHOLD, *SINGLE_STEPS),
+    "C8-sum": (*PREFIX, *SUM),
+    "D8-sum": (*DUAL, *SUM),
 }
 BEST = "best"  # of `SINGLE` and their rates, in the stage `rates`
 
@@ -95,6 +110,7 @@ STAGES = {
     "rates": Stage("validation", range(64, 66), (*FAST, *CHEAPER), RATES),
     "goal": Stage("test", range(80, 100), (BEST,)),
     "seconds": Stage("test", range(80, 100), FAST),
+    "third": Stage("test", range(80, 100), tuple(THIRD)),
 }
 
 
@@ -102,7 +118,7 @@ def flags_of(arm: str, seed: int, rate: float, budget: list[object]) -> list[str
     """The flags of RL that define a run, in addition to pocket.yaml's."""
     flags: list[object] = [*METHOD, *CANVAS, "--dataset", TASKS[TASK].dataset, *TASKS[TASK].flags, "--seed", seed]
     flags += ["--num_generations", 8, "--learning_rate", rate, "--lr_scheduler_type", "linear"]
-    flags += ["--lr_scheduler_kwargs", "{}", "--warmup_steps", 0, *budget, *(ARMS | CHEAPER)[arm]]
+    flags += ["--lr_scheduler_kwargs", "{}", "--warmup_steps", 0, *budget, *(ARMS | CHEAPER | THIRD)[arm]]
     return [*map(str, flags)]
 
 
@@ -184,7 +200,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=["untrained", *STAGES])
     parser.add_argument("--quick", action="store_true", help="one seed, three steps and 32 problems; leaves no data")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CHEAPER, BEST], help="only these")
+    parser.add_argument("--seeds", nargs="+", type=int, help="only these, in this order")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *CHEAPER, *THIRD, BEST], help="only these")
     parser.add_argument("--output_dir", default="runs/collapse", help="of the models (default: %(default)s)")
     return parser
 
@@ -200,6 +217,8 @@ def main(args: argparse.Namespace) -> None:
             complete(FILE, models(args.quick), folder, lambda run: line_of(run, folder))
             continue
         chosen = [run for run in runs(stage) if args.arms is None or run["arm"] in args.arms]
+        if args.seeds is not None:
+            chosen = [run for seed in args.seeds for run in chosen if run["seed"] == seed]
         if args.quick:
             chosen = [run for run in chosen if run["seed"] == STAGES[stage].seeds[0]]
         file = folder / f"quick-{stage}.jsonl" if args.quick else DATA / f"{stage}.jsonl"

@@ -215,6 +215,16 @@ def write_with_tokenizer(folder: Path, kind: str, source: Path, **fields: Any) -
     return write_released(folder, kind, vocab_size=len(tokenizer), **ids | fields)
 
 
+def write_shifted(folder: Path, source: Path) -> Path:
+    """The weights of a model with a causal context, whose noised tokens are scored by the token before them."""
+    from d1.models import load_model
+
+    model: Any = load_model(source)
+    model.config.update({"predicts_next_token": True, "released": None})
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_wide(folder: Path, source: Path) -> Path:
     """A Nemotron-Labs-Diffusion with linear layers for 4 bits, whose blocks have 64 weights."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 16, "num_key_value_heads": 8}

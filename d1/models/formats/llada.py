@@ -100,6 +100,10 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
         odd["rope_parameters"] = rope
     if heads != config.hidden_size / config.num_attention_heads:
         odd["head_dim"] = heads
+    if getattr(config, "predicts_next_token", False):
+        odd["predicts_next_token"] = True
+    if getattr(config, "attention_pattern", None) == "causal-context":
+        odd["attention_pattern"] = config.attention_pattern
     if odd:
         raise ValueError(f"only a Llama without biases, whose heads divide hidden_size, can be written as LLaDA: {odd}")
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.d1.released import (
     seen_by,
     twin_logits,
     write_released,
+    write_shifted,
 )
 
 LENGTHS, STARTS, SIZE = [37, 5, 22], [3, 0, 9], 6  # the first blocks begin at STARTS; the model's own size is 4
@@ -51,14 +53,16 @@ NOISED = [ids.masked_fill(torch.rand(len(ids), generator=keyed_generator(0)) < 0
 
 
 class Stock:
-    """Transformers' own class, whose weights are read by name."""
+    """Transformers' own class, whose weights are read by name. If the model predicts the next token, noised tokens are
+    scored by the token before them, the first one of a block by the clean one."""
 
     def __init__(self, folder: Path, kernel: str | None = None) -> None:
         released = json.loads((folder / "config.json").read_text())
+        self.shift = released.get("predicts_next_token", False)
         config = Ministral3Config(**{name: released[name] for name in SIZES}, pad_token_id=None)
         self.model: Any = Ministral3ForCausalLM._from_config(config, attn_implementation=kernel).eval()
-        weights = {of_nemotron(name, back=True): weight for name, weight in read_files(folder).items()}
-        self.model.load_state_dict(weights)
+        names = str if self.shift else partial(of_nemotron, back=True)
+        self.model.load_state_dict({names(name): weight for name, weight in read_files(folder).items()})
 
     def logits(self, ids: Tensor, **kwargs: Any) -> Tensor:
         return self.model(input_ids=ids, **kwargs).logits
@@ -67,7 +71,10 @@ class Stock:
         """Logits of a noised block after the clean text before it, by a mask that is written out."""
         ids = torch.cat([clean[:start], noised[start:end]])
         seen = [[j <= i or (i >= start and j >= start) for j in range(len(ids))] for i in range(len(ids))]
-        return self.logits(ids[None], attention_mask=torch.tensor(seen)[None, None])[0, start:]
+        logits = self.logits(ids[None], attention_mask=torch.tensor(seen)[None, None])[0]
+        if self.shift:  # the first token of a text has none before it
+            logits = torch.cat([logits[:1], logits[:-1]])
+        return logits[start:]
 
     def blocks(self, clean: Tensor, noised: Tensor, start: int) -> Tensor:
         """Logits of all noised blocks, one after the other; blocks of SIZE lie around `start`."""
@@ -100,10 +107,12 @@ def test_a_clean_text_gets_the_logits_of_a_stock_ministral3(folder):
     torch.testing.assert_close(alone, written_out, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("shift", [False, True], ids=["in place", "shift"])
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @torch.no_grad()
-def test_two_streams_are_the_masks_written_out(folder, kernel):
+def test_two_streams_are_the_masks_written_out(folder, tmp_path, kernel, shift):
     """Blocks of any size around any position, in padded batches and packed rows; clean states come in the same pass."""
+    folder = write_shifted(tmp_path / "shifted", folder) if shift else folder
     model: Any = load_model(folder, attn_implementation=kernel)
     head, stock, width = body_and_head(model)[1], Stock(folder), max(LENGTHS) + 1
     ids, visible = torch.full((3, width), 7), torch.zeros(3, width, dtype=torch.long)
@@ -134,8 +143,10 @@ def test_two_streams_are_the_masks_written_out(folder, kernel):
     torch.testing.assert_close(packed[:4], causal, atol=1e-5, rtol=0)
 
 
-def test_the_block_that_is_being_filled_sees_itself(folder):
+@pytest.mark.parametrize("shift", [False, True], ids=["in place", "shift"])
+def test_the_block_that_is_being_filled_sees_itself(folder, tmp_path, shift):
     """The mask of the samplers: an opened block after clean text, and mask tokens after it, which nothing sees."""
+    folder = write_shifted(tmp_path / "shifted", folder) if shift else folder
     model, stock, start, end = load_model(folder), Stock(folder), 22, 28
     ids = torch.cat([CLEAN[0][:start], NOISED[0][start:end], torch.full((9,), MASK)])
     opened = torch.zeros(1, len(ids), dtype=torch.bool)

@@ -30,6 +30,9 @@ from d1.models.adapters import save_learnt
 from d1.models.kinds import KINDS, kind_of
 from d1.models.load import REFUSAL
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
+from d1.sampling import SamplingSettings, rollout
+from d1.scoring import Views, score
+from d1.scoring.rollouts import CanvasBlocks
 from pocket.make_base import build_model
 from tests.commands import ROOT
 from tests.d1.released import (
@@ -259,6 +262,73 @@ def test_a2d_makes_block_causal_models(tmp_path):
     torch.testing.assert_close(found, full, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="--block_size 0 "):
         run("a2d", source, tmp_path / "none", "--block_size", 0)
+
+
+@pytest.mark.parametrize("kind_", ["llama", "qwen2"])
+@pytest.mark.parametrize("words", [(), ("--keep_shift",)], ids=["in place", "shift"])
+@torch.no_grad()
+def test_a_causal_context_keeps_the_autoregressive_model(tmp_path, kind_, words):
+    """Before any training: clean text gets the logits that it had, at block 1 greedy samples are what `generate` of
+    Transformers gives, and scores are the log-probabilities of the autoregressive model. Rows differ in length."""
+    source, widths, new = autoregressive(tmp_path / "ar", kind_, 60, 60), (9, 4), 12
+    run("a2d", source, tmp_path / "out", "--causal_context", "--block_size", 8, *words)
+    model: Any = load_model(tmp_path / "out", torch.float64)
+    stock: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+    config, mask = model.config, model.config.mask_token_id
+    assert (config.attention_pattern, config.block_size) == ("causal-context", 8)
+    assert getattr(config, "predicts_next_token", False) == bool(words)
+    prompts = torch.randint(2, 60, (2, max(widths)), generator=torch.Generator().manual_seed(0))
+    real = torch.tensor([[0] * (max(widths) - width) + [1] * width for width in widths])
+    torch.testing.assert_close(logits_of(model, prompts)[..., :60], stock(prompts).logits, atol=1e-9, rtol=0)
+    model.get_output_embeddings().weight[mask] = -model.get_output_embeddings().weight[:60].sum(0)  # never the best
+    for first_token in ("causal", "masked") if words else ("causal",):
+        settings = SamplingSettings(new, 1, new, first_token=first_token)
+        taken = rollout(model, prompts, real, settings, mask_token_id=mask)
+        for row, width in enumerate(widths):
+            prompt = prompts[row : row + 1, -width:]
+            alone = stock.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None)
+            assert torch.equal(taken.ids[row, -width - new :], alone[0])
+            expected = next_token_logps(stock, mask, model, alone, width)
+            torch.testing.assert_close(taken.logps[row].double(), expected, atol=1e-5, rtol=0)
+            views = mean_field_views(1, width, new)
+            scored = score(
+                model,
+                prompt,
+                torch.ones_like(prompt),
+                alone[:, width:],
+                views,
+                mask_token_id=mask,
+                gen_length=new,
+                blocks=CanvasBlocks.of(config, 1, first_token),
+            )
+            torch.testing.assert_close(scored.logps[0], expected, atol=1e-9, rtol=0)
+
+
+def mean_field_views(rows: int, prompt: int, canvas: int) -> Views:
+    """One view that hides the whole canvas."""
+    hidden = torch.cat([torch.zeros(rows, prompt), torch.ones(rows, canvas)], dim=1).bool()
+    return Views(hidden.unsqueeze(1), torch.ones(rows, 1, canvas))
+
+
+def next_token_logps(stock: Any, mask: int, model: Any, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Log-probabilities of the tokens after the first `width` of `ids` (1, length), among the converted model's: its
+    head has a row more, that of the mask."""
+    states = stock.base_model(ids).last_hidden_state[0, width - 1 : -1]
+    logits = torch.cat([stock.lm_head(states), states @ model.get_output_embeddings().weight[mask, :, None]], dim=-1)
+    return logits.log_softmax(-1).gather(1, ids[0, width:, None])[:, 0]
+
+
+def test_a_causal_context_needs_blocks_and_layers_without_windows(kind_dirs, tmp_path):
+    source, out = autoregressive(tmp_path / "ar", "llama", 60, 60), tmp_path / "out"
+    with pytest.raises(ValueError, match="--causal_context needs --block_size"):
+        run("a2d", source, out, "--causal_context")
+    with pytest.raises(ValueError, match="causal-context attention needs a decoder without windows, not gemma3_text"):
+        run("a2d", kind_dirs["gemma3_text"], out, "--causal_context", "--block_size", 8)
+    assert not out.exists()
+    for words in (("--keep_shift",), ("--causal_context", "--block_size", 8)):
+        run("a2d", source, tmp_path / words[0], *words)
+        with pytest.raises(ValueError, match=r"can be written as LLaDA: .*(predicts_next_token|attention_pattern)"):
+            run("export", tmp_path / words[0], out, "--format", "llada")
 
 
 def test_a2d_refuses_a_masked_model(kind_dirs, tiny_model_dir, tiny_block_dir, tmp_path):

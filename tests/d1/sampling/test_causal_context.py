@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
+from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.infill import fill
 from d1.sampling.settings import check_sampler
 from tests.d1.models.test_causal_context import Stock
-from tests.d1.released import CAUSAL
-from tests.d1.sampling.reference import MASK, VOCAB, Row, check_row, make_prompts, parts
+from tests.d1.released import CAUSAL, write_shifted
+from tests.d1.sampling.reference import MASK, VOCAB, Row, check_row, make_prompts, parts, sharper
 from tests.d1.sampling.test_stream import assert_row
 
 WIDTHS, ENDS = [9, 1, 4, 6], [*range(30, 40)]
@@ -32,10 +33,22 @@ CASES: list[tuple[int, int, int, Settings]] = [  # tokens, tokens per block, ste
 ]
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["in place", "shift"])
+def folder(request, kind_dirs, tmp_path_factory):
+    if not request.param:
+        return kind_dirs[CAUSAL]
+    return write_shifted(tmp_path_factory.mktemp("shifted") / "model", kind_dirs[CAUSAL])
+
+
 @pytest.fixture(scope="module")
-def stock(load, kind_dirs):
-    found = Stock(kind_dirs[CAUSAL])
-    found.model.load_state_dict(load(CAUSAL).state_dict())
+def model(folder):
+    return sharper(load_model(folder))
+
+
+@pytest.fixture(scope="module")
+def stock(folder, model):
+    found = Stock(folder)
+    found.model.load_state_dict(model.state_dict())
     return found
 
 
@@ -124,8 +137,8 @@ def generators() -> list[torch.Generator]:
 
 @pytest.mark.parametrize("ends", [None, ENDS], ids=["", "eos"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_are_those_of_the_rule_written_out_and_the_cache_is_exact(load, stock, case, ends):
-    model, settings = load(CAUSAL), settings_of(*case)
+def test_rows_are_those_of_the_rule_written_out_and_the_cache_is_exact(model, stock, case, ends):
+    settings = settings_of(*case)
     ids, mask = make_prompts(WIDTHS, 2)
     options: Settings = {"mask_token_id": MASK, "eos_token_ids": ends}
     cached = rollout(model, ids, mask, settings, generator=generators(), **options)
@@ -142,8 +155,8 @@ def test_rows_are_those_of_the_rule_written_out_and_the_cache_is_exact(load, sto
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_streams_give_the_same_rows(load, case):
-    model, settings = load(CAUSAL), settings_of(*case)
+def test_streams_give_the_same_rows(model, case):
+    settings = settings_of(*case)
     ids, mask = make_prompts(WIDTHS, 2)
     options: Settings = {"mask_token_id": MASK, "eos_token_ids": ENDS}
     expected = rollout(model, ids, mask, settings, generator=generators(), **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +19,28 @@ from d1.sampling.loop import eos_cut
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import CanvasBlocks, blocks_of
 from tests.d1.models.test_causal_context import Stock
-from tests.d1.released import CAUSAL, MASK, VOCAB
+from tests.d1.released import CAUSAL, MASK, VOCAB, write_shifted
 from tests.d1.sampling.reference import make_prompts, sharper
 
 WIDTHS, CANVAS, ENDS = [7, 2, 5], 11, [*range(40, 48)]
 IDS, REAL = make_prompts(WIDTHS, 4)
 
 
-@pytest.fixture(scope="module")
-def model(kind_dirs: Any) -> Any:
-    return sharper(load_model(kind_dirs[CAUSAL], torch.float64))
+@pytest.fixture(scope="module", params=[False, True], ids=["in place", "shift"])
+def folder(request: Any, kind_dirs: Any, tmp_path_factory: Any) -> Path:
+    if not request.param:
+        return kind_dirs[CAUSAL]
+    return write_shifted(tmp_path_factory.mktemp("shifted") / "model", kind_dirs[CAUSAL])
 
 
 @pytest.fixture(scope="module")
-def stock(model: Any, kind_dirs: Any) -> Stock:
-    found = Stock(kind_dirs[CAUSAL])
+def model(folder: Path) -> Any:
+    return sharper(load_model(folder, torch.float64))
+
+
+@pytest.fixture(scope="module")
+def stock(model: Any, folder: Path) -> Stock:
+    found = Stock(folder)
     found.model.double().load_state_dict(model.state_dict())
     return found
 

@@ -24,21 +24,25 @@ from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from tests import forks
 from tests.d1.models.test_causal_context import Stock
+from tests.d1.released import write_shifted
 from tests.d1.sft.test_loss import ROWS, assert_same, rows_of_all_lengths
 
 SIZE = 4
 SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 Moved = tuple[float, dict[str, Tensor]]  # a step's loss, and its gradient by the name of a weight
 OURS, AUTOMODEL = CausalLoss(0.5), CausalLoss(row_noise=True)
+WEIGHED = CausalLoss(masked_weight=1.0, causal_weight=0.3)
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {"causal": OURS},
     "complementary": {"causal": OURS, "complementary": True},
+    "weighed": {"causal": WEIGHED},
     "Automodel": {"causal": AUTOMODEL},
     "Automodel, exact counts": {"causal": AUTOMODEL, "exact": True},
 }
 CPU = {"ACCELERATE_USE_CPU": "true"}
 # Of two processes: the way, the split, and whether rows are packed
-CASES_OF_TWO = [*zip(WAYS, [(4, 1), (2, 2), (2, 2), (4, 1)], [False, False, True, True], strict=True)]
+SPLITS_OF_TWO, PACKED_OF_TWO = [(4, 1), (2, 2), (4, 1), (2, 2), (4, 1)], [False, False, True, True, True]
+CASES_OF_TWO = [*zip(WAYS, SPLITS_OF_TWO, PACKED_OF_TWO, strict=True)]
 
 
 def exact_counts(maskable: Tensor, generator: Generator, **options: Any) -> tuple[Tensor, Tensor]:
@@ -130,14 +134,19 @@ def by_hand(folder: Path, source: Path, tokenizer: Any, **way: Any) -> Moved:
         causal.append(other)
     answers, hidden = (batch["labels"] != IGNORED).sum(), batch["masked"].sum()
     divisor = hidden if way["causal"].row_noise else answers
-    loss = way["causal"].masked_weight * torch.stack(masks).sum() / divisor + torch.stack(causal).sum() / answers
+    of_clean = way["causal"].causal_weight * torch.stack(causal).sum() / answers
+    loss = way["causal"].masked_weight * torch.stack(masks).sum() / divisor + of_clean
     loss.backward()
     return loss.item(), {name: cast(Tensor, weight.grad) for name, weight in stock.model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def source(tiny_causal_dir: Path) -> Path:
-    return tiny_causal_dir
+@pytest.fixture(scope="module", params=[False, True], ids=["in place", "shift"])
+def source(request, tiny_causal_dir: Path, tmp_path_factory) -> Path:
+    if not request.param:
+        return tiny_causal_dir
+    folder = write_shifted(tmp_path_factory.mktemp("shifted") / "model", tiny_causal_dir)
+    load_tokenizer(str(tiny_causal_dir)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
