@@ -37,58 +37,11 @@ from tqdm import tqdm
 from benchmarks.machine import describe
 from d1.models.kinds import native_config
 from d1.models.load import auto_class
+from d1.models.published import DREAM, LLADA, LLADA2, NEMOTRON, SDAR
 from d1.runs.cli import run_script
 from d1.show.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
-LLADA = {
-    "model_type": "llada",
-    "architectures": ["LLaDAModelLM"],
-    **{"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288},
-    **{"vocab_size": 126464, "embedding_size": 126464, "max_sequence_length": 4096, "rope_theta": 500000.0},
-    **{"rms_norm_eps": 1e-05, "weight_tying": False, "block_type": "llama", "layer_norm_type": "rms"},
-    **{"mask_token_id": 126336, "pad_token_id": 126081, "eos_token_id": 126081},
-}
-QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "attention_dropout": 0.0}
-QWEN |= {"bos_token_id": 151643, "eos_token_id": 151643, "pad_token_id": 151643, "use_sliding_window": False}
-DREAM = QWEN | {
-    "model_type": "Dream",
-    "architectures": ["DreamModel"],
-    **{"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
-    **{"intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 131072},
-    **{"mask_token_id": 151666, "tie_word_embeddings": False},
-}
-SDAR = QWEN | {
-    "model_type": "sdar",
-    "architectures": ["SDARForCausalLM"],
-    **{"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
-    **{"intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 32768, "head_dim": 128},
-    **{"mask_token_id": 151669, "tie_word_embeddings": True, "attention_bias": False},
-}
-LLADA2 = {
-    "model_type": "llada2_moe",
-    "architectures": ["LLaDA2MoeModelLM"],
-    **{"hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4},
-    **{"intermediate_size": 5120, "moe_intermediate_size": 512, "vocab_size": 157184, "head_dim": 128},
-    **{"num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
-    **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "hidden_act": "silu"},
-    **{"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True},
-    **{"rms_norm_eps": 1e-06, "rope_theta": 600000, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768},
-    **{"tie_word_embeddings": False, "pad_token_id": 156892, "eos_token_id": 156892, "mask_token_id": None},
-}
-NEMOTRON = {
-    "model_type": "nemotron_labs_diffusion",
-    "architectures": ["NemotronLabsDiffusionModel"],
-    **{"hidden_size": 3072, "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8},
-    **{"intermediate_size": 9216, "vocab_size": 131072, "head_dim": 128, "max_position_embeddings": 262144},
-    "rope_parameters": {
-        **{"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384},
-        **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
-    },
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-05, "attention_bias": False, "mlp_bias": False, "sliding_window": None},
-    **{"tie_word_embeddings": False, "dlm_paradigm": "bidirectional", "block_size": 32, "mask_token_id": 100},
-    **{"bos_token_id": 1, "eos_token_id": 11},
-}
 # config.json; number of files; ids of the tokens for the end of a text, the mask and the end of a turn
 RELEASED: dict[str, tuple[dict[str, Any], int, dict[int, str]]] = {
     "llada-8b": (LLADA, 6, {126081: "<|endoftext|>", 126336: "<|mdm_mask|>", 126348: "<|eot_id|>"}),

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, NoReturn
 
-from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, watch
+from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, task, watch
 from d1.runs.cli import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
@@ -43,6 +43,7 @@ COMMANDS = {
     "export": Command("write a model in a released format, for that format's code", convert.add_export, convert.export),
     "fit": Command("the memory that a stage needs, and the largest batch per card", fit.add_arguments, fit.run),
     "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
+    "task": Command("task new FILE: write a task file that evaluation and RL run", task.add_arguments, task.run),
     "sandbox": Command("check that programs can be judged safely here", sandbox.add_arguments, sandbox.run),
     "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
     "serve": Command(
@@ -82,10 +83,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def cli() -> NoReturn:
-    """The console script `d1`."""
+    """The console script `d1`. Without a command it prints the help, with status 0."""
     name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     if name in STAGES:
         import_module(STAGES[name]).cli(f"d1 {name}", arguments)
+    if not name:
+        run_script("d1", make_parser().print_help)
     run_script("d1", lambda: main(make_parser().parse_args()))
 
 

@@ -27,7 +27,7 @@ fi
 METHOD=${METHOD:-d1}
 
 if [ -n "${CONFIG:-}" ]; then # a complete yaml, such as pocket.yaml, whose batch is for one process
-    exec "$PYTHON" -m accelerate.commands.launch --num_processes "${GPUS:-1}" --num_machines 1 \
+    exec "$PYTHON" -m accelerate.commands.launch --quiet --num_processes "${GPUS:-1}" --num_machines 1 \
         --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
 fi
 GPUS=${GPUS:-$visible}

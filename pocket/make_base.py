@@ -38,6 +38,7 @@ from pocket.recipes import RECIPES, ROOT, STAGES, Recipe
 from pocket.tokenizer import build_tokenizer
 
 WARMUP_STEPS = 50
+CANVAS = 32  # tokens: one of the lengths that every recipe trains on, and the default of commands that sample
 
 
 def build_model(
@@ -69,7 +70,9 @@ def build_model(
         config.attention_pattern = "causal-context"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return prepare(LlamaForCausalLM(config))
+        model = prepare(LlamaForCausalLM(config))
+    model.generation_config.max_new_tokens = CANVAS
+    return model
 
 
 def draw_batch(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, draw: Draw, key: tuple[int, int, int]) -> Tensor:

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--beta", type=AMOUNT, help="above 0, full training keeps a reference (default: the method's)")
     rl.add_argument("--views_at_once", type=COUNT, default=1)
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
-    rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
+    rl.add_argument("--diffusion_steps", type=COUNT, help="(default: half of max_completion_length)")
     rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
     rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
     rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
@@ -107,7 +107,7 @@ def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = 
     given: dict[str, Any] = {"gradient_accumulation_steps": args.steps_per_generation}
     given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
     for name in ("max_completion_length", "diffusion_steps", "block_length"):
-        if name not in METHODS[args.method].values:
+        if name not in METHODS[args.method].values and getattr(args, name) is not None:
             given[name] = getattr(args, name)
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
@@ -229,10 +229,17 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
 
 
 def config_of(model_path: str) -> Any:
+    """The config of a model here or on the hub; for those of recipes/ that cannot be read, of the library's table."""
     from d1.models.adapters import adapter_chain
-    from d1.models.kinds import native_config
+    from d1.models.kinds import native_config, native_config_of
+    from d1.models.published import CONFIGS
 
-    return native_config(adapter_chain(model_path, None)[0])[0]
+    try:
+        return native_config(adapter_chain(model_path, None)[0])[0]
+    except OSError:
+        if model_path not in CONFIGS:
+            raise
+    return native_config_of(CONFIGS[model_path], model_path)[0]
 
 
 def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float], str]:

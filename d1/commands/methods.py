@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from d1.rl.methods import METHODS
+from d1.rl.methods import METHODS, Method
 from d1.show.tables import aligned_table
 
 COLUMNS = {  # header -> the setting
@@ -37,8 +37,14 @@ def all_methods() -> str:
             shown["kl"] = "-"
         if shown["advantage"] == "trl":
             shown["advantage"] = {"none": "r - mean", "group": "(r - mean) / std"}[shown["scale_rewards"]]
-        rows.append([name, *(str(shown[setting]) for setting in COLUMNS.values()), method.paper])
-    return aligned_table(["method", *COLUMNS, "paper"], rows)
+        rows.append([name, *(str(shown[setting]) for setting in COLUMNS.values()), trained_by(method), method.paper])
+    return aligned_table(["method", *COLUMNS, "trained by its authors", "paper"], rows)
+
+
+def trained_by(method: Method) -> str:
+    """What a method's authors trained: "LoRA 128 on 4 bits, 16 x 6", prompts x completions per optimizer step."""
+    own = method.trained
+    return "-" if own is None else f"{own.weights}, {own.prompts} x {method.scale['num_generations']}"
 
 
 def one_method(name: str) -> str:
@@ -54,4 +60,5 @@ def one_method(name: str) -> str:
 
         method = find_method(name)
     rows = [[f"--{setting}", str(value)] for setting, value in {**method.values, **method.scale}.items()]
-    return f"{name}: {method.paper}\n\n" + aligned_table(["setting", "value"], rows)
+    scale = f"Trained by its authors: {trained_by(method)} (prompts x completions per optimizer step)\n"
+    return f"{name}: {method.paper}\n{scale if method.trained else ''}\n" + aligned_table(["setting", "value"], rows)

@@ -9,6 +9,7 @@ from d1.distill.methods import METHODS
 from d1.ranges import COUNT, NATURAL, POSITIVE
 from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount, setting
 
+CANVAS = 256  # tokens, as in d1's RL
 READ_BY_SOME = {name for method in METHODS.values() for name in method.values}
 
 
@@ -29,7 +30,12 @@ class DistillConfig(MethodSettings):
     job_name: str = setting("distill")
 
     # The traces
-    diffusion_steps: Annotated[int, COUNT] = setting(128, "steps of the sampler per canvas, at most")
+    max_completion_length: OptionalCount = setting(  # type: ignore[assignment]
+        None, f"tokens of the canvas (default: max_new_tokens of the model's generation_config.json, or {CANVAS})"
+    )
+    diffusion_steps: OptionalCount = setting(
+        None, "steps of the sampler per canvas, at most (default: half of max_completion_length)"
+    )
     block_length: OptionalCount = setting(None, "of the sampler (default: the model's own, else 32)")
     temperature: OptionalAmount = setting(None, "of the sampler; 0 is greedy")
     keep: str | None = setting(None, "traces to train on; right needs a task", choices=("right", "all"))

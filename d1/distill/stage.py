@@ -10,17 +10,19 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from d1.distill.config import READ_BY_SOME, DistillConfig
+from d1.distill.config import CANVAS, READ_BY_SOME, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
+from d1.models.adapters import adapter_chain
 from d1.models.attention import refuse_causal_context
-from d1.models.kinds import check_room, require_masks
+from d1.models.kinds import block_size, check_room, native_config, own_length, require_masks
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling import SamplingSettings
+from d1.sampling.settings import BLOCK_LENGTH, default_steps
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,12 @@ ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("s
 
 def stage(args: DistillConfig) -> Stage:
     training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
+    base = adapter_chain(args.model_name, None)[0]
+    config, _ = native_config(base)
+    args.max_completion_length = args.max_completion_length or own_length(base, config) or CANVAS
+    if args.diffusion_steps is None:
+        block = args.block_length or block_size(config) or BLOCK_LENGTH
+        args.diffusion_steps = default_steps(args.max_completion_length, block)
     return stage_of(args, training, prepare, ON_RESUME)
 
 

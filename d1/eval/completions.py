@@ -44,7 +44,7 @@ from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
 from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
-from d1.models.kinds import check_room, native_config, require_masks
+from d1.models.kinds import check_room, native_config, own_length, require_masks
 from d1.models.load import load_on_device, named_dtype
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
@@ -110,6 +110,11 @@ def config_of(model_path: str, checkpoint_path: str) -> Any:
     return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
 
 
+def own_length_of(model_path: str, checkpoint_path: str, config: Any) -> int | None:
+    """The length of a completion that the model's own folder names, if it does."""
+    return own_length(adapter_chain(model_path, checkpoint_path or None)[0], config)
+
+
 def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:
     """The problems to evaluate, in the order of their split, each `--num_samples` times."""
     rows = task.load_rows(args.split, args.data_file)
@@ -129,7 +134,8 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages, options = toolbox.told([*shots, *before, {**last, "content": content}], functions)
         try:
-            text = render_prompt(tokenizer, messages, **options) + ("<reasoning>" if args.add_reasoning else "")
+            text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
+            text += "<reasoning>" if args.add_reasoning else ""
             ids = encode_prompt(tokenizer, text)
         except ValueError as error:
             raise ValueError(f"problem {index} (from 0): {error}") from error
@@ -146,7 +152,8 @@ def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Too
     length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
     settings = TurnSettings.of(args, length, config)
     functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
-    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format)
+    template = getattr(args, "chat_template_kwargs", None)  # `d1 watch` has no such flag
+    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format, template)
     if functions:
         toolbox.check_calls(functions)
     return toolbox, functions

@@ -197,6 +197,8 @@ OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_pen
 class PassingParser(OneLineParser):
     """A parser that keeps unknown flags, as `harness`."""
 
+    passes_unknown = True
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         known, rest = self.parse_known_args(args, namespace)
         known.harness = rest

@@ -15,7 +15,9 @@ padding of a batch change the rounding of a row's logits, and sometimes a token 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import json
 import logging
 import shutil
 import sys
@@ -30,8 +32,16 @@ from d1.files import check_output_dir
 from d1.models.kinds import check_room
 from d1.ranges import COUNT, NATURAL
 from d1.runs.cli import OneLineParser, quick_imports, run_script
+from d1.runs.flag_names import hints_of_flags
 from d1.runs.record import run_record
-from d1.sampling.settings import BLOCK_LENGTH, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import (
+    BLOCK_LENGTH,
+    FLAGS,
+    GEN_LENGTH,
+    add_model_flags,
+    add_sampling_flags,
+    sampling_settings,
+)
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 from d1.tools.settings import add_turn_flags, check_turn_flags
 
@@ -59,12 +69,18 @@ def make_parser(prog: str | None = None) -> OneLineParser:
         "--few_shot", type=NATURAL, help="solved training problems shown before each (default: the protocol's number)"
     )
     task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
+    task.add_argument(
+        "--chat_template_kwargs",
+        type=template_kwargs,
+        metavar="JSON",
+        help="arguments of the chat template, as in RL: '{\"enable_thinking\": false}'",
+    )
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
     task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(
         sampling,
-        gen_length={"nargs": "+", "default": [128], "help": "tokens per completion; several: one file each"},
+        gen_length={"nargs": "+", "help": f"{FLAGS['gen_length']['help']}; several: one file each"},
         block_length={
             "help": "tokens per block, a divisor of gen_length; blocks are filled left to right (default: the model's "
             f"own, or {BLOCK_LENGTH})"
@@ -87,6 +103,15 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     run.add_argument("--overwrite", action="store_true", help="delete this setup's earlier results and start again")
     run.add_argument("--dont_save", action="store_true", help="print the accuracy and keep no files")
     return parser
+
+
+def template_kwargs(text: str) -> dict[str, Any]:
+    """The arguments of a chat template from a JSON object; argparse's error for other text."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    raise argparse.ArgumentTypeError(f"must be a JSON object, such as '{{\"enable_thinking\": false}}', got {text!r}")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -127,6 +152,8 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             typed += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            typed.append(f"--{name}={json.dumps(value)}")
         elif value is not None and value is not False:
             typed.append(f"--{name}" if value is True else f"--{name}={value}")
     parser.exit_on_error = parser.allow_abbrev = False
@@ -135,7 +162,8 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     if unknown:
-        raise TypeError(f"no such setting: {' '.join(unknown)} (`d1 eval --help` lists the settings)")
+        words = f"{' '.join(unknown)}{hints_of_flags(unknown, parser)}"
+        raise TypeError(f"no such setting: {words} (`d1 eval --help` lists the settings)")
     return args
 
 
@@ -156,6 +184,8 @@ def run(args: argparse.Namespace) -> list[Row]:
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
     config = completions.config_of(args.model_path, args.checkpoint_path)
+    if args.gen_length is None:
+        args.gen_length = [completions.own_length_of(args.model_path, args.checkpoint_path, config) or GEN_LENGTH]
     args.dtype = args.dtype or completions.default_dtype(config)
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
@@ -194,7 +224,8 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
     """The arguments of one run per length, with the block length and the steps that files and records name."""
-    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
+    lengths = dict.fromkeys(args.gen_length or [GEN_LENGTH])
+    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in lengths]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
         if args.block_length is not None and getattr(model_config, "block_size", None) is None:

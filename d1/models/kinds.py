@@ -276,6 +276,21 @@ def raw_config(path: str) -> dict[str, Any]:
     return raw
 
 
+def own_length(path: str, config: Any) -> int | None:
+    """The length of a completion that the model's folder or hub repository names, `max_new_tokens` of its
+    `generation_config.json`. None if it names none, or one without room for a prompt in a model of this `config`."""
+    from transformers import GenerationConfig
+
+    try:
+        length = GenerationConfig.from_pretrained(path).max_new_tokens
+    except OSError:  # there is no such file
+        return None
+    room = getattr(config, "max_position_embeddings", None)
+    if length is None or (room is not None and length >= room):
+        return None
+    return int(length)
+
+
 def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Transformers config for a released `config.json` of this kind."""
     learnt = learnt_fields(raw)
@@ -298,11 +313,16 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
     the kind, which says how the weights are named. ValueError if the kind is not supported or `config.json`
     is damaged; OSError if there is none."""
-    from transformers import CONFIG_MAPPING
-
     raw = raw_config(path)
     if not raw:
         raise FileNotFoundError(f"{path} has no config.json: it is not a model folder")
+    return native_config_of(raw, path)
+
+
+def native_config_of(raw: dict[str, Any], path: str) -> tuple[PreTrainedConfig, Kind]:
+    """`native_config` of a `config.json` that was read already, or written in a table."""
+    from transformers import CONFIG_MAPPING
+
     model_type = released_kind(raw)
     check_kind(model_type, path)
     kind = KINDS[model_type]

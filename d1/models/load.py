@@ -45,6 +45,14 @@ from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
+# The `generate` of Transformers (5.17 to 5.24) writes from left to right and would print garbage for a model that sees
+# both ways, and no field of its configs says so. A `sequence_bias` that is a text is saved and loaded with the weights,
+# and `generate` refuses it with a ValueError that shows the text. Loading, training and forward passes ignore it.
+REFUSAL = (
+    "the text: this is a masked diffusion model, which fills in mask tokens and cannot write from left to right; "
+    "sample it with `python -m d1 chat FOLDER` or with d1.sampling.generate"
+)
+
 
 def prepare(model: Model) -> Model:
     """Give a model that you built, of a supported kind, the calling convention of `load_model`; changes it in place.
@@ -97,6 +105,8 @@ def prepare(model: Model) -> Model:
         body.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
     if getattr(inner, "generation_config", None) is None:  # masked-LM classes have none, but trainers read it
         inner.generation_config = GenerationConfig()
+    if not kind.encoder:
+        inner.generation_config.sequence_bias = REFUSAL
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
     take_computations(inner)

@@ -30,7 +30,7 @@ from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method
 from d1.runs.record import OnResume, whole
-from d1.sampling.settings import SamplingSettings
+from d1.sampling.settings import OUTPUTS, SamplingSettings
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.estimators import called
 from d1.scoring.replay import DRAW_STEPS
@@ -231,6 +231,21 @@ OFF_IN_MODEL = {  # the same, of `ModelConfig`
     "bnb_4bit_quant_storage": None,
 }
 
+# What to set instead of one of these
+INSTEAD = {
+    "generation_batch_size": "rollout_batch_size says how many completions a device samples at once, as in d1; "
+    "steps_per_generation says how many batches make a rollout, as in TRL",
+    "min_p": "top_k and top_p cut off unlikely tokens",
+    "use_vllm": "rollout_mode server samples on servers of `d1 serve` or SGLang",
+    "vllm_server_base_url": "rollout_mode server and rollout_server_base_url name servers of `d1 serve` or SGLang",
+    "max_tool_calling_iterations": "max_turns limits the canvases of an episode",
+    "model_init_kwargs": "dtype, attn_implementation and load_in_4bit are flags of their own",
+    "trust_remote_code": "all formats run on classes of Transformers, without code from the hub",
+    "model_name_or_path": "model_path names the model",
+    "model_revision": "model_path can be a folder with that revision",
+    "load_in_8bit": "load_in_4bit loads NF4",
+}
+
 # Settings with a list of choices. TRL 1.16 checks its own only at the first loss. Entries that are added later count.
 CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
@@ -238,6 +253,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "rollout_mode": ("trainer", "server"),
     "draw_steps": DRAW_STEPS,
+    "output": OUTPUTS,
     "estimator": ESTIMATORS,
     "objective": OBJECTIVES,
     "kl": PENALTIES,
@@ -250,10 +266,12 @@ def check_off(settings: Settings | ModelConfig, off: dict[str, Any]) -> None:
     """Raises ValueError for a setting that nothing reads."""
     for name, only in off.items():
         if (value := getattr(settings, name)) != only:
-            raise ValueError(
-                f"{name}={value!r} would be ignored here: leave it at {only!r}. Rollouts read temperature, top_k, "
-                "top_p, diffusion_steps, block_length, remasking, steps_per_generation and rollout_batch_size"
+            advice = INSTEAD.get(
+                name,
+                "rollouts read temperature, top_k, top_p, diffusion_steps, block_length, remasking, "
+                "steps_per_generation and rollout_batch_size",
             )
+            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {only!r}; {advice}")
 
 
 def check_settings(settings: Settings) -> None:
@@ -264,7 +282,10 @@ def check_settings(settings: Settings) -> None:
     not used, and `--method espo --estimator one_step --num_views 4` is refused."""
     for name, choices in CHOICES.items():
         if (value := getattr(settings, name)) not in choices:
-            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
+            hint = nearest(value, choices)
+            if name == "output" and not hint:
+                hint = " (the run's folder is --output_dir)"
+            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     for about in CONTRADICTIONS:
         for reason in about(settings):
             raise ValueError(reason)
@@ -586,9 +607,9 @@ ON_RESUME = OnResume(
 
 def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
     """Refuses model settings that contradict each other or that nothing here reads."""
+    check_off(model_args, OFF_IN_MODEL)
     if not args.model_path:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
-    check_off(model_args, OFF_IN_MODEL)
     if model_args.load_in_4bit and not model_args.use_peft:
         raise ValueError("--load_in_4bit (NF4) needs --use_peft: 4-bit weights are not trained themselves")
     if model_args.load_in_4bit and args.rollout_mode == "server":

@@ -34,6 +34,8 @@ from d1.sampling.settings import (
     STOP_ENTROPY,
     SamplingSettings,
     check_sampler,
+    default_steps,
+    equal_blocks,
 )
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
@@ -120,8 +122,12 @@ class DiffuGRPOConfig(GRPOConfig):
     max_prompt_length: Count = setting(200, "Maximum prompt length in tokens; longer ones are refused.")
     truncate_prompts: bool = setting(False, "Cut the beginning off prompts longer than max_prompt_length instead.")
     plain_chat_template: bool = setting(False, "Give a plain chat template to a tokenizer without one.")
-    block_length: OptionalCount = setting(None, "Tokens per block; by default the model's own, or 32.")
-    diffusion_steps: OptionalCount = setting(128, "Forward passes per completion; one per token if unset.")
+    block_length: OptionalCount = setting(
+        None, "Tokens per block; by default the model's own, or at most 32 in equal blocks."
+    )
+    diffusion_steps: OptionalCount = setting(
+        128, "Forward passes per completion; by default half of max_completion_length, or as the method says."
+    )
     cfg_scale: Amount = setting(0.0, "Classifier-free guidance; 0 turns it off.")
     remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
     order_temperature: Annotated[float | None, POSITIVE | None] = setting(
@@ -249,7 +255,8 @@ class DiffuGRPOConfig(GRPOConfig):
     num_iterations: Count = setting(12, "mu: updates on each rollout.")
     max_completion_length: Annotated[int | None, COUNT] = setting(
         None,
-        f"Length of the canvas in tokens; unset: {CANVAS['max_completion_length']}, or less if a model has no room.",
+        "Length of the canvas in tokens; by default max_new_tokens of the model's generation_config.json, or "
+        f"{CANVAS['max_completion_length']}, or less if a model has no room.",
     )
     temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
     top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
@@ -284,6 +291,7 @@ class DiffuGRPOConfig(GRPOConfig):
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
         self.settle_batches()
         self.canvas_is_unset = self.max_completion_length is None
+        self.step_per_token = self.diffusion_steps is None
         if self.max_completion_length is None:
             self.max_completion_length = CANVAS["max_completion_length"]
         if self.diffusion_steps is None:
@@ -388,6 +396,8 @@ class DiffuGRPOConfig(GRPOConfig):
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
         called["record_as_sampled"] = "score_as_sampled"
         settings = SamplingSettings.of(self, model_config, **called)
+        if self.block_length is None and block_size(model_config) is None:
+            settings = replace(settings, block_length=equal_blocks(settings.gen_length))
         settled = self.block_length is not None or model_config is not None
         if settled:
             settings.require_whole_blocks("max_completion_length")
@@ -396,24 +406,31 @@ class DiffuGRPOConfig(GRPOConfig):
             self.block_length, self.first_token = settings.block_length, settings.first_token
         return settings
 
-    def settle_canvas(self, model_config: Any) -> None:
-        """Shortens a canvas whose length nobody gave, if the model has no room for the default: to the blocks that fit
-        after prompts of `max_prompt_length` tokens, with d1's two tokens per step."""
-        room, length = getattr(model_config, "max_position_embeddings", None), int(self.max_completion_length or 0)
-        if not self.canvas_is_unset or room is None or room > length:
+    def settle_canvas(self, model_config: Any, own_length: int | None = None) -> None:
+        """Sets the length of a canvas that nobody gave: `own_length`, which the model's folder names, or else the
+        default if the model has room for it, or else the blocks that fit after prompts of `max_prompt_length` tokens.
+        Steps that nobody gave follow."""
+        if not self.canvas_is_unset:
             return
+        room, default = getattr(model_config, "max_position_embeddings", None), int(self.max_completion_length or 0)
         block = self.block_length or block_size(model_config) or BLOCK_LENGTH
-        fits = (room - self.max_prompt_length) // block * block
-        if fits <= 0:
+        length, why = default, ""
+        if own_length is not None:
+            length, why = own_length, "max_new_tokens of the model's generation_config.json"
+        elif room is not None and room <= default:
+            length = (room - self.max_prompt_length) // block * block
+            why = (
+                f"after {self.max_prompt_length} tokens of a prompt (max_prompt_length), the model's {room} positions "
+                f"have no room for the default of {default}"
+            )
+        if length <= 0 or length == default:
             return
-        self.max_completion_length = fits
-        if self.diffusion_steps == length // 2:
-            self.diffusion_steps = max(fits // 2, fits // block)
-        logger.warning(
-            "max_completion_length is %d and diffusion_steps %d: after %d tokens of a prompt (max_prompt_length), the "
-            "model's %d positions have no room for the default of %d.",
-            *(fits, self.diffusion_steps, self.max_prompt_length, room, length),
-        )
+        self.max_completion_length = length
+        if self.step_per_token:
+            self.diffusion_steps = length
+        elif self.diffusion_steps == default_steps(default, block):
+            self.diffusion_steps = default_steps(length, block)
+        logger.warning("max_completion_length is %d and diffusion_steps %d: %s.", length, self.diffusion_steps, why)
 
     @property
     def views_per_draw(self) -> int:

@@ -16,6 +16,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from d1.sampling.settings import BLOCK_LENGTH, default_steps
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which weights a method's authors trained, and on how many prompts per optimizer step; a learning rate belongs to
+    both. The completions per prompt are the entry's `num_generations`."""
+
+    prompts: int
+    lora_r: int = 0  # rank of the adapter; 0: all weights
+    in_4bit: bool = False  # the frozen weights below the adapter are in NF4
+
+    @property
+    def weights(self) -> str:
+        """The trained weights in words."""
+        if not self.lora_r:
+            return "all weights"
+        return f"LoRA {self.lora_r}{' on 4 bits' if self.in_4bit else ''}"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -26,17 +45,34 @@ class Method:
         values: the settings that define the method. With `--method` on the command line they override a config file.
         scale: the settings of its authors' run that depend on the model and its size: optimizer, schedule, group and
             canvas. A config file overrides them.
+        trained: what its authors trained; None for a method of this library or of a user. It sets nothing, because
+            memory decides it: `d1 rl` says where a run differs.
     """
 
     paper: str
     values: dict[str, Any]
     scale: dict[str, Any] = field(default_factory=dict)
+    trained: Trained | None = None
+
+    def deviation(self, run: Trained, num_generations: int, learning_rate: float) -> str:
+        """What a run with these weights, prompts and completions per prompt does instead of the authors' run, as a
+        sentence; "" if nothing differs or the authors' run is not known."""
+        own, group = self.trained, self.scale.get("num_generations")
+        if own is None or (own == run and group == num_generations):
+            return ""
+        text = (
+            f"its authors trained {own.weights} with {own.prompts} prompts x {group} completions per optimizer step; "
+            f"this run trains {run.weights} with {run.prompts:g} x {num_generations}"
+        )
+        if (own.lora_r > 0) != (run.lora_r > 0) and learning_rate == self.scale.get("learning_rate"):
+            text += f", and --learning_rate {learning_rate:g} is the authors' for {own.weights}"
+        return text
 
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
         """The method's settings: `given` overrides `scale`, and `values` override `given`. The canvas is one setting,
-        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's. So is a
-        schedule: another one has no warm-up and no arguments, unless they are given."""
-        canvas = {**CANVAS, "max_completion_length": None} if CANVAS.keys() & given.keys() else {}
+        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's, with
+        steps by the length. So is a schedule: another one has no warm-up and no arguments, unless they are given."""
+        canvas = canvas_of(given) if CANVAS.keys() & given.keys() else {}
         schedule = PLAIN if SCHEDULE in given else {}
         return {**self.scale, **canvas, **schedule, **given, **self.values}
 
@@ -44,6 +80,17 @@ class Method:
 SCHEDULE, PLAIN = "lr_scheduler_type", {"warmup_steps": 0, "lr_scheduler_kwargs": None}
 # d1, dllm-reasoning/d1@837888f diffu-grpo: slurm_scripts/train.yaml; block_length is 32 there
 CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}
+
+
+def canvas_of(given: dict[str, Any]) -> dict[str, Any]:
+    """d1's canvas for a run in which some of its settings are given; the steps are those of the given length."""
+    length = given.get("max_completion_length") or CANVAS["max_completion_length"]
+    block, steps = given.get("block_length") or BLOCK_LENGTH, CANVAS["diffusion_steps"]
+    if isinstance(length, int) and isinstance(block, int) and length > 0 and block > 0:  # ranges are checked later
+        steps = default_steps(length, block)
+    return {**CANVAS, "max_completion_length": None, "diffusion_steps": steps}
+
+
 # d1's values are the defaults. Every entry starts from them, so that no value of a method chosen before is kept.
 D1: dict[str, Any] = {
     "estimator": "one_step",  # paper, section 3: one view in which the whole canvas is hidden
@@ -74,14 +121,19 @@ D1_OPTIMIZER: dict[str, Any] = {  # train.yaml
 }
 
 
-def method(paper: str, scale: dict[str, Any], **values: Any) -> Method:
+def method(paper: str, scale: dict[str, Any], trained: Trained | None = None, **values: Any) -> Method:
     """An entry: d1's values and optimizer, except for what is given here."""
-    return Method(paper, D1 | values, D1_OPTIMIZER | scale)
+    return Method(paper, D1 | values, D1_OPTIMIZER | scale, trained)
 
 
 def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
     return {"max_completion_length": tokens, "diffusion_steps": steps, "block_length": block}
 
+
+# d1, train.yaml: NF4; 8 GPUs x 6 completions x accumulation 2 = 16 prompts x 6
+D1_TRAINED = Trained(16, lora_r=128, in_4bit=True)
+# DARE: all weights; train_batch_size 16
+DARE_TRAINED = Trained(16)
 
 # --- Values that several entries share --------------------------------------------------------------------------------
 
@@ -120,6 +172,8 @@ AGRPO_SCALE = dict(  # train.yaml
     **canvas(tokens=384, steps=128, block=12),
 )
 
+AGRPO_TRAINED = Trained(16, lora_r=64)  # train.yaml: 8 GPUs x 8 x accumulation 2
+
 # TraceRL, Gen-Verse/dLLM-RL@10b4fd1: configs/rl_llada.yaml, train/rl_llada.py, reward/rl_reward.py
 TRACERL: dict[str, Any] = dict(
     p_mask_prompt=0.0,
@@ -137,6 +191,7 @@ TRACERL: dict[str, Any] = dict(
 RIGHT_SHARE = [0.2, 0.8]  # rl_reward.py: prompts with fewer or more correct completions are dropped
 # rl_llada.yaml: num_response_per_task 8; its cosine with min_lr_scale 1.0 is constant
 TRACERL_SCALE = dict(learning_rate=1e-06, num_generations=8, **CONSTANT)
+TRACERL_TRAINED = Trained(32)  # num_task_per_step
 
 # EGSPO, vishnutez/egspo-dllm-rl@a7d618b egspo: slurm_scripts/train.yaml, train.sh
 EGSPO: dict[str, Any] = dict(
@@ -155,6 +210,7 @@ EGSPO: dict[str, Any] = dict(
     epsilon_high=0.5,  # train.sh EPSILON_HIGH
 )
 EGSPO_SCALE = dict(learning_rate=3e-05, num_generations=8)  # train.yaml, train.sh
+EGSPO_TRAINED = Trained(12, lora_r=128, in_4bit=True)  # 4 nodes x 2 GPUs x 6 x accumulation 2
 
 # DARE, yjyddq/DARE@83ae8a3: recipe/llada/run_*.sh
 DARE: dict[str, Any] = dict(
@@ -214,11 +270,14 @@ JUST_GRPO_BLOCKS_SCALE: dict[str, Any] = dict(
 
 METHODS: dict[str, Method] = {
     # The prompt mask of a row depends on the update, not on the micro-step. All differences: docs/differences.md
-    "d1": method("d1, arXiv 2504.12216", scale=dict(learning_rate=3e-06, num_generations=6)),  # train.yaml
+    "d1": method(  # train.yaml
+        "d1, arXiv 2504.12216", scale=dict(learning_rate=3e-06, num_generations=6), trained=D1_TRAINED
+    ),
     # xiaohangt/wd1@0898985 wd1: train.yaml, trainers/rev_grpo_trainer.py, run/wll_NP_*.sh
     # The softmax is over the group; in the release, over the rows of a device.
     "wd1": method(
         "wd1, arXiv 2507.08838",
+        trained=Trained(8, lora_r=128, in_4bit=True),  # d1's on 4 GPUs: run/wll_NP_gsm8k.sh
         objective="reinforce",  # section 3: no ratio, no clip, no KL
         loss_type="sum",
         beta=0.0,
@@ -229,6 +288,7 @@ METHODS: dict[str, Method] = {
     # Tokens after the EOS are hidden. The reference is not updated: sync_ref_model with 64 steps and .6 does it.
     "coupled-grpo": method(
         "DiffuCoder, arXiv 2506.20639",
+        trained=Trained(8),  # 8 GPUs x 5 x accumulation 2, groups of 10
         estimator="coupled",  # all hidden; each token hidden with rho in [.2, .8], per row; its complement
         p_mask_prompt=0.0,
         beta=0.01,
@@ -249,6 +309,7 @@ METHODS: dict[str, Method] = {
     # The counts x of hidden tokens are spread evenly over all rows of the rollout.
     "espo": method(
         "ESPO, arXiv 2512.03759",
+        trained=Trained(16, lora_r=128),  # in bf16; 8 GPUs x 3 x accumulation 4
         estimator="espo",  # x uniform on 0..G hidden, weight (G + 1) / (2 n x), and the complement
         p_mask_prompt=0.0,
         scored_tokens="canvas",
@@ -270,6 +331,7 @@ METHODS: dict[str, Method] = {
     # Divided by the tokens of the rollout, not of the micro-batch.
     "spg": method(
         "SPG, arXiv 2510.09541",
+        trained=D1_TRAINED,
         estimator="spg",  # forward_type block_random; prompt masks are d1's
         objective="spg",  # section 3: the lower form for A > 0, else a mixture of both
         loss_type="dapo",  # -A x bound x L / (sum of L); no clip, so epsilon is not read
@@ -281,15 +343,26 @@ METHODS: dict[str, Method] = {
         scale=dict(learning_rate=3e-06, num_generations=6),
     ),
     # One rollout per optimizer step, not per micro-batch. The release fails on a completion of EOS alone.
-    "agrpo": method("AGRPO, arXiv 2510.04019, steps drawn uniformly", AGRPO_SCALE, **AGRPO, draw_steps="uniform"),
+    "agrpo": method(
+        "AGRPO, arXiv 2510.04019, steps drawn uniformly",
+        AGRPO_SCALE,
+        AGRPO_TRAINED,
+        **AGRPO,
+        draw_steps="uniform",
+    ),
     # train.yaml unchanged, importance_sampling entropy; entropies are at temperature 1
     "agrpo-entropy": method(
-        "AGRPO, arXiv 2510.04019, steps drawn by entropy, as released", AGRPO_SCALE, **AGRPO, draw_steps="entropy"
+        "AGRPO, arXiv 2510.04019, steps drawn by entropy, as released",
+        AGRPO_SCALE,
+        AGRPO_TRAINED,
+        **AGRPO,
+        draw_steps="entropy",
     ),
     # DARE: verl/workers/actor/llada_dp_actor_cj_grpo.py. Exact sampler; z adds 1e-4, not 1e-6, to s.
     # The authors' first code (yjyddq/EOSER-ASS-RL) has clip .5, beta .04 for k3, A = r - m, T 1 and mu 12 [8].
     "cj-grpo": method(
         "CJ-GRPO, arXiv 2509.23924, as in DARE",
+        trained=DARE_TRAINED,
         **DARE,
         estimator="replay",  # every step
         scored_tokens="canvas",
@@ -302,6 +375,7 @@ METHODS: dict[str, Method] = {
     # One micro-batch scores all segments of its rows.
     "d2": method(
         "d2-StepMerge, arXiv 2509.21474",
+        trained=D1_TRAINED,  # accumulation 32, of which 16 are the segments of the same rows
         estimator="segments",  # all of them in every update, each in the state at its beginning
         objective="clipped_views",  # clip, beta and prompt masks are d1's: train.yaml
         num_iterations=8,  # NUM_ITER [12 on GSM8K]
@@ -314,6 +388,7 @@ METHODS: dict[str, Method] = {
     # a completion within 5 tokens of the limit is wrong.
     "tracerl": method(
         "TraceRL, arXiv 2509.06949",
+        trained=TRACERL_TRAINED,
         **TRACERL,
         estimator="replay",
         temperature=0.8,  # rl_llada.yaml
@@ -325,6 +400,7 @@ METHODS: dict[str, Method] = {
     # The mean, not the sum, over accumulated micro-batches; rows with A = 0 are counted over the rollout.
     "just-grpo": method(
         "JustGRPO, arXiv 2601.15165",
+        trained=Trained(64),
         estimator="left_to_right",  # grpo.py: one view per token of the canvas, the chain rule
         p_mask_prompt=0.0,
         scored_tokens="canvas",
@@ -345,12 +421,14 @@ METHODS: dict[str, Method] = {
     # fill its last block, and are seen; here blocks begin at the prompt's end.
     "just-grpo-blocks": method(
         "JustGRPO for models with blocks, as in NeMo-RL",
+        trained=Trained(128),  # num_prompts_per_step
         **JUST_GRPO_BLOCKS,
         scale=JUST_GRPO_BLOCKS_SCALE,
     ),
     # The same, inference-fast-long.yaml: training_token_fraction .25 of 16 tokens
     "just-grpo-fast": method(
         "JustGRPO for models with blocks, the least likely quarter of the tokens, as in NeMo-RL",
+        trained=Trained(128),
         **JUST_GRPO_BLOCKS,
         num_views=4,
         scale=JUST_GRPO_BLOCKS_SCALE,
@@ -358,6 +436,7 @@ METHODS: dict[str, Method] = {
     # TraceRL's code with method random_masking, which MMaDA names as the implementation
     "unigrpo": method(
         "UniGRPO, of MMaDA, arXiv 2505.15809",
+        trained=TRACERL_TRAINED,
         **TRACERL,
         estimator="random_masks",  # lower_p .1, upper_p .9: t uniform in (.1, .9) per view
         temperature=0.8,
@@ -368,6 +447,7 @@ METHODS: dict[str, Method] = {
     # DARE: verl/trainer/ppo/dllm_core_algos.py, run_bgpo_*.sh. z as in cj-grpo; the mean is over rows.
     "bgpo": method(
         "BGPO, arXiv 2510.11683, as in DARE",
+        trained=DARE_TRAINED,
         **DARE,
         estimator="counts",  # exactly x hidden tokens, weight G / x
         scored_tokens="canvas",
@@ -382,6 +462,7 @@ METHODS: dict[str, Method] = {
     # Old and new bounds share their masks; in the release they do not, so its weights are mask noise.
     "stable-drl": method(
         "StableDRL, arXiv 2603.06743",
+        trained=Trained(32),
         estimator="spg",  # p_mask_perturb .15 is d1's prompt mask
         objective="stable_drl",  # w = softmax over a prompt's completions of min(bound - old bound, log ratio_cap)
         loss_type="sum",
@@ -395,14 +476,17 @@ METHODS: dict[str, Method] = {
         scale=dict(learning_rate=1e-06, num_generations=16, lr_scheduler_type="linear", warmup_steps=0),
     ),
     # States are divided among updates at random, not by rank.
-    "egspo": method("EGSPO, arXiv 2603.12554", EGSPO_SCALE, **EGSPO),
+    "egspo": method("EGSPO, arXiv 2603.12554", EGSPO_SCALE, EGSPO_TRAINED, **EGSPO),
     # train.sh LAMBDA1 and NORMALIZE_RETURNS: A = [r + lam (r - r_s)] / (1 + lam) minus its mean over the group; r_s is
     # the reward if the model finishes state s greedily in one pass
-    "egspo-sa": method("EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO_SCALE, **EGSPO, state_reward=0.5),
+    "egspo-sa": method(
+        "EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO_SCALE, EGSPO_TRAINED, **EGSPO, state_reward=0.5
+    ),
     # KevinRojas1499/GDPO: gdpo_trainer.py, likelihood_estimators.py; its values are those of the port by one of its
     # authors, NVIDIA-NeMo/RL, pull request 3550, research/gdpo/configs/gdpo_llada_8b.yaml, which scores up to the EOS.
     "gdpo": method(
         "GDPO, arXiv 2510.08554",
+        trained=Trained(32, lora_r=128),  # num_prompts_per_step
         estimator="gauss",  # gauss-3: floor(t G) hidden tokens (here at least one), weight w / t
         p_mask_prompt=0.0,
         scored_tokens="canvas",
@@ -415,6 +499,7 @@ METHODS: dict[str, Method] = {
     # Counts are spread over all rows of the rollout.
     "gdsd": method(
         "GDSD, arXiv 2605.29398, as its code is written",
+        trained=Trained(20, lora_r=128),  # in bf16; 8 GPUs x 10 x accumulation 4
         estimator="complements",  # a mask over the canvas and its complement, the mean of both
         p_mask_prompt=0.0,
         scored_tokens="canvas",
@@ -438,6 +523,7 @@ METHODS: dict[str, Method] = {
     # whole rest of the canvas, the release 128 tokens of it (further_horizon).
     "rldf": method(
         "RLDF, arXiv 2605.25638, of ant-research/Drift",
+        trained=Trained(8),  # rollout.batch_size
         **THRESHOLD | dict(sampler="cached+parallel"),  # use_cache, remasking_strategy low_confidence_dynamic
         estimator="states",  # sequential_masking, sample_temperature 1: p ~ exp(mean surprisal), without replacement
         p_mask_prompt=0.0,
@@ -463,6 +549,7 @@ METHODS: dict[str, Method] = {
     # the order of their file (--shuffle_dataset false).
     "dipo": method(
         "DiPO, of DiRL, for block-causal models",
+        trained=Trained(128),  # num_task_per_step
         **THRESHOLD,  # REMASKING_STRATEGY low_confidence_dynamic, as many DENOISING_STEPS_PER_BLOCK as tokens
         estimator="replay",  # every step: one view holds the k-th step of every block
         p_mask_prompt=0.0,
@@ -485,6 +572,7 @@ METHODS: dict[str, Method] = {
     # shares of all rows are interleaved.
     "ebpo": method(
         "EBPO, of LLaDA2.1, for block-causal models, as in DARE",
+        trained=DARE_TRAINED,
         **DARE,
         **THRESHOLD,  # SGLang's LowConfidence
         estimator="counts",  # exactly x hidden tokens per block of length len, weight len / x

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ from trl import ModelConfig, get_peft_config
 from d1.files import write_atomically
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.models.kinds import kind_of, native_config
+from d1.models.kinds import has_masks, kind_of, native_config, own_length
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import (
     check_chat_template,
@@ -38,16 +40,20 @@ from d1.rl.checks import (
     find_method,
 )
 from d1.rl.config import DiffuGRPOConfig, idle, plan
+from d1.rl.methods import Trained
 from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
+from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage
+from d1.sampling.settings import FLAGS as SAMPLING_FLAGS
 from d1.show.film import Film, judge_of, piece
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 from d1.tools.calls import Functions
 from d1.tools.functions import load_tools
+from d1.tools.settings import TurnSettings
 from d1.tools.turns import Toolbox
 
 logger = logging.getLogger(__name__)
@@ -57,8 +63,9 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
     log_to_console()
-    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
-    args.settle_canvas(config)
+    base = adapter_chain(str(args.model_path), None)[0]
+    config, _ = native_config(base)
+    args.settle_canvas(config, own_length(base, config))
     if args.bf16_is_unset and not args.bf16 and cpu_runs_bf16(config):
         args.bf16, args.mixed_precision = True, "bf16"  # as `TrainingArguments` sets both
     return Stage(
@@ -67,7 +74,8 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         on_resume=ON_RESUME,
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
         prepare=lambda: prepare(args, model_args, config, callbacks),
-        next_command=lambda: next_command(args),
+        next_command=lambda: next_command(args, config),
+        outcome=lambda: [] if args.state_reward else learnt_nothing(Path(str(args.output_dir))),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
     )
 
@@ -99,6 +107,10 @@ def prepare(
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
+        entry, prompts = find_method(args.method), numbers["prompts per optimizer step"]
+        run = Trained(prompts, model_args.lora_r if model_args.use_peft else 0, model_args.load_in_4bit)
+        if deviation := entry.deviation(run, args.num_generations or 1, args.learning_rate):
+            logger.info("Method %s: %s.", args.method, deviation)
         if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
             why = "each rollout has one optimizer step and every ratio is 1"
             logger.info("Idle, because %s: %s", why, ", ".join(useless))
@@ -117,6 +129,8 @@ def prepare(
             callbacks=callbacks,
             tools=tools,
         )
+        if not args.state_reward:  # which gives the steps of equal completions advantages of their own
+            trainer.add_callback(WatchGroups())
         if args.report:
             trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
         if args.max_compute_tokens:
@@ -192,18 +206,96 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     return config
 
 
-def next_command(args: DiffuGRPOConfig) -> str:
-    """The command that evaluates the model on the task of the run, with its sampling."""
-    flags = {"model_path": args.output_dir, "dataset": args.dataset, "gen_length": args.max_completion_length}
-    flags |= {"block_length": args.block_length, "diffusion_steps": args.diffusion_steps}
-    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "d1", "eval", *words])
+# Of a run with tools, the settings that `d1 eval` has, too
+OF_TURNS = ("tools", "tool_format", *(field.name for field in fields(TurnSettings)))
+
+
+def next_command(args: DiffuGRPOConfig, config: Any) -> str:
+    """The command that evaluates the model on the run's task, as the run asks, samples and reads answers, but greedily;
+    `config` is the model's. Problems of a file are those of `eval_data_file`, else those that were trained on."""
+    flags: dict[str, Any] = {"model_path": args.output_dir, "dataset": args.dataset}
+    if args.eval_data_file:
+        flags |= {"split": "validation", "data_file": args.eval_data_file}
+    elif args.data_file:
+        flags |= {"split": "train", "data_file": args.data_file}
+    if args.prompt_protocol != "d1":
+        flags["prompt_protocol"] = args.prompt_protocol
+        if args.data_file:  # the training problems that its examples come from
+            flags["few_shot_file"] = args.data_file
+    for name in ("plain_chat_template", "chat_template_kwargs", *(OF_TURNS if args.tools else ())):
+        if (value := getattr(args, name)) not in (None, False, getattr(TurnSettings, name, None)):
+            flags[name] = value
+    flags["gen_length"] = args.max_completion_length
+    flags |= {name: getattr(args, name) for name in ("block_length", "diffusion_steps")}
+    greedy = ("temperature", "end_temperature") if has_masks(config) else ()
+    for name in SAMPLING_FLAGS:
+        if name not in (*flags, "seed", *greedy) and getattr(args, name) != SAMPLING_FLAGS[name]["default"]:
+            flags[name] = getattr(args, name)
+    return shlex.join(["python", "-m", "d1", "eval", *flag_words(flags)])
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """The words of a command line with these flags; True is a switch, False its opposite, None no flag."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def write_report(folder: Path) -> None:
     """Writes report.html into the folder of a finished run."""
     write_atomically(folder / "report.html", report_page([folder], [folder.name]))
     logger.info("Report: %s", folder / "report.html")
+
+
+# --- Runs whose groups never differ -----------------------------------------------------------------------------------
+
+EQUAL = "frac_reward_zero_std"  # TRL's name of the share of groups whose rewards are all equal
+ADVICE = (
+    "take problems that the model solves sometimes, raise --temperature or --num_generations, or check that rewards "
+    "read the answers"
+)
+
+
+def never_differed(log_history: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rewards were equal within every group that these logs tell of, at least one."""
+    shares = [log[EQUAL] for log in log_history if EQUAL in log]
+    return bool(shares) and min(shares) == 1
+
+
+class WatchGroups(TrainerCallback):
+    """Warns while no group's rewards differ: at the first log, and each time the number of such logs has doubled."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = sum(EQUAL in log for log in state.log_history)
+        if not state.is_world_process_zero or EQUAL not in state.log_history[-1] or logs & (logs - 1):
+            return
+        if never_differed(state.log_history):
+            logger.warning(
+                "Until step %d the rewards were equal within every group: all advantages are 0, and the model does not "
+                "learn. If this goes on: %s.",
+                *(state.global_step, ADVICE),
+            )
+
+
+def learnt_nothing(folder: Path) -> list[str]:
+    """The line that ends the log of a run in which no group's rewards differed; none for other runs."""
+    state = read_state(folder)
+    if not never_differed(state.log_history):
+        return []
+    last = next(log for log in reversed(state.log_history) if EQUAL in log)
+    return [
+        f"Nothing was learnt: up to the last step, {state.global_step}, the rewards were equal within every group, so "
+        f"that all advantages were 0. The last mean reward is {last.get('reward', math.nan):g}. Before the next run: "
+        f"{ADVICE}."
+    ]
 
 
 # --- Problems that a report shows -------------------------------------------------------------------------------------

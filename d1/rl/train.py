@@ -21,11 +21,12 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from d1.files import check_output_dir
-from d1.ranges import check_ranges, nearest
+from d1.ranges import check_ranges
 from d1.rl.checks import find_method
 from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.rl.methods import CANVAS, METHODS, SCHEDULE, Method
-from d1.runs.cli import flags_of, quick_imports, refuse_flags, run_script, show_defaults
+from d1.runs.cli import quick_imports, refuse_flags, run_script, show_defaults
+from d1.runs.flag_names import hints_of_flags
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -101,8 +102,8 @@ class Parser(TrlParser):
         if renamed := [f"{name} is now --{RENAMED[name[2:]]}" for name in names if name[2:] in RENAMED]:
             raise ValueError("; ".join(renamed))
         if words:
-            hints = [nearest(name, flags_of(self)) for name in names]
-            raise ValueError(f"there is no such setting: {' '.join(words)}{''.join(hints)} (--help_all lists them)")
+            hints = hints_of_flags(names, self)
+            raise ValueError(f"there is no such setting: {' '.join(words)}{hints} (--help_all lists them)")
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
         words = sys.argv[1:] if args is None else args
@@ -140,9 +141,9 @@ class Parser(TrlParser):
                 raise ValueError(f"{alias} and {fields[alias]} in the --config file are one setting: keep one")
             config[fields[alias]] = config.pop(alias)
         if self.named:  # the method of the command line overrides the file
-            config = self.named.under(self.together | config)
+            config = self.named.under(config | self.together)
         else:  # the file's other lines override its method
-            config = find_method(config.get("method", "d1")).under(self.together | config) | config
+            config = find_method(config.get("method", "d1")).under(config | self.together) | config
         return super().set_defaults_with_config(**config)
 
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 import yaml
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
+from d1.runs.flag_names import hint_of_choice, hint_of_command, hint_of_flag, hints_of_flags
 
 # --- How a script starts and ends: a mistake of the user is one line on stderr and status 1, a bug has its traceback --
 
@@ -87,8 +88,11 @@ def show_defaults(parser: argparse.ArgumentParser) -> None:
 class OneLineParser(argparse.ArgumentParser):
     """A parser that refuses abbreviated flags and checks those of type `Range`.
 
-    Its errors are one line long and name the nearest flag, choice or command; its help shows defaults.
+    Its errors are one line long and name the flag, choice or command that was meant; its help shows defaults.
     """
+
+    passes_unknown = False  # another program reads the flags that this parser does not know
+    words: Sequence[str] = ()  # those that are parsed
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -104,6 +108,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does; ValueError names all flags that are out of range."""
+        self.words = sys.argv[1:] if args is None else [*args]
         known, rest = super().parse_known_args(args, namespace)
         check_ranges(vars(known), self.ranges())
         return known, rest
@@ -113,21 +118,32 @@ class OneLineParser(argparse.ArgumentParser):
         if rest:
             commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
             parser = commands[0].choices[getattr(known, commands[0].dest)] if commands else self
-            hints = [nearest(word.partition("=")[0], flags_of(parser)) for word in rest if word.startswith("-")]
-            parser.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
+            refuse_flags(parser, f"unrecognized arguments: {' '.join(rest)}{hints_of_flags(rest, parser)}")
         return known
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse a command line; the message also names the flags in it that do not exist, because a flag that is
+        missing may be there under another name."""
+        flags = dict.fromkeys(word.partition("=")[0] for word in self.words if word.startswith("--") and len(word) > 2)
+        unknown = [flag for flag in flags if flag not in flags_of(self)]
+        if unknown and not self.passes_unknown:
+            message += f"; unrecognized: {' '.join(unknown)}{hints_of_flags(unknown, self)}"
+        refuse_flags(self, message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            raise argparse.ArgumentError(action, error.message + nearest(value, action.choices or ())) from None
+            choices = action.choices or ()
+            commands = isinstance(action, argparse._SubParsersAction)
+            hint = nearest(value, choices) or hint_of_choice(action, self)
+            if commands:
+                hint = hint_of_command(value, choices)
+            raise argparse.ArgumentError(action, error.message + hint) from None
 
     def format_help(self) -> str:
         show_defaults(self)
         return super().format_help()
-
-    error = refuse_flags
 
 
 @contextlib.contextmanager
@@ -269,7 +285,7 @@ class ConfigParser(OneLineParser):
         for name, value in settings.items():
             action = flags.get(f"--{name}")
             if action is None or action.dest == "help":
-                hint = nearest(name, [flag.removeprefix("--") for flag in flags])
+                hint = hint_of_flag(str(name), self)
                 raise ValueError(f"--config {file}: there is no such setting: {name}{hint} (--help lists them)")
             if action.dest in seen:
                 raise ValueError(f"--config {file}: {seen[action.dest]} and {name} are one setting: keep one")

@@ -257,7 +257,8 @@ CARD = """---
 
 ## How to load it
 
-With the library d1, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
+It fills in mask tokens; the `generate` of Transformers, which writes from left to right, refuses it. Use the library
+d1, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
 
 ```bash
 pip install -e .  # in a copy of the library's repository

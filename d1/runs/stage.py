@@ -194,9 +194,14 @@ def stage_of(
         on_resume=on_resume,
         prepare=prepared,
         conclude=conclude,
-        next_command=lambda: f"python -m d1 chat {shlex.quote(str(folder))}",
+        next_command=lambda: shlex.join(["python", "-m", "d1", "chat", str(folder), *chat_flags(args)]),
         **more,
     )
+
+
+def chat_flags(args: TrainingSettings) -> list[str]:
+    """The flags with which `d1 chat` talks to the model of a run."""
+    return ["--plain_chat_template"] * args.plain_chat_template
 
 
 def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
@@ -295,7 +300,17 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
 
 def check_processes(world_size: int) -> None:
     """Refuse (ValueError) processes that are not connected, as `accelerate launch` starts them without a GPU: each
-    would train the whole run."""
+    would train the whole run. Refuse also a single process where several were asked for: its batch would be a part of
+    the one that was asked for."""
+    # With distributed_type NO and several processes, Accelerate (1.15, `prepare_simple_launcher_cmd_env`) starts one,
+    # whose environment has the address of the first process and no number of processes.
+    alone = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
+    if alone and os.environ.get("MASTER_ADDR") == "127.0.0.1":
+        raise ValueError(
+            "accelerate launch was asked for several processes and started one, because its configuration has "
+            "distributed_type NO: pass --num_processes 1; on GPUs take launch/ddp.yaml; on a CPU start "
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N` instead of `accelerate launch`"
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:
         todo = "set ACCELERATE_USE_CPU=true to train with several processes on a CPU, or start a single one"

@@ -17,7 +17,7 @@ from d1.sampling.loop import Batch, Row, Sampler, check_generator
 from d1.sampling.predict import Generators
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of
 from d1.sampling.reveal import schedule_of
-from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings
+from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, default_steps
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,10 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
             "before text that is there. Sample a completion instead"
         )
     own = block_size(config)
-    given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
+    given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH}
     given |= {name: value for name, value in fields.items() if value is not None}
+    if given.get("steps") is None:
+        given["steps"] = default_steps(count, given["block_length"], tokens_per_step=1)
     settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
     if settings.cache is not None:
         raise ValueError(

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
@@ -21,6 +22,9 @@ from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
 
 BLOCK_LENGTH = 32  # d1's
+GEN_LENGTH = 128  # the shortest canvas of d1's evaluation
+TOKENS_PER_STEP = 2  # d1's
+LEAST_BLOCK = 8  # tokens of a block that nobody chose, unless the canvas is shorter
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
@@ -30,8 +34,40 @@ ORDER_TEMPERATURE = 0.1
 EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 OUTPUTS = ("argmax", "draw")
 STOP_ENTROPY = 0.005  # DiffusionGemma's
+# Of numbers that are not counts, unless they are 0. Logits over a smaller temperature, or their gradients, overflow in
+# 32 bits; a smaller level is 0 there; larger numbers overflow or change nothing.
+SMALLEST, LARGEST = 1e-6, 1e4
 # Of models with uniform noise alone, with the values that mean "unset"
 OF_UNIFORM_NOISE = {"end_temperature": None, "self_conditioning": True, "output": "argmax", "stop_entropy": None}
+
+
+def default_steps(
+    gen_length: int, block_length: int, causal_first: bool = False, tokens_per_step: int = TOKENS_PER_STEP
+) -> int:
+    """Forward passes of a completion where no number is given: one per two tokens, as in d1's runs, and at least as
+    many as its blocks need. This is the rule of every command that samples.
+
+    Args:
+        causal_first: the first token of a block takes a step of its own (`first_token`).
+        tokens_per_step: 1 where each token has a step of its own.
+    """
+    blocks = -(-gen_length // block_length)
+    needed = min(2 * blocks, gen_length) if causal_first else blocks
+    return max(gen_length // tokens_per_step, needed)
+
+
+def equal_blocks(gen_length: int) -> int:
+    """Tokens per block where no number is given and all blocks must be equal: the largest divisor of the canvas up to
+    `BLOCK_LENGTH`. ValueError if it is below `LEAST_BLOCK`, because blocks so small need many steps."""
+    size = min(BLOCK_LENGTH, gen_length)
+    while gen_length % size:
+        size -= 1
+    if size < min(LEAST_BLOCK, gen_length):
+        raise ValueError(
+            f"max_completion_length {gen_length} has no equal blocks of {LEAST_BLOCK} to {BLOCK_LENGTH} tokens: choose "
+            f"a multiple of {LEAST_BLOCK}, or set block_length"
+        )
+    return size
 
 
 def setting(default: Any, help: str, **flag: Any) -> Any:
@@ -53,7 +89,7 @@ class SamplingSettings:
         MISSING, f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})"
     )
     # Guidance doubles the sequences per pass; a parallel sampler takes fewer passes.
-    steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: gen_length / 2)")
+    steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: half of gen_length)")
     temperature: Annotated[float, AMOUNT] = setting(0.0, "sampling temperature; 0, the default, is greedy")
     cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "classifier-free guidance; 0, the default, is off")
     remasking: str = setting("low_confidence", "which tokens are revealed first", choices=REMASKING)
@@ -118,6 +154,13 @@ class SamplingSettings:
             kind = Integral if allowed.integer else Real  # a command line converts words, nothing else does
             if value not in allowed or not isinstance(value, (kind, type(None))):
                 raise ValueError(f"{name} must be {allowed}, got {value!r}")
+            if allowed.integer or value is None:
+                continue
+            if math.copysign(1, value) < 0:
+                raise ValueError(f"{name} must be {allowed}, got {value!r}: write 0")
+            if value and not SMALLEST <= value <= LARGEST:
+                span = f"from {SMALLEST:g} to {LARGEST:g}, for 32 bits"
+                raise ValueError(f"{name} must be {allowed}, and if it is not 0 {span}; got {value!r}")
         for one in fields(self):
             value, known = getattr(self, one.name), one.metadata.get("choices", (getattr(self, one.name),))
             if value not in known and (value is not None or one.default is not None):
@@ -164,11 +207,19 @@ class SamplingSettings:
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
         """The settings that `source` holds as attributes. `called` maps a field to its other name there. A
-        `block_length` of None becomes the block size of the model with this config, or 32."""
+        `block_length` of None becomes the block size of the model with this config, or 32; `steps` of None become
+        `default_steps`."""
         names = {one.name: called.get(one.name, one.name) for one in fields(cls)}
         values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
+        if values["steps"] is None:
+            first = values.get("first_token")
+            if first is None and model_config is not None:
+                from d1.models.attention import has_causal_context  # needs torch
+
+                first = "causal" if has_causal_context(model_config) else None
+            values["steps"] = default_steps(values["gen_length"], values["block_length"], first == "causal")
         settings = cls(**values)
         return settings if model_config is None else settings.suited(model_config)
 
@@ -397,7 +448,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments
     for one in fields(SamplingSettings)
     if one.metadata
 }
-FLAGS["gen_length"]["default"] = 128
+FLAGS["gen_length"]["help"] += f" (default: max_new_tokens of the model's generation_config.json, or {GEN_LENGTH})"
 FLAGS["seed"] = {"type": SEED, "default": 0, "help": "seed of the random draws"}
 
 
@@ -415,10 +466,11 @@ add_sampling_flags = partial(add_flags, FLAGS)
 
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
-    """The settings that parsed flags choose, with defaults for steps and block length; ValueError if they are wrong or,
-    with a `model_config`, do not suit that kind of model."""
-    steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
-    settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)
+    """The settings that parsed flags choose, with defaults for what is None; ValueError if they are wrong or, with a
+    `model_config`, do not suit that kind of model. A model's own length is no default here: see `set_length`."""
+    length = GEN_LENGTH if flags["gen_length"] is None else flags["gen_length"]
+    source = SimpleNamespace(**{**flags, "gen_length": length, "steps": flags["diffusion_steps"]})
+    settings = SamplingSettings.of(source, model_config)
     if model_config is not None:
         check_sampler(settings, model_config)
     return settings

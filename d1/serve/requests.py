@@ -22,14 +22,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
-from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.settings import LARGEST, SamplingSettings, check_sampler, default_steps
 from d1.serve import LOCAL
 from d1.serve.answers import Choice, choice_of, envelope, server_sent, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
 # Limits of a body. The model's room bounds each prompt and canvas, and the queue bounds the rows of a request.
 MOST_FIELDS, MOST_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
-LARGEST = 1e4  # of a number: larger ones overflow in 32 bits
 LARGEST_INTEGER = 1 << 30
 LONGEST_RID, LONGEST_NAME, LONGEST_STOP = 256, 4096, 1024  # characters
 CHARACTERS = 32  # of a text, per position of the model
@@ -248,8 +247,12 @@ class Server:
         if "sampler" in given:
             values |= {name: None for name in ("kv_cache", "reveal", "reveal_level") if name not in given}
         if "steps" not in given and values["block_length"] >= 1:
-            blocks = -(-length // values["block_length"])
-            values["steps"] = min(max(round(length * own.steps / own.gen_length), blocks), length)
+            causal = own.first_token == "causal"
+            steps = default_steps(length, values["block_length"], causal)
+            if own.steps != default_steps(own.gen_length, own.block_length, causal):
+                blocks = -(-length // values["block_length"])
+                steps = max(round(length * own.steps / own.gen_length), blocks)
+            values["steps"] = min(steps, length)
         settings = SamplingSettings(**values).suited(self.engine.model.config)
         check_sampler(settings, self.engine.model.config)
         return settings

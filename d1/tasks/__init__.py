@@ -50,6 +50,7 @@ TASKS = {
 PROTOCOLS = ("d1", "llada")  # those of the tasks here; a task file may have others
 SHOT_SEED = 0  # seed of the examples in RL; eval.py has the same default seed, so it shows the same examples
 SPLITS = ("train", "validation", "test")
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")  # endings of files of problems
 MAX_TEXT = 50_000  # only this many characters of a completion are read, the last ones
 
 Message = dict[str, str]
@@ -74,7 +75,12 @@ def load_task(name_or_path: str) -> ModuleType:
     if name_or_path in TASKS:
         return importlib.import_module(TASKS[name_or_path])
     if not name_or_path.endswith(".py"):
-        hint = closest(name_or_path, TASKS)
+        if name_or_path.endswith(DATA_FILES):
+            raise ValueError(
+                f"{name_or_path!r} is a file of problems, not a task: pass it as --data_file, next to --dataset TASK, "
+                f"which says how they are asked and judged: one of {', '.join(TASKS)}, or a path to a .py file"
+            )
+        hint = closest(name_or_path, TASKS) or closest(name_or_path.rpartition("/")[2], TASKS)
         raise ValueError(f"unknown task {name_or_path!r}{hint}: use one of {', '.join(TASKS)}, or a path to a .py file")
     path = Path(name_or_path).resolve()
     if not path.is_file():

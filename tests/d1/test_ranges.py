@@ -131,13 +131,14 @@ REQUIRED = {  # of the tools
     "export": ["SRC", "OUT", "--format", "llada"],
     "fit": [*MODEL, "--stage", "rl"],
     "methods": [],
+    "task": ["new", "mine.py"],
     "sandbox": ["check"],
     "chat": ["none"],
     "watch": [*MODEL, "--prompt", "a"],
     "fill": ["none", "[MASK]"],
     "serve": ["none"],
 }
-WITHOUT_NUMBERS = {"merge", "export", "methods", "sandbox", "curves"}
+WITHOUT_NUMBERS = {"merge", "export", "methods", "sandbox", "curves", "task"}
 
 
 CONFIGS = {"sft": SFTConfig, "prefer": PreferenceConfig, "distill": DistillConfig}

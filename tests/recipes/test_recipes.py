@@ -20,7 +20,8 @@ from benchmarks.true_size import DREAM, LLADA, LLADA2, NEMOTRON, SDAR
 from d1.__main__ import main, make_parser
 from d1.commands.fit import hours_of, with_config
 from d1.models.fit import CARDS, total_and_active
-from d1.models.kinds import native_config
+from d1.models.kinds import block_size, has_masks, native_config, native_config_of
+from d1.models.published import CONFIGS as PUBLISHED
 from d1.rl.train import make_parser as rl_parser
 from d1.sft.config import SFTConfig
 from d1.sft.train import make_parser as sft_parser
@@ -174,6 +175,26 @@ def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
 
 def marks(path: Path) -> list[Any]:
     return [needs_class] if path.stem.startswith("diffusiongemma") else []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_librarys_table_has_the_sizes_of_each_model(name: str) -> None:
+    if name == NEW and not HAS_CLASS:
+        pytest.skip("needs a newer Transformers")
+    here, table = native_config_of(CONFIGS[name], name)[0], native_config_of(PUBLISHED[name], name)[0]
+    assert total_and_active(here) == total_and_active(table)
+    assert (block_size(here), has_masks(here)) == (block_size(table), has_masks(table))
+
+
+def test_fit_of_a_shipped_recipe_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """In a folder without any model, and without the network, as all tests are."""
+    monkeypatch.chdir(tmp_path)
+    assert {Recipe(path).found(r"^model_(?:path|name): (\S+)")[0] for path in RECIPES} <= PUBLISHED.keys()
+    recipe = Recipe(FOLDER / "llada-8b-instruct-rl.yaml")
+    main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
+    assert capsys.readouterr().out.splitlines()[-1] == recipe.time
+    with pytest.raises(FileNotFoundError, match="mine/model is no folder here"):
+        main(make_parser().parse_args(["fit", "--model_path", "mine/model", "--stage", "sft"]))
 
 
 RUNS = [pytest.param(Recipe(path), id=path.stem, marks=marks(path)) for path in RECIPES]

@@ -27,9 +27,11 @@ def printed(capsys, *words: str) -> list[list[str]]:
 
 def test_every_method_has_a_row_with_its_values(capsys):
     header, *rows = printed(capsys)
-    assert header == ["method", "estimator", "objective", "loss_type", "KL", "beta", "advantage", "mu", "paper"]
+    shown = ["method", "estimator", "objective", "loss_type", "KL", "beta", "advantage", "mu"]
+    assert header == [*shown, "trained by its authors", "paper"]
+    assert {row[0]: row[-2] for row in rows}["tracerl"] == "all weights, 32 x 8"
     assert [row[0] for row in rows] == [*METHODS]
-    by_name = {row[0]: row[1:-1] for row in rows}
+    by_name = {row[0]: row[1:-2] for row in rows}
     assert by_name["espo"] == ["espo", "trl", "grpo", "k2_sequence", "0.001", "leave_one_out", "8"]
     assert by_name["bgpo"] == ["counts", "bgpo", "sum", "-", "0.0", "(r - mean) / std", "1"]
     assert by_name["d1"] == ["one_step", "trl", "bnpo", "k3", "0.04", "r - mean", "12"]

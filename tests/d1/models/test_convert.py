@@ -28,10 +28,13 @@ from d1.__main__ import main, make_parser
 from d1.models import convert, load_model, load_tokenizer
 from d1.models.adapters import save_learnt
 from d1.models.kinds import KINDS, kind_of
+from d1.models.load import REFUSAL
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import Views, score
 from d1.scoring.rollouts import CanvasBlocks
+from pocket.make_base import build_model
+from tests.commands import ROOT
 from tests.d1.released import (
     CONFIGS,
     IDS,
@@ -44,6 +47,8 @@ from tests.d1.released import (
     write_released,
 )
 from tests.faults import full_disk
+
+POCKET = ROOT / "pocket" / "base"
 
 
 def run(*words: object) -> None:
@@ -198,6 +203,40 @@ def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token,
     assert (logits_of(model, ids) - logits_of(model, changed))[0, 0].abs().max() > 1e-4, "still causal"
     model.train()(input_ids=ids).logits[0, 1].logsumexp(-1).backward()
     assert model.get_input_embeddings().weight.grad[mask].abs().sum() > 0
+
+
+def test_plain_transformers_refuses_to_write_from_left_to_right_with_a_converted_model(tmp_path):
+    """The class of Transformers loads it; its `generate` would print garbage, and says what the model is instead."""
+    source = autoregressive(tmp_path / "ar", "llama", 60, 60)
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    plain.generation_config.max_new_tokens = 500
+    plain.save_pretrained(source)
+    ids = torch.tensor([[5, 7, 8]])
+    assert plain.generate(ids, max_new_tokens=2).shape[1] > 3
+    run("a2d", source, tmp_path / "out")
+    for folder in (tmp_path / "out", POCKET):
+        converted = AutoModelForCausalLM.from_pretrained(folder)
+        assert converted.config.is_causal is False
+        assert converted(ids).logits.shape[:2] == (1, 3)  # forward passes are as before
+        for how in ({}, {"max_new_tokens": 2}, {"do_sample": True}, {"num_beams": 2}):
+            with pytest.raises(ValueError, match=r"this is a masked diffusion model.*python -m d1 chat FOLDER"):
+                converted.generate(ids, **how)
+        converted.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert again.generation_config.sequence_bias == REFUSAL
+    # The limit of an autoregressive model is not the length of a canvas.
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()).get("max_new_tokens") is None
+    load_model(tmp_path / "out").save_pretrained(tmp_path / "saved")  # as training does
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["sequence_bias"] == REFUSAL
+
+
+def test_pocket_models_are_written_with_their_length_and_the_refusal():
+    tokenizer = load_tokenizer(POCKET)
+    config = build_model(tokenizer, seed=0).generation_config
+    stored = json.loads((POCKET / "generation_config.json").read_text())
+    assert (config.max_new_tokens, config.sequence_bias) == (stored["max_new_tokens"], stored["sequence_bias"])
+    for folder in sorted(POCKET.parent.glob("*base")):
+        assert json.loads((folder / "generation_config.json").read_text())["sequence_bias"] == REFUSAL
 
 
 def test_a2d_can_keep_predicting_the_next_position(tmp_path):

@@ -21,7 +21,8 @@ from tests import forks
 from tests.d1.rl.train_methods import train_methods
 from tests.tiny_grpo import PER_MICRO_BATCH, clockless, logged, train_a_little, weights
 
-STAGE = Path(__file__).parents[3] / "diffu-grpo"
+ROOT = Path(__file__).parents[3]
+STAGE = ROOT / "diffu-grpo"
 TASK = Path(__file__).with_name("letters_task.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"]
 LAUNCH += ["--num_processes", "2", "--config_file"]
@@ -209,6 +210,20 @@ def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_p
     started = start(tiny_model_dir, tmp_path, launcher="ddp", CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="false")
     said = forks.finish(started, tmp_path / "log", status=1)
     assert "2 processes were started, but each would train alone" in said
+
+
+def test_a_single_process_where_several_were_asked_for_is_refused(tiny_model_dir, tmp_path):
+    """`launch/cpu.yaml` has distributed_type NO: Accelerate starts one process, whatever --num_processes says."""
+    train = [str(ROOT / "SFT" / "sft_train.py"), "--model_name", str(tiny_model_dir), "--debugging"]
+    train += ["--train_data", str(ROOT / "dataset" / "sudoku_sft.jsonl"), "--output_dir", str(tmp_path)]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", "2"]
+    launch += ["--config_file", str(ROOT / "launch" / "cpu.yaml")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WORLD_", "MASTER_"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([*launch, *train], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "accelerate launch was asked for several processes and started one" in done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def nodes(model_dir, folder, count):
