@@ -40,10 +40,10 @@ Placed = tuple[str, Any]  # where in its file a value begins, such as "line 3", 
 # --- Values of JSON ---------------------------------------------------------------------------------------------------
 
 
-class Digits(float):
+class Number(float):
     """A number whose text in the file is not the one that Python gives it, such as 1.10 or 1e5; `str` is the file's."""
 
-    def __new__(cls, text: str) -> Digits:
+    def __new__(cls, text: str) -> Number:
         number = super().__new__(cls, text)
         number.text = text
         return number
@@ -53,13 +53,13 @@ class Digits(float):
     def __str__(self) -> str:
         return self.text
 
-    def __reduce__(self) -> tuple[type[Digits], tuple[str]]:
-        return Digits, (self.text,)
+    def __reduce__(self) -> tuple[type[Number], tuple[str]]:
+        return Number, (self.text,)
 
 
 def read_number(text: str) -> float:
     number = float(text)
-    return number if repr(number) == text else Digits(text)
+    return number if repr(number) == text else Number(text)
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # Without `strict`, a text may have tabs and other control characters in it.
-DECODER = json.JSONDecoder(parse_float=read_number, parse_constant=Digits, object_pairs_hook=read_pairs, strict=False)
+DECODER = json.JSONDecoder(parse_float=read_number, parse_constant=Number, object_pairs_hook=read_pairs, strict=False)
 
 
 def json_text(value: Any) -> str:
@@ -83,7 +83,7 @@ def json_text(value: Any) -> str:
         return f"{{{', '.join(cells)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(json_text, value))}]"
-    if isinstance(value, Digits):
+    if isinstance(value, Number):
         return value.text
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -133,7 +133,7 @@ def type_of(value: Any, depth: int = 0) -> Any:
         return "bool"
     if isinstance(value, int):
         return "int64" if -(2**63) <= value < 2**63 else MIXED
-    if isinstance(value, Digits):
+    if isinstance(value, Number):
         return MIXED
     if isinstance(value, float):
         return "float64"
@@ -265,7 +265,9 @@ class JsonText:
             yield place, {"text": item} if isinstance(item, str) else item
             after = self.peek()
             if after not in (",", "]"):
-                raise ValueError(f"line {self.line}: the list of rows has {after or 'no end'!r} for , or ]")
+                raise ValueError(
+                    f"line {self.line}: expected , or ] after a row, found {after or 'the end of the file'}"
+                )
             self.move(self.at + 1)
             if after == "]":
                 return

@@ -175,7 +175,8 @@ class Past:
 @dataclass(frozen=True)
 class OnResume:
     """What a resume may change in the settings of a stage. A setting in neither table may change; the record
-    then notes the change. A setting's fingerprint (`contents of SETTING`, `imports of SETTING`, `rows of SETTING`) may change if it may."""
+    then notes the change. A setting's fingerprint (`contents of SETTING`, `imports of SETTING`, `rows of SETTING`) may
+    change if it may."""
 
     fixed: Mapping[str, Callable[[Any], Any]]  # of a setting, what must stay: `whole` of it, or whether a weight is 0
     free: Sequence[str]  # patterns of names that do not affect the model (output, logging, speed), and are not noted

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.lazy import fresh_imports
-from d1.masking import draw_noise, keyed_generator, noise_level
+from d1.masking import draw_noise, keyed_generator, noise_level, token_ids
 from d1.models.tokenizer import Message, as_messages, require_text, trained_ids, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
@@ -198,9 +198,10 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         seed: int = 42,
         eval_draws: int = 4,
     ) -> None:
-        self.rows, self.eos_token_id, self.max_length = rows, tokenizer.eos_token_id, max_length
+        # Without a format, cells are lists: + joins those, and would add arrays.
+        self.rows, self.eos_token_id, self.max_length = rows.with_format(None), tokenizer.eos_token_id, max_length
         self.eval, self.eos_padding, self.seed, self.eval_draws = eval, eos_padding, seed, eval_draws
-        columns = (rows[name] for name in ("length", "start", "status"))
+        columns = (self.rows[name] for name in ("length", "start", "status"))
         self.lengths = [self.filled_length(*row) for row in zip(*columns, strict=True)]
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
@@ -297,7 +298,8 @@ class dLLMDataCollator(DefaultDataCollator):
         mirrored = [side for side in sides for _ in features]
         features = [row for _ in sides for row in features]
         lengths = [len(row["input_ids"]) for row in features]
-        texts, answers = ([torch.tensor(row[name]) for row in features] for name in ("input_ids", "answer"))
+        texts = [token_ids(row["input_ids"]) for row in features]
+        answers = [torch.as_tensor(row["answer"]) for row in features]
         clean, answer = pad_sequence(texts, True, self.pad_token_id), pad_sequence(answers, True, False)
         visible = pad_sequence([torch.ones_like(text) for text in texts], True)
         edits = self.edits if training else None
