@@ -45,7 +45,8 @@ def alpaca_messages(row: Row) -> list[Message]:
     for turn in row.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError(f"history must be a list of [instruction, output], got {turn!r:.80}")
-        messages += turns_of(*turn, "an instruction of history", "an output of history")
+        asked, answer = turn
+        messages += turns_of(asked, answer, "an instruction of history", "an output of history")
     require_text(row["instruction"], "instruction")
     asked = row["instruction"]
     if row.get("input") not in (None, ""):

@@ -49,7 +49,7 @@ def test_ids_of_any_integer_type_make_the_same_batch(kind, form):
     lists = [row | {"input_ids": row["input_ids"].tolist(), "answer": row["answer"].tolist()} for row in arrays]
     expected, found = (dLLMDataCollator(tokens)(one) for one in (lists, arrays))
     assert expected["input_ids"].tolist() == found["input_ids"].tolist()
-    with pytest.raises(ValueError, match="token ids must be integers, got torch.float32"):
+    with pytest.raises(ValueError, match=r"token ids must be integers, got torch\.float32"):
         dLLMDataCollator(tokens)([arrays[0] | {"input_ids": [0.5, 1.0, 2.0, 2.0]}])
 
 
