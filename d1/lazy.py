@@ -60,7 +60,9 @@ def is_local(folder: str) -> bool:
     """Whether a folder of `sys.path` may have a user's own modules."""
     own = Path(folder or ".").resolve()
     installed = {Path(where).resolve() for where in sysconfig.get_paths().values()}
-    return own.is_dir() and "site-packages" not in own.parts and not any(own.is_relative_to(one) for one in installed)
+    if not own.is_dir() or {"site-packages", "dist-packages"} & {*own.parts}:
+        return False
+    return not any(own.is_relative_to(one) for one in installed)
 
 
 def imports_of(file: Path, folders: Sequence[Path]) -> Iterator[Path]:

@@ -61,7 +61,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
             require_text(part, name)
         completion = f"<reasoning>{thoughts}</reasoning>\n<answer>{attempt}</answer>"
         row = {"prompt": f"{SYSTEM_PROMPT}\n\n{question}", "completion": completion}
-    if "messages" not in row and "prompt" not in row:
+    if "messages" not in row and not row.keys() >= {"prompt", "completion"}:
         row = as_conversation(row)
     if "messages" in row:
         messages = row["messages"]

@@ -108,6 +108,7 @@ def test_sharegpt() -> None:
 def test_conversations_may_be_messages() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert to_messages({"conversations": messages}, None, None) == messages
+    assert to_messages({"prompt": "of another column", "conversations": messages}, None, None) == messages
 
 
 def test_a_function_may_return_such_columns() -> None:
