@@ -7,12 +7,23 @@ Python, NumPy or PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import BoolTensor, Generator, Tensor
 
 NOISE_EPS = 1e-3  # eps, the smallest masking probability: keeps the weight 1/t' of the loss finite (LLaDA)
+
+
+def token_ids(ids: Any) -> Tensor:
+    """Token ids as a tensor that has room for every id: integers of another type than int32 become int64. Arrays of
+    uint16, as of tokenised files, hold neither a mask token above 65535 nor PyTorch's operations. ValueError for
+    numbers that are no integers."""
+    tensor = torch.as_tensor(ids)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"token ids must be integers, got {tensor.dtype}")
+    return tensor if tensor.dtype == torch.int32 else tensor.long()
 
 
 def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:

@@ -51,7 +51,7 @@ def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
         raise ValueError(f"the rows of {name} have no column prompt, only {', '.join(rows.column_names)}")
     prompts = [prompt_ids(row, tokenizer, args.max_prompt_length) for row in rows.select_columns(["prompt"])]
     ids, problems = [found for found, _ in prompts], [problem for _, problem in prompts]
-    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, args.bad_rows)
+    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, args.bad_rows, rows)
     if args.num_prompts is not None and args.num_prompts < len(usable):
         usable = sorted(random.Random(args.seed).sample(usable, args.num_prompts))
     kept = rows.select(usable)

@@ -48,7 +48,7 @@ from d1.models.kinds import check_room, native_config, own_length, require_masks
 from d1.models.load import load_on_device, named_dtype
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
-from d1.runs.record import CONTENTS, of_file, of_model
+from d1.runs.record import CONTENTS, IMPORTS, of_file, of_model, of_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
@@ -213,6 +213,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         limits = ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt")
         identity |= {name: getattr(args, name) for name in limits}
         identity["tools"] = [name if name in TOOLS else of_file(name) for name in args.tools]
+    code = of_settings({"dataset": args.dataset, "tools": args.tools or []})
+    identity |= {name: found for name, found in code.items() if name.startswith(IMPORTS)}
     if not in_fp32(args):  # the rest changes the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,

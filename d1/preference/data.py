@@ -59,7 +59,7 @@ def token_rows(
     options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
     options |= {"max_completion_length": max_completion_length, "paired": pairs}
     rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
-    rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows))
+    rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows, data))
     if pairs and not paired:
         rows = rows.map(unpaired, batched=True, remove_columns=["status", "problem"])
     if not paired and len({*rows["label"]}) < 2:

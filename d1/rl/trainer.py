@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from d1.masking import keyed_generator
+from d1.masking import keyed_generator, token_ids
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size, has_masks, require_masks, vocabulary
 from d1.rl.batch import (
@@ -425,15 +425,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         of_model = vocabulary(config), self.mask_token_id, ends, self.sampling, block_size(config) is not None
         self.record = record_of(given, self.args, Expected(*of_model, by_our_rules=False), self.accelerator.device)
         completions = completion_ids_of(self.record["canvas_ids"], ends)
+        prompt_ids = [token_ids(ids).tolist() for ids in given["prompt_ids"]]  # arrays of uint16 would stay so in TRL
         self.log_rollout(started, self.record, {})
         if "logprobs" in given and {"steps", "step_maps"} & given.keys() and not self.weights_are_split:
             # A canvas that is cut is left out: its states are not known.
             length = self.args.max_completion_length
             whole = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == length]
-            ids, mask = self.padded([[*prompt] for prompt in given["prompt_ids"]])
+            ids, mask = self.padded(prompt_ids)
             batch = {"prompt_ids": ids, "prompt_mask": mask, **self.record}
             self.check_scores(batch, whole, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
-        return {"prompt_ids": given["prompt_ids"], "completion_ids": completions, "logprobs": None} | others
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None} | others
 
     def log_rollout(self, started: float, record: RolloutRecord, costs: dict[str, float]) -> None:
         """Logs the seconds since `started`, the speed, and the other `costs` of the rollout."""

@@ -50,6 +50,10 @@ class RunError(RuntimeError):
     """Ends a run with a message that needs no traceback: the user has to fix something, such as a reward function."""
 
 
+class ListedError(ValueError):
+    """An error whose message has several lines, such as a list of bad rows, which stay apart when it is shown."""
+
+
 # What this library and its dependencies raise for wrong settings, files and machines. FloatingPointError: a loss is not
 # finite. ImportError: a setting needs an optional package.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
@@ -180,7 +184,10 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line, or the name of its class if it has no message."""
+    """The message of an exception on one line, or the name of its class if it has no message; a `ListedError` keeps
+    its lines."""
+    if isinstance(error, ListedError):
+        return str(error)
     if isinstance(error, OSError) and error.strerror and type(error).__module__ == "builtins":
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     else:

@@ -20,11 +20,13 @@ from torch.utils.data import Sampler
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.masking import keyed_generator
 from d1.models import tokenizer as conversation
-from d1.tasks.data import read_file
+from d1.rows import lines_of
+from d1.runs.cli import ListedError
+from d1.tasks.data import FILES, read_file
 
 logger = logging.getLogger(__name__)
 
-FILES = (".json", ".jsonl", ".parquet", ".csv")
+LISTED = 5  # of the rows that cannot be trained on
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 
 
@@ -66,17 +68,26 @@ def tokenised(
     options: dict[str, Any],
     features: Features,
     num_proc: int | None,
+    *,
+    also: Sequence[ModuleType] = (),
+    cached: bool = True,
 ) -> Dataset:
-    """What `tokenize_row(row, **options)`, of the module `source`, returns for each row: the columns `features`."""
+    """What `tokenize_row(row, **options)`, of the module `source`, returns for each row: the columns `features`.
+
+    Args:
+        also: further modules whose text determines what it returns.
+        cached: take what an earlier run made of the same rows and options; False if anything else has an influence.
+    """
     processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
     # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again.
-    sources = [inspect.getsource(module) for module in (source, conversation)]
+    sources = [inspect.getsource(module) for module in (source, conversation, *also)]
     return data.map(
         tokenize_row,
         fn_kwargs=options,
         features=features,
         remove_columns=data.column_names,
         num_proc=processes if processes > 1 else None,
+        load_from_cache_file=None if cached else False,
         new_fingerprint=Hasher.hash([data._fingerprint, options, *sources]),
         desc="Tokenising",
     )
@@ -88,14 +99,25 @@ def problem_of(error: Exception) -> str:
     return f"{'there is no ' if isinstance(error, KeyError) else kind}{error}"
 
 
-def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
-    """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
+def usable_rows(
+    status: Sequence[str], problems: Sequence[str], bad_rows: str, data: Dataset | None = None
+) -> list[int]:
+    """Indices of the rows to train on. The others are counted and reported, or raise ValueError.
+
+    Args:
+        data: the rows; those of a file are reported by their lines in it, others by their numbers from 0.
+    """
     counts = Counter(status)
-    bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
-    listed = "\n".join(bad[:5] + ["  ..."] * (len(bad) > 5))
+    bad = [index for index, problem in enumerate(problems) if problem]
+    lines = lines_of(data, bad[:LISTED]) if data is not None and bad else {}
+    shown = [f"  {lines.get(index, f'row {index}')}: {' '.join(problems[index].split())}" for index in bad[:LISTED]]
+    if len(bad) > LISTED:
+        shown.append(f"  and {len(bad) - LISTED} more")
+    listed = "\n".join(shown)
     if bad and bad_rows == "error":
-        problem = f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0)"
-        raise ValueError(f"{problem}:\n{listed}\nFix them, or leave them out with --bad_rows skip")
+        numbered = "" if lines else " (rows count from 0)"
+        problem = f"{len(bad)} of {len(status)} rows cannot be trained on{numbered}"
+        raise ListedError(f"{problem}:\n{listed}\nFix them, or leave them out with --bad_rows skip")
     if bad:
         logger.warning("skipped %d of %d rows that cannot be trained on:\n%s", len(bad), len(status), listed)
     for kind in ("truncated", "dropped"):
@@ -103,7 +125,7 @@ def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -
             logger.warning("%s %d of %d rows longer than --max_length", kind, counts[kind], len(status))
     usable = [i for i, kind in enumerate(status) if kind in ("ok", "truncated")]
     if not usable:
-        raise ValueError(f"nothing to train on: of {len(status)} rows, {dict(counts)}\n{listed}".rstrip())
+        raise ListedError(f"nothing to train on: of {len(status)} rows, {dict(counts)}\n{listed}".rstrip())
     return usable
 
 

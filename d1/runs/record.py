@@ -3,7 +3,8 @@
 A path says where something was, a fingerprint what it was: the first 16 hexadecimal digits of a SHA-256. It covers a
 model's and an adapter's weights and config, the tokenizer's files, the values of rows, and files of data and code. A
 folder that was moved or copied keeps its fingerprint. The fingerprint of a hub name is the commit in the local cache.
-Not covered: other files that a user's `.py` file imports, and versions of libraries.
+A user's `.py` file counts with the local files that its `import` statements name. Not covered: other files that it
+reads, which count by the rows that they make, and versions of libraries.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCardData
 
 from d1.files import read_object, write_atomically
+from d1.lazy import local_imports
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 
-CONTENTS, ROWS = "contents of ", "rows of "  # + a setting's name: the name of its fingerprint in a record
+# + a setting's name: the name of its fingerprint in a record
+CONTENTS, IMPORTS, ROWS = "contents of ", "imports of ", "rows of "
 MODEL_SETTINGS = ("model_path", "model_name")  # the names that stages give to the path of the model
 FILES = (".py", ".json", ".jsonl", ".parquet", ".csv")  # of code and data
 WEIGHTS = (".safetensors", ".bin")
@@ -49,7 +52,7 @@ DIGITS = 16
 
 def of_setting(name: str) -> str:
     """The name of the setting that a fingerprint in a record belongs to; other names are unchanged."""
-    return name.removeprefix(CONTENTS).removeprefix(ROWS)
+    return name.removeprefix(CONTENTS).removeprefix(IMPORTS).removeprefix(ROWS)
 
 
 def of_values(values: Any) -> str:
@@ -127,14 +130,31 @@ def model_files(folder: str) -> list[str]:
 
 def of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprints of the model and of the files of code and data that a run's settings name, by
-    `contents of SETTING`."""
+    `contents of SETTING`, and those of the local files that its code imports, by `imports of SETTING`. Those of a list
+    of paths are in the list's order."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if name in MODEL_SETTINGS and value:
             found[CONTENTS + name] = of_model(str(value))
-        elif isinstance(value, str) and value.endswith(FILES) and Path(value).is_file():
-            found[CONTENTS + name] = of_file(value)
+            continue
+        files = files_in(value)
+        if files:
+            prints = [of_file(file) for file in files]
+            found[CONTENTS + name] = prints if isinstance(value, list | tuple) else prints[0]
+        imported = [of_file(one) for file in files if file.suffix == ".py" for one in local_imports(file)]
+        if imported:
+            found[IMPORTS + name] = of_values(imported)
     return found
+
+
+def files_in(value: Any) -> list[Path]:
+    """The files of code and data that a setting names: a path, FILE.py:FUNCTION, or a list of them."""
+    if isinstance(value, list | tuple):
+        return [file for one in value for file in files_in(one)]
+    if not isinstance(value, str):
+        return []
+    path = value if value.endswith(FILES) else value.rpartition(":")[0]
+    return [Path(path)] if path.endswith(FILES) and Path(path).is_file() else []
 
 
 # --- run.json ---------------------------------------------------------------------------------------------------------
@@ -155,7 +175,8 @@ class Past:
 @dataclass(frozen=True)
 class OnResume:
     """What a resume may change in the settings of a stage. A setting in neither table may change; the record
-    then notes the change. A setting's fingerprint (`contents of SETTING`, `rows of SETTING`) may change if it may."""
+    then notes the change. A setting's fingerprint (`contents of SETTING`, `imports of SETTING`, `rows of SETTING`) may
+    change if it may."""
 
     fixed: Mapping[str, Callable[[Any], Any]]  # of a setting, what must stay: `whole` of it, or whether a weight is 0
     free: Sequence[str]  # patterns of names that do not affect the model (output, logging, speed), and are not noted
@@ -167,7 +188,7 @@ class OnResume:
         other = [
             f"{name} {both[name][0]} instead of {both[name][1]}"
             for setting, part in self.fixed.items()
-            for name in (setting, CONTENTS + setting, ROWS + setting)
+            for name in (setting, CONTENTS + setting, IMPORTS + setting, ROWS + setting)
             if name in both and part(both[name][0]) != part(both[name][1])
         ]
         if other:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from d1.masking import token_ids
 from d1.models.attention import has_causal_context, require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, has_masks
@@ -485,6 +486,7 @@ def rollout_steps(
         NotFiniteError: as `rollout`.
     """
     require_prepared(model)
+    prompt_ids = token_ids(prompt_ids)
     if settings is None:
         settings = SamplingSettings(**fields)
     elif fields:

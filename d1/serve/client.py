@@ -144,6 +144,8 @@ def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
         tensor = torch.tensor(0)
     if tensor.dim() != 1 or tensor.dtype == torch.bool:
         raise ValueError(f"{what}: expected a list of numbers, got {values!r:.60}")
+    if not tensor.is_floating_point():
+        tensor = tensor.long()  # few operations take unsigned integers, such as uint16
     if count not in (None, len(tensor)):
         raise ValueError(f"{what} has {len(tensor)} entries for {count} completion_ids: expected one per token")
     return tensor

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from d1.masking import keyed_generator, noise_level
+from d1.masking import keyed_generator, noise_level, token_ids
 from d1.models import head
 from d1.models.canvas import Context, decode, encode, soft_embeddings
 from d1.models.kinds import vocabulary
@@ -55,10 +55,10 @@ class CanvasCollator(dLLMDataCollator):
         self.eos_token_id = tokenizer.eos_token_id
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
-        texts = [torch.tensor(row["input_ids"]) for row in features]
+        texts = [token_ids(row["input_ids"]) for row in features]
         columns: dict[str, list[Tensor]] = {name: [] for name in ("canvas_ids", "labels", "starts", "t", "conditioned")}
         for row, text in zip(features, texts, strict=True):
-            found = self.canvas_of(text, torch.tensor(row["answer"]), row["t"], row["key"])
+            found = self.canvas_of(text, torch.as_tensor(row["answer"]), row["t"], row["key"])
             for name, value in zip(columns, found, strict=True):
                 columns[name].append(value)
         batch = {"input_ids": pad_sequence(texts, True, self.pad_token_id)}

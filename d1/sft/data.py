@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
-from d1.masking import draw_noise, keyed_generator, noise_level
+from d1.lazy import fresh_imports
+from d1.masking import draw_noise, keyed_generator, noise_level, token_ids
 from d1.models.tokenizer import Message, as_messages, require_text, trained_ids, whole_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.data import load_rows as load_rows
+from d1.sft import columns
+from d1.sft.columns import ALPACA, SHAREGPT, TEMPLATE, as_conversation, way_for
 from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
@@ -42,14 +45,14 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     """Convert a row to chat messages that end with an assistant's turn; ValueError says why it cannot be used.
 
     The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
-    task's prompt asks for), `messages`, `prompt` and `completion`.
+    task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns.
     """
     if function is not None:
         made = function(row)
         row = made if isinstance(made, dict) else {"messages": made}
     elif template is not None:
-        cells = {name: value for name, value in row.items() if value is not None}
-        row = dict(zip(("prompt", "completion"), (part.format_map(cells) for part in template), strict=True))
+        prompt, completion = (TEMPLATE.vformat(part, (), row) for part in template)
+        row = {"prompt": prompt, "completion": completion}
     elif row.keys() >= S1K:
         if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
             raise ValueError("thinking_trajectories is not a list with at least one trajectory")
@@ -58,6 +61,8 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
             require_text(part, name)
         completion = f"<reasoning>{thoughts}</reasoning>\n<answer>{attempt}</answer>"
         row = {"prompt": f"{SYSTEM_PROMPT}\n\n{question}", "completion": completion}
+    if "messages" not in row and not row.keys() >= {"prompt", "completion"}:
+        row = as_conversation(row)
     if "messages" in row:
         messages = row["messages"]
     else:
@@ -98,7 +103,8 @@ def load_function(spec: str) -> Callable[[Row], Any]:
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ValueError(f"--data_function {spec}: expected FILE.py:FUNCTION with a file that exists")
-    function = runpy.run_path(file).get(name)
+    with fresh_imports(Path(file)):
+        function = runpy.run_path(file).get(name)
     if not callable(function):
         raise ValueError(f"--data_function {spec}: {file} defines no function {name!r}")
     return function
@@ -121,13 +127,15 @@ def preprocess_dataset(
 
     Args:
         data: rows with s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
-            `completion` (text or messages); with a `function` or a `template`, any columns.
+            `completion` (text or messages), or `conversations`, or `instruction` and `output`; with a `function` or a
+            `template`, any columns.
         test_split: share of the rows held out, rounded up.
         overlong: "truncate" (the answer loses its end and gets no EOS), "drop" or "refuse" rows over `max_length`.
         bad_rows: "error", or "skip" rows that cannot be trained on, and say how many and which.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
-        num_proc: processes that tokenise; the result is cached by `datasets`.
+        num_proc: processes that tokenise. The result is cached by `datasets`, except that of a `function`, which may
+            read files and modules that change.
 
     Returns:
         Two data sets with the columns `input_ids`, `answer` (bool, the tokens to train on: the last turn), `length`,
@@ -136,17 +144,19 @@ def preprocess_dataset(
     Raises:
         ValueError: the columns are not understood, rows are bad, or nothing is left to train on.
     """
-    columns = set(data.column_names)
-    understood = any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
+    names = set(data.column_names)
+    understood = any(needed <= names for needed in (S1K, {"messages"}, {"prompt", "completion"}, SHAREGPT, ALPACA))
     if function is None and template is None and not understood:
         raise ValueError(
-            f"the data has the columns {', '.join(sorted(columns))}; supported are question + thinking_trajectories + "
-            "attempt, messages, or prompt + completion: use --template '{question}' '{answer}' or --data_function"
+            f"the data has the columns {', '.join(sorted(names))}; supported are question + thinking_trajectories + "
+            "attempt, messages, prompt + completion, conversations, or instruction + output (+ input): "
+            f"{way_for(data.column_names)}"
         )
     options = {"tokenizer": tokenizer, "max_length": max_length, "overlong": overlong}
     options |= {"function": function, "template": template}
-    rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
-    usable = usable_rows(rows["status"], rows["problem"], bad_rows)
+    how: dict[str, Any] = {"also": [columns], "cached": function is None}
+    rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc, **how)
+    usable = usable_rows(rows["status"], rows["problem"], bad_rows, data)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)
     if not 0 <= held_out < len(rows):
@@ -188,9 +198,10 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         seed: int = 42,
         eval_draws: int = 4,
     ) -> None:
-        self.rows, self.eos_token_id, self.max_length = rows, tokenizer.eos_token_id, max_length
+        # Without a format, cells are lists: + joins those, and would add arrays.
+        self.rows, self.eos_token_id, self.max_length = rows.with_format(None), tokenizer.eos_token_id, max_length
         self.eval, self.eos_padding, self.seed, self.eval_draws = eval, eos_padding, seed, eval_draws
-        columns = (rows[name] for name in ("length", "start", "status"))
+        columns = (self.rows[name] for name in ("length", "start", "status"))
         self.lengths = [self.filled_length(*row) for row in zip(*columns, strict=True)]
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
@@ -287,7 +298,8 @@ class dLLMDataCollator(DefaultDataCollator):
         mirrored = [side for side in sides for _ in features]
         features = [row for _ in sides for row in features]
         lengths = [len(row["input_ids"]) for row in features]
-        texts, answers = ([torch.tensor(row[name]) for row in features] for name in ("input_ids", "answer"))
+        texts = [token_ids(row["input_ids"]) for row in features]
+        answers = [torch.as_tensor(row["answer"]) for row in features]
         clean, answer = pad_sequence(texts, True, self.pad_token_id), pad_sequence(answers, True, False)
         visible = pad_sequence([torch.ones_like(text) for text in texts], True)
         edits = self.edits if training else None

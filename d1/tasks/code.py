@@ -34,6 +34,7 @@ import datasets.config
 from datasets import Dataset
 from tqdm import tqdm
 
+from d1.rows import lines_of
 from d1.sandbox import DEFAULT, WORKERS, Cases, Limits, passed, shares_passed, working_python
 from d1.sandbox.box import INSIDE
 from d1.sandbox.inside import MODULE
@@ -77,7 +78,11 @@ def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT
     verdicts = zip(made, tried(source, [*made.values()], limits), strict=True)
     faults |= {number: fault for number, fault in verdicts if fault}
     kept = [row for number, row in made.items() if number not in faults]
-    first = "row {}, {}".format(*min(faults.items())) if faults else ""
+    first = ""
+    if faults:
+        number, fault = min(faults.items())
+        line = lines_of(rows, [number - 1]).get(number - 1)
+        first = f"row {number}, {fault}" + (f" ({line})" if line else "")
     if not kept:
         raise ValueError(f"{source}: no row can be used: {first}")
     if faults:

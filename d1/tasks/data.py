@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import re
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import Any
 from datasets import Dataset, Features, Json, List, Value, load_dataset
 
 from d1.hub import closest, no_hub, use_cache
+from d1.rows import NoRows, lines_of, read_rows
 from d1.tasks import SPLITS
 
 HubName = tuple[str, str | None]  # of a dataset on the hub, with its config
@@ -20,7 +20,7 @@ TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a gro
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
 HELD_OUT = 500
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
-_READERS = {".json": Dataset.from_json, ".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
+FILES = (".json", ".jsonl", ".csv", ".parquet")
 
 
 def check_split(split: str) -> None:
@@ -40,7 +40,7 @@ def file_of(split: str, data_file: str | None, shipped: str) -> str:
 
 
 def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -> Dataset:
-    """The rows of a local .json, .jsonl, .csv or .parquet file; cells of a csv file stay unchanged text, as in "007".
+    """The rows of a local .json, .jsonl, .csv or .parquet file, with each value as the file has it (`d1.rows`).
 
     Args:
         schemas: the sets of columns that a file may have; it must have all columns of one set.
@@ -52,16 +52,18 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no data file {path}{closest(path)}")
+    if file.suffix not in FILES:
+        raise ValueError(f"cannot read {path}: not a {', '.join(FILES[:-1])} or {FILES[-1]} file")
     try:
         with open(file, "rb") as content:  # `datasets` caches by path and time, which a changed file may share
             known = hashlib.file_digest(content, "sha256").hexdigest()[:16]
-        options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{known}"}
-        if file.suffix == ".csv":
-            rows = read_csv(path, **options)
-        elif file.suffix in _READERS:
-            rows = _READERS[file.suffix](str(file), **options)
+        if file.suffix == ".parquet":
+            options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{known}"}
+            rows = Dataset.from_parquet(str(file), **options)
         else:
-            raise ValueError("not a .json, .jsonl, .csv or .parquet file")
+            rows = read_rows(file, known, keep_in_memory)
+    except NoRows:
+        raise ValueError(f"{path} has no rows") from None
     except Exception as error:  # the readers raise many classes; all of them mean that this file cannot be used
         cause = error.__cause__ or error  # the readers of `datasets` 4 have several ways to say "no rows"
         if isinstance(cause, StopIteration) or "corresponds to no data" in str(cause):
@@ -69,20 +71,6 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         raise ValueError(f"cannot read {path}: {cause}") from error
     check_columns(rows, path, *schemas)
     return rows
-
-
-def read_csv(path: str, **options: Any) -> Dataset:
-    """The rows of a csv file, with all cells as text; ValueError if a row has more or fewer cells than the header."""
-    csv.field_size_limit(1 << 30)
-    with open(path, newline="", encoding="utf-8-sig") as lines:
-        rows = csv.reader(lines)
-        header = next(rows, [])
-        for number, cells in enumerate(filter(None, rows), start=1):
-            if len(cells) != len(header):
-                counts = f"row {number} has {len(cells)} cells, the header {len(header)}"
-                raise ValueError(f"{counts}: quote texts with commas")
-    features = Features({name: Value("string") for name in header})
-    return Dataset.from_csv(path, features=features, keep_default_na=False, **options)
 
 
 def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str]) -> Dataset:
@@ -114,7 +102,7 @@ def read_problems(
     check_split(split)
     if data_file:
         path = Path(data_file)
-        if HUB_NAME.fullmatch(data_file) and path.suffix not in (".csv", *_READERS) and not path.is_file():
+        if HUB_NAME.fullmatch(data_file) and path.suffix not in FILES and not path.is_file():
             return data_file, read_hub(data_file, None, split, *schemas)
         return data_file, read_file(data_file, *schemas)
     # Validation rows are held out of the training split, as in d1.
@@ -152,13 +140,20 @@ def text_in(row: dict[str, Any], column: str) -> str:
     return value
 
 
+def line_before(rows: Iterable[dict[str, Any]], index: int) -> str:
+    """For a message, "line 3, " for a row of a file, else an empty text."""
+    lines = lines_of(rows, [index]) if isinstance(rows, Dataset) else {}
+    return f"{lines[index]}, " if lines else ""
+
+
 def task_rows(
     source: str, rows: Iterable[dict[str, Any]], task_row: Callable[[dict[str, Any]], dict[str, Any]], ground_truth: Any
 ) -> Dataset:
     """The rows that `task_row` makes: `prompt`, `question`, `ground_truth` and perhaps `solution`.
 
     Args:
-        source: the name of where the rows come from; the message of a ValueError begins with it and the row's number.
+        source: the name of where the rows come from; with the row's line and number, it begins the message of a
+            ValueError.
         ground_truth: the feature of that column, e.g. `Value("string")`.
     """
     made = []
@@ -166,7 +161,7 @@ def task_rows(
         try:
             made.append(task_row(row))
         except ValueError as error:
-            raise ValueError(f"{source}, row {number}: {error}") from None
+            raise ValueError(f"{source}, {line_before(rows, number - 1)}row {number}: {error}") from None
     message = {"role": Value("string"), "content": Value("string")}
     features = {"prompt": List(message), "question": Value("string"), "ground_truth": ground_truth}
     if made and "solution" in made[0]:

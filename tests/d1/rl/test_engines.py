@@ -11,6 +11,7 @@ import logging
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,11 @@ def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
             "logprobs": None
         }
         assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
+    arrays = {name: [np.array(row, "uint16") for row in rows] for name, rows in (GOOD | STEPS).items()}
+    given = trainer.user_rollout(lambda prompts, trainer: arrays, ["a", "b"], trainer)
+    assert given == GOOD | {"logprobs": None}
+    assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
+    assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     replays = make_method(tiny_model_dir, tmp_path, "cj-grpo", ends=(END,))
     with pytest.raises(ValueError, match="row 0: 3 completion_ids, and --method cj-grpo reads what follows the EOS"):
         replays.user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)

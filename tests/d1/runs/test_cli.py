@@ -18,7 +18,7 @@ from d1.distill import train as distillation
 from d1.eval import run as evaluation
 from d1.preference import train as preference
 from d1.rl import train as rl_train
-from d1.runs.cli import RunError, run_script
+from d1.runs.cli import ListedError, RunError, run_script
 from d1.sft import train as sft_train
 from tests import forks
 from tests.commands import ROOT
@@ -99,6 +99,10 @@ def test_a_users_mistake_is_one_line(name: str, flags: list[str], problem: str, 
         (FloatingPointError("the loss became nan"), "name: the loss became nan"),
         (RunError("reward odd raised"), "name: reward odd raised"),
         (ValueError(), "name: ValueError"),
+        (
+            ListedError("2 rows:\n  line 1: a\n  line 3: b\nFix them"),
+            "name: 2 rows:\n  line 1: a\n  line 3: b\nFix them",
+        ),
         *((bug, None) for bug in (KeyError("x"), RuntimeError("shapes"), AssertionError(), TypeError("x"))),
     ],
 )

@@ -15,8 +15,11 @@ from datasets import Dataset
 from huggingface_hub import ModelCard, constants
 from peft import LoraConfig, get_peft_model
 
+from d1.lazy import local_imports
 from d1.models import load_model
-from d1.runs.record import local_name, of_file, of_model, of_rows, of_settings, write_card
+from d1.rl.checks import ON_RESUME as RL_ON_RESUME
+from d1.runs.record import OnResume, Past, flat, local_name, of_file, of_model, of_rows, of_settings, write_card
+from d1.sft.stage import ON_RESUME as SFT_ON_RESUME
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
 from tests.faults import edit_json, flip_bit
@@ -96,6 +99,89 @@ def test_settings_that_name_files_are_followed(tiny_model_dir: Path, tmp_path: P
         "contents of rows.jsonl": of_file(tmp_path / "rows.jsonl"),
         "contents of model_name": of_model(str(tiny_model_dir)),
     }
+
+
+def test_each_file_of_a_list_and_each_function_of_a_file_counts(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    for file in (first, second):
+        file.write_text(f"def {file.stem}(row): return row\n")
+    settings = {"tools": ["calculator", str(first), str(second)], "data_function": f"{first}:first", "names": ["a", 1]}
+    found = of_settings(settings)
+    assert found == {
+        "contents of tools": [of_file(first), of_file(second)],
+        "contents of data_function": of_file(first),
+    }
+    second.write_text("def second(row): return None\n")
+    changed = of_settings(settings)
+    assert {name for name in found if found[name] != changed[name]} == {"contents of tools"}
+
+
+def test_the_local_modules_that_code_imports_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    files = {
+        "mine.py": "import os, json\nimport torch\nimport d1.rows\nimport near\nfrom package import part as own\n",
+        "near.py": "def late():\n    from elsewhere_module import name\n",
+        "package/__init__.py": "from .other import thing\n",
+        "package/part.py": "part = 1\n",
+        "package/other.py": "from . import part\nimport mine\n",
+        "package/unread.py": "",
+        "elsewhere/elsewhere_module.py": "name = 1\n",
+        "unread.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    read = {*files} - {"mine.py", "package/unread.py", "unread.py"}
+    assert {str(file.relative_to(tmp_path)) for file in local_imports(tmp_path / "mine.py")} == read
+    before = of_settings({"reward_file": str(tmp_path / "mine.py")})
+    assert before.keys() == {"contents of reward_file", "imports of reward_file"}
+    for name in files:
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content + b"\n# changed")
+        after = of_settings({"reward_file": str(tmp_path / "mine.py")})
+        part = {"contents of reward_file"} if name == "mine.py" else {"imports of reward_file"}
+        assert {key for key in before if before[key] != after[key]} == (part if name in read | {"mine.py"} else set())
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "mine.py").write_text("this is no Python (")
+    assert of_settings({"reward_file": str(tmp_path / "mine.py")}).keys() == {"contents of reward_file"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "changed", "on_resume"),
+    [
+        ("tools", "tool.py", RL_ON_RESUME),
+        ("tools", "helper_of_tool.py", RL_ON_RESUME),
+        ("dataset", "helper_of_tool.py", RL_ON_RESUME),
+        ("data_function", "tool.py", SFT_ON_RESUME),
+        ("data_function", "helper_of_tool.py", SFT_ON_RESUME),
+    ],
+)
+def test_a_resume_with_other_code_is_refused(setting: str, changed: str, on_resume: OnResume, tmp_path: Path) -> None:
+    tool, helper = tmp_path / "tool.py", tmp_path / "helper_of_tool.py"
+    tool.write_text("import helper_of_tool\n")
+    helper.write_text("a = 1\n")
+    values = {"tools": ["calculator", str(tool)], "dataset": str(tool), "data_function": f"{tool}:convert"}
+    settings = {setting: values[setting]}
+    past = Past(8, flat({**settings, **of_settings(settings)}))
+    assert on_resume.changes(past, {**settings, **of_settings(settings)}, tmp_path) == {}
+    (tmp_path / changed).write_text("import helper_of_tool\na = 2\n")
+    part = "contents" if changed == "tool.py" else "imports"
+    with pytest.raises(ValueError, match=f"holds a run with {part} of {setting} .* instead of .*: continue it with"):
+        on_resume.changes(past, {**settings, **of_settings(settings)}, tmp_path)
+    before = Past(8, flat(settings))  # the record of an earlier version has no such fingerprint
+    assert on_resume.changes(before, {**settings, **of_settings(settings)}, tmp_path) == {}
+
+
+def test_a_resume_with_other_rewards_is_noted(tmp_path: Path) -> None:
+    """Rewards may change on a resume; the log and the record say so."""
+    file = tmp_path / "rewards.py"
+    file.write_text("import helper_of_rewards\n")
+    (tmp_path / "helper_of_rewards.py").write_text("a = 1\n")
+    settings = {"reward_file": str(file)}
+    past = Past(8, flat({**settings, **of_settings(settings)}))
+    (tmp_path / "helper_of_rewards.py").write_text("a = 2\n")
+    changes = RL_ON_RESUME.changes(past, {**settings, **of_settings(settings)}, tmp_path)
+    assert changes.keys() == {"imports of reward_file"}
 
 
 # --- Model card -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, List, Value
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from d1.models import load_model, prepare
@@ -25,6 +25,32 @@ def make_rows(lengths, ids=None):
     one = [1] * len(lengths)
     columns = {"input_ids": texts, "answer": answers, "length": lengths, "start": one, "status": ["ok"] * len(lengths)}
     return Dataset.from_dict(columns)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int16", "int32"])
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_ids_of_any_integer_type_make_the_same_batch(kind, form):
+    """Also with a mask token for which uint16 has no room, and in a data set that gives arrays."""
+    tokens = SimpleNamespace(mask_token_id=126336, eos_token_id=2, pad_token_id=1)
+    rows = make_rows([4, 6])
+    features = rows.features.copy()
+    features["input_ids"] = List(Value(kind))
+    given = rows.cast(features).with_format(form)
+    for padding in (0, 4, 6):  # with a format, + would add the ids of EOS instead of appending them
+        whole, narrow = (dLLMSFTDataset(one, tokens, 8, eos_padding=padding) for one in (rows, given))
+        expected, found = (dLLMDataCollator(tokens)(one.__getitems__([0, 1])) for one in (whole, narrow))
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    texts = [np.array(row["input_ids"], kind) for row in rows]
+    answers = [np.array(row["answer"]) for row in rows]
+    arrays = [
+        {"input_ids": a, "answer": b, "key": (0, number), "t": None}
+        for number, (a, b) in enumerate(zip(texts, answers, strict=True))
+    ]
+    lists = [row | {"input_ids": row["input_ids"].tolist(), "answer": row["answer"].tolist()} for row in arrays]
+    expected, found = (dLLMDataCollator(tokens)(one) for one in (lists, arrays))
+    assert expected["input_ids"].tolist() == found["input_ids"].tolist()
+    with pytest.raises(ValueError, match=r"token ids must be integers, got torch\.float32"):
+        dLLMDataCollator(tokens)([arrays[0] | {"input_ids": [0.5, 1.0, 2.0, 2.0]}])
 
 
 def sample(lengths, batch_size=8, multiple=2, epoch=0, **options):

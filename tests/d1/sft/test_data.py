@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.runs.data import load_rows
+from d1.runs.record import of_rows
 from d1.sft import data as sft_data
 from d1.sft.data import load_function, preprocess_dataset, tokenize_row
+from tests.faults import write_at_the_same_time
 
 TEMPLATES = {
     "chatml": (
@@ -266,3 +268,37 @@ def test_preprocessing_is_parallel_and_cached(tmp_path, monkeypatch):
     assert prepare(load_rows(str(file)), num_proc=1).to_list() == alone.to_list()
     with pytest.raises(AssertionError, match="tokenised again"):
         prepare(load_rows(str(file)), max_length=99, num_proc=1)
+
+
+CONVERT = """import {module}
+def convert(row):
+    with open({table!r}) as file:
+        return {{"prompt": row["prompt"], "completion": file.read() + {module}.suffix(row)}}
+"""
+
+
+def test_a_function_is_called_again_whatever_it_reads(tmp_path, monkeypatch):
+    """A module that it imports, one that this imports, and a file that it reads; sizes and times stay the same."""
+    monkeypatch.syspath_prepend(tmp_path)
+    table, inner, outer = tmp_path / "table.txt", tmp_path / "inner_of_rows.py", tmp_path / "outer_of_rows.py"
+    rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(3)))
+    mine.write_text(CONVERT.format(module="outer_of_rows", table=str(table)))
+    table.write_text("a")
+    inner.write_text("text = 'b'\n")
+    outer.write_text("def suffix(row):\n    import inner_of_rows\n    return inner_of_rows.text + 'c'\n")
+
+    def answers() -> set[str]:
+        made = prepare(load_rows(str(rows)), function=load_function(f"{mine}:convert"))
+        prints.append(of_rows(made))
+        return {parts(row, TOKENIZERS["chatml"])[1][0].removesuffix("<|im_end|><eos>") for row in made}
+
+    prints: list[str] = []
+    assert answers() == answers() == {"abc"}
+    write_at_the_same_time(table, b"x")
+    assert answers() == {"xbc"}
+    write_at_the_same_time(inner, b"text = 'y'\n")
+    assert answers() == {"xyc"}
+    write_at_the_same_time(outer, outer.read_bytes().replace(b"'c'", b"'z'"))
+    assert answers() == {"xyz"}
+    assert len({*prints}) == 4

@@ -1,0 +1,174 @@
+"""Columns of users' files that SFT understands: templates with the file's own texts, Alpaca's, ShareGPT's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from d1.runs.data import load_rows
+from d1.sft.columns import way_for
+from d1.sft.data import to_messages
+from tests.commands import ROOT
+from tests.d1.sft.test_data import TOKENIZERS, parts, prepare
+
+REAL = ROOT / "tests/real_files"
+
+
+def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in to_messages(row, None, None)]
+
+
+def trained(rows: Dataset, *template: str) -> list[tuple[str, str]]:
+    """The user's text and the trained text of each row, in the order of the file."""
+    found = []
+    for index in range(len(rows)):
+        (row,) = prepare(rows.select([index]), template=template or None)
+        (prompt, _), (answer, _) = parts(row, TOKENIZERS["chatml"])
+        asked = prompt.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+        found.append((asked, answer.removesuffix("<|im_end|><eos>")))
+    return found
+
+
+# --- Templates --------------------------------------------------------------------------------------------------------
+
+
+def test_a_template_trains_on_the_texts_of_the_file() -> None:
+    found = trained(load_rows(str(REAL / "reader_kinds.jsonl")), "{question}", "{answer}")
+    assert [answer for _, answer in found] == [
+        *("2024-05-01", "007", "7", "3", "4.5", "1.10", "6.02e23", "18446744073709551616", "0.30000000000000004"),
+        *("3.14159265358979323846264338327950288", "true", '["007", 7, null, {"at": "2024-05-01"}]', "null"),
+    ]
+    assert found[0][0] == "When was it signed?"
+
+
+@pytest.mark.parametrize(
+    ("cell", "template", "text"),
+    [
+        ("1.10", "{a:.1f}", "1.1"),
+        ("1.10", "{a!r}", "1.1"),
+        ("1.10", "{a!s}", "1.10"),
+        ("false", "{a}", "false"),
+        ('{"b": [1.50, "x"]}', "{a}", '{"b": [1.50, "x"]}'),
+        ('{"b": [1.50, "x"]}', "{a[b][0]} {a[b][1]}", "1.50 x"),
+        ('"ü"', "{{{a}}}", "{ü}"),
+    ],
+)
+def test_fields_of_a_template(cell: str, template: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"q": "q", "a": {cell}}}\n')
+    assert trained(load_rows(str(file)), "{q}", template) == [("q", text)]
+
+
+def test_a_template_may_name_a_column_with_dots() -> None:
+    rows = Dataset.from_list([{"meta.q": "q", "a[0]": "a", "meta": {"q": "other"}}])
+    assert trained(rows, "{meta.q}", "{a[0]}") == [("q", "a")]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [("{absent}", "there is no 'absent'"), ("{none}", "none is null, which --template cannot fill in"), ("{}", "name")],
+)
+def test_what_a_template_cannot_fill_in_is_named(template: str, problem: str) -> None:
+    rows = [{"q": "q", "none": None}, {"q": "q", "none": None}]
+    with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
+        prepare(rows, template=("{q}", template))
+
+
+# --- Alpaca and ShareGPT ----------------------------------------------------------------------------------------------
+
+
+def test_alpaca() -> None:
+    rows = load_rows(str(REAL / "reader_alpaca.json"))
+    assert trained(rows) == [
+        ("Name a prime number.", "7"),
+        ("Add the numbers.\n2 and 3", "5"),
+        ("Say hello.", "Hello."),
+    ]
+
+
+def test_alpaca_with_its_other_columns() -> None:
+    row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
+    assert turns(row) == [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert turns({"instruction": "c", "output": "d", "history": None, "system": None}) == turns(row)[3:]
+
+
+def test_sharegpt() -> None:
+    rows = load_rows(str(REAL / "reader_sharegpt.jsonl"))
+    assert [turns(row) for row in rows] == [
+        [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")],
+        [("system", "Be kind."), ("user", "2+2?"), ("assistant", "4"), ("user", "And 3+3?"), ("assistant", "6")],
+    ]
+    assert {row["status"] for row in prepare(rows)} == {"ok"}
+
+
+def test_conversations_may_be_messages() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert to_messages({"conversations": messages}, None, None) == messages
+    assert to_messages({"prompt": "of another column", "conversations": messages}, None, None) == messages
+
+
+def test_a_function_may_return_such_columns() -> None:
+    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    assert to_messages({"x": 1}, lambda row: rows[0], None)[0] == {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"conversations": "text"}, "conversations is not a list of {from, value}"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "from 'narrator' has no role"),
+        ({"conversations": [{"from": "humans", "value": "a"}]}, r"has no role \(the nearest is human\)"),
+        ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "b"}]}, "the user message is NoneType"),
+        ({"instruction": None, "output": "b"}, "instruction is NoneType, not text"),
+        ({"instruction": "a", "output": ""}, "output is empty"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input is int, not text"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, r"history must be a list of \[instruction, output\]"),
+        ({"instruction": "a", "output": "b", "system": 3}, "system is int, not text"),
+        (
+            {"system": "s", "conversations": [{"from": "system", "value": "t"}, {"from": "gpt", "value": "b"}]},
+            "the column system and the first turn are both a system message",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_cell_is_named_by_its_column(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
+        prepare([row])
+
+
+# --- Other columns ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "way"),
+    [
+        (["text", "answer"], "use --template '{text}' '{answer}' or --data_function"),
+        (["Label", "id", "Document"], "use --template '{Document}' '{Label}' or --data_function"),
+        (["foo", "bar", "baz"], "use --template '{foo}' '{baz}' or --data_function"),
+        (["text"], "use --data_function"),
+    ],
+)
+def test_a_hint_names_the_files_own_columns(columns: list[str], way: str) -> None:
+    assert way_for(columns) == way
+    with pytest.raises(ValueError, match="the data has the columns") as raised:
+        prepare([dict.fromkeys(columns, "x")])
+    assert str(raised.value).endswith(way)
+
+
+def test_bad_rows_of_a_file_have_their_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "completion": "" if number % 2 else "b"} for number in range(16)]
+    file.write_text("\n" + "\n\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="8 of 16 rows cannot be trained on:") as raised:
+        prepare(load_rows(str(file)))
+    lines = [f"  line {2 * (number + 1)}: completion is empty" for number in range(16) if number % 2]
+    assert str(raised.value).splitlines()[1:] == [
+        *lines[:5],
+        "  and 3 more",
+        "Fix them, or leave them out with --bad_rows skip",
+    ]
+    assert len(prepare(load_rows(str(file)), bad_rows="skip")) == 8
+    assert f"{lines[0]}\n{lines[1]}" in caplog.text
