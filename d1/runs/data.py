@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.masking import keyed_generator
-from d1.models import tokenizer as conversation
+from d1.models import messages, tokenizer
 from d1.tasks.data import read_file
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def tokenised(
     """What `tokenize_row(row, **options)`, of the module `source`, returns for each row: the columns `features`."""
     processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
     # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again.
-    sources = [inspect.getsource(module) for module in (source, conversation)]
+    sources = [inspect.getsource(module) for module in (source, messages, tokenizer)]
     return data.map(
         tokenize_row,
         fn_kwargs=options,

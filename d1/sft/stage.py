@@ -22,10 +22,13 @@ from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preproc
 from d1.sft.editing import EditNoise
 from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
 
-SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
+SAME_IN_DATA = (
+    *("max_length", "test_split", "overlong", "bad_rows", "template", "assistant_only_loss", "num_proc", "seed"),
+)
 ON_RESUME = on_resume(
     *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
-    *("edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
+    *("assistant_only_loss", "edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
+    free=("quiet",),
 )
 
 
