@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from d1.models.attention import has_causal_context
 from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.runs.checkpoints import read_state
+from d1.runs.console import show_row
 from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, of_rows, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -77,6 +78,8 @@ def prepare(
     cap_batch(training, len(datasets[0]))
     read = of_values([of_rows(one.rows) for one in datasets])
     facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
+    if training.process_index == 0 and not args.quiet:
+        show_row(rows[0][0]["input_ids"], rows[0][0]["answer"], tokenizer)
 
     def make_trainer(model: Any) -> dLLMTrainer:
         given: dict[str, Any] = {"model": model, "args": training, "train_dataset": datasets[0]}
