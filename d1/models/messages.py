@@ -29,7 +29,8 @@ UNREAD_COLUMNS = {
     "functions": "give them as tools",
     **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
 }
-CONVERSATION_COLUMNS = (*SYSTEM, *OF_TEMPLATES, "chat_template_kwargs", *UNREAD_COLUMNS)  # all that `conversation_of` reads
+# All that `conversation_of` reads.
+CONVERSATION_COLUMNS = (*SYSTEM, *OF_TEMPLATES, "chat_template_kwargs", *UNREAD_COLUMNS)
 # Arguments of `apply_chat_template`, which a row may not set.
 RESERVED = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
