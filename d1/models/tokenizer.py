@@ -500,13 +500,15 @@ def marked_spans(
         elif marked:
             spans.append((first, last))
     turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(turns) == len(chosen):
-        return spans
-    ends = []  # of each message
-    for count in range(1, len(messages) + 1):
-        text = render_prompt(tokenizer, messages[:count], **options, add_generation_prompt=False)
-        ends.append(shared_length(text, whole))
-    return [span for span in spans if next((at for at, end in enumerate(ends) if end > span[0]), None) in chosen]
+    if len(turns) > len(chosen):
+        ends = []  # of each message
+        for count in range(1, len(messages) + 1):
+            text = render_prompt(tokenizer, messages[:count], **options, add_generation_prompt=False)
+            ends.append(shared_length(text, whole))
+        spans = [span for span in spans if next((at for at, end in enumerate(ends) if end > span[0]), None) in chosen]
+    if not spans:
+        raise ValueError("the chat template marks nothing as written by the assistant")
+    return [*spans[:-1], (spans[-1][0], len(whole))]  # what the template writes after the last turn ends it
 
 
 # --- Nothing of a row is lost -----------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from d1.models.tokenizer import END_OF_TURN
+
 OF_TRL = Path(trl.__file__).parent / "chat_templates"
 OWN = Path(__file__).parents[2] / "real_files"
 NAMES = sorted(path.stem for path in OF_TRL.glob("*.jinja") if not path.stem.endswith("_training"))
@@ -23,6 +25,7 @@ def byte_tokenizer(template: str) -> Any:
     backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
+    turn_ends = [token for token in END_OF_TURN if token in text]  # as `load_tokenizer` finds them
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=text,
@@ -30,6 +33,7 @@ def byte_tokenizer(template: str) -> Any:
         eos_token="<eos>",
         pad_token="<pad>",
         mask_token="<mask>",
+        extra_special_tokens={"eot_token": turn_ends[0] if turn_ends else "<eos>"},
         clean_up_tokenization_spaces=False,
     )
     tokenizer.add_tokens(list(dict.fromkeys(SPECIAL.findall(text))), special_tokens=True)
