@@ -8,7 +8,7 @@ that says something which no chat template reads is an error that names it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Message = dict[str, Any]
@@ -237,6 +237,18 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a value, and the names of its fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from texts_in(list(value.values()))
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts_in(one)
 
 
 def map_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> Any:

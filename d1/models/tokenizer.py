@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from d1.files import OF_TOKENIZER, read_object, reading
 from d1.models.adapters import adapter_chain, check_there
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
-from d1.models.messages import REASONING, Message, Options, joined_text, map_texts, name_of_tool, weight_of
+from d1.models.messages import REASONING, Message, Options, joined_text, map_texts, name_of_tool, texts_in, weight_of
 from d1.models.messages import as_messages as as_messages
 from d1.models.messages import conversation_of as conversation_of
 from d1.models.messages import require_text as require_text
@@ -167,15 +167,21 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
         if isinstance(message.get("content"), list):
             message["content"] = joined_text(message["content"], f"the {message.get('role')} message")
     try:
-        try:
-            return str(tokenizer.apply_chat_template(chat, **options))
-        except TypeError:  # such as DeepSeek-V3's, which adds the arguments of a call to a text
-            if not any(message.get("tool_calls") for message in chat):
-                raise
-            return str(tokenizer.apply_chat_template([with_text_arguments(message) for message in chat], **options))
+        return str(apply_template(tokenizer, chat, options))
     except Exception as error:  # a template can raise anything
         reason = str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
         raise unreadable(tokenizer, reason, messages[-1].get("content") or "") from error
+
+
+def apply_template(tokenizer: Any, messages: Sequence[Message], options: Options) -> Any:
+    """What `apply_chat_template` returns. If the template takes no objects as the arguments of calls, such as
+    DeepSeek-V3's, which adds them to a text, it gets texts in JSON."""
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return tokenizer.apply_chat_template([with_text_arguments(message) for message in messages], **options)
 
 
 def with_text_arguments(message: Message) -> Message:
@@ -317,13 +323,6 @@ def extended(ids: list[int], before: str, part: str, tokenizer: PreTrainedTokeni
     return whole if whole[: len(ids)] == ids else ids + encode_prompt(tokenizer, part)
 
 
-def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Ids of prompt and answer together, and the number of ids before the answer. The prompt has the same ids as when
-    the model is asked for the answer."""
-    ids = encode_prompt(tokenizer, prompt)
-    return extended(ids, prompt, answer, tokenizer), len(ids)
-
-
 @lru_cache(maxsize=8)
 def special_texts(tokenizer: Any, size: int) -> re.Pattern[str] | None:
     """Finds the special tokens of a tokenizer of this `size` in a text, without its mask token, which no text may have
@@ -337,26 +336,20 @@ def special_texts(tokenizer: Any, size: int) -> re.Pattern[str] | None:
 def check_plain_text(tokenizer: Any, message: Message, name: str) -> None:
     """Raise ValueError for a turn, called `name`, whose text spells a special token: the model would learn to write
     the end of a text, or the header of a turn, in the middle of an answer. The template writes those that belong."""
-    pattern, found = special_texts(tokenizer, len(tokenizer)), list[str]()
-    if pattern is not None:
-        fields = [message.get(field) for field in ("content", "reasoning_content", "tool_calls")]
-        map_texts(fields, lambda text: found.extend(pattern.findall(text)) or text, keys=True)
-    if found:
-        raise ValueError(f"the special token {found[0]} is in {name}: the chat template and the EOS end an answer")
-
-
-def training_template(tokenizer: Any) -> str | None:
-    """TRL's variant for training of the tokenizer's chat template, which keeps all that messages say and marks what
-    the model writes; None if TRL has none, or the template has such marks itself."""
-    from trl.chat_template_utils import get_training_chat_template  # TRL is slow to import
-
-    return known_training_template(tokenizer, str(tokenizer.chat_template), get_training_chat_template)
+    pattern = special_texts(tokenizer, len(tokenizer))
+    for text in texts_in([message.get(field) for field in ("content", "reasoning_content", "tool_calls")]):
+        if pattern is not None and (found := pattern.search(text)):
+            raise ValueError(f"the special token {found[0]} is in {name}: the chat template and the EOS end an answer")
 
 
 @lru_cache(maxsize=8)
-def known_training_template(tokenizer: Any, template: str, find: Any) -> str | None:
+def training_template(tokenizer: Any, template: Any) -> str | None:
+    """TRL's variant for training of `template`, the tokenizer's own, which keeps all that messages say and marks what
+    the model writes; None if TRL has none, or the template has such marks itself."""
+    from trl.chat_template_utils import get_training_chat_template  # TRL is slow to import
+
     try:
-        return find(tokenizer)  # type: ignore[no-any-return]
+        return get_training_chat_template(tokenizer)  # type: ignore[no-any-return]
     except Exception:  # ValueError: TRL does not know it; or the template refuses the messages that TRL tries
         return None
 
@@ -374,7 +367,7 @@ def templates_of(tokenizer: Any, all_turns: bool) -> Iterator[str | None]:
     own_first = not all_turns or has_marks(tokenizer.chat_template)
     if own_first:
         yield None
-    if variant := training_template(tokenizer):
+    if variant := training_template(tokenizer, tokenizer.chat_template):
         yield variant
     if not own_first:
         yield None
@@ -426,18 +419,10 @@ def parts_in(
     return parts, [] if stops else [NO_STOP]
 
 
-def prompt_and_answer(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, options: Options | None = None
-) -> tuple[str, str]:
-    """The text of a conversation before its last turn, and that turn: the answer, which begins where the template's
-    generation prompt ends, because there the model starts to write. Together they are the text that the template
-    writes."""
-    prompt, answer, _ = split_last(messages, tokenizer, options or {})
-    return prompt, answer
-
-
 def split_last(messages: list[Message], tokenizer: Any, options: Options) -> tuple[str, str, bool]:
-    """`prompt_and_answer`, and whether the prompt is what the template writes to ask for the answer."""
+    """The text of a conversation before its last turn; that turn, the answer, which begins where the template's
+    generation prompt ends, because there the model starts to write; and whether the prompt is that generation prompt.
+    Together they are the text that the template writes."""
     content = messages[-1]["content"]
     prompt = render_prompt(tokenizer, messages[:-1], **options, add_generation_prompt=True)
     whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
@@ -478,7 +463,7 @@ def shared_length(text: str, other: str) -> int:
 def span_of_turn(messages: list[Message], tokenizer: Any, options: Options, whole: str) -> tuple[int, int]:
     """Where the last of these messages begins and ends in the text of the `whole` conversation. ValueError if the
     template writes it otherwise there."""
-    prompt, answer = prompt_and_answer(messages, tokenizer, options)
+    prompt, answer, _ = split_last(messages, tokenizer, options)
     if not whole.startswith(prompt + answer):
         raise ValueError(
             "the chat template writes an earlier turn of the assistant otherwise than the last, and neither it nor "
@@ -492,7 +477,9 @@ def marked_spans(
 ) -> list[tuple[int, int]]:
     """Where the chosen turns begin and end in the `whole` text, by the template's {% generation %}."""
     given = {**options, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    encoding = tokenizer.apply_chat_template(messages, **given)
+    encoding = apply_template(tokenizer, messages, given)
+    if not encoding.encodings:
+        raise ValueError("the places of turns need a tokenizer with a tokenizer.json: train on the last turn alone")
     spans: list[tuple[int, int]] = []
     for (first, last), marked in zip(encoding.encodings[0].offsets, encoding["assistant_masks"], strict=True):
         if marked and spans and first <= spans[-1][1]:
@@ -584,12 +571,10 @@ def check_complete(
     for mark in marks:
         places = {trained for part, trained in parts if mark.word in part}
         wanted = mark.message in chosen
-        if places and (wanted in places and (wanted or True not in places)):
-            continue
-        if places:
+        if places and (True in places) != wanted:
             verb = "is not" if wanted else "would be"
             raise ValueError(f"{mark.part} {verb} trained on: the chat template writes it in another turn's place")
-        if is_left_out(mark, messages, tokenizer, options, chosen):
+        if not places and is_left_out(mark, messages, tokenizer, options, chosen):
             todo = "remove it from the row, or use a model whose template writes it"
             raise ValueError(f"the chat template leaves out {mark.part}: {todo}")
 

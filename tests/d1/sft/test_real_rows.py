@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from d1.distill.traces import prompt_ids
 from d1.sft.data import preprocess_dataset, tokenize_row
 from tests.d1.sft.templates import OWN, byte_tokenizer, trained_texts
 
@@ -53,6 +54,17 @@ def test_columns_are_in_the_prompt(row, text):
         made = read({"template": "qwen3", "row": {**columns, **row}})
         prompt = tokenizer_of("qwen3").decode(made["input_ids"][: made["start"]])
         assert text in prompt
+
+
+def test_the_prompts_of_distillation_have_the_columns_of_their_rows():
+    row = {"system": "Answer in French.", "prompt": "hi", "chat_template_kwargs": {"enable_thinking": False}}
+    tokenizer = tokenizer_of("qwen3")
+    ids, problem = prompt_ids(row, tokenizer, 1000)
+    assert problem == ""
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nAnswer in French.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
 
 
 def user(text: str) -> list[dict[str, Any]]:
