@@ -361,16 +361,17 @@ def has_marks(template: Any) -> bool:
     return template is not None and has_generation_markers(template)
 
 
-def templates_of(tokenizer: Any, all_turns: bool) -> Iterator[str | None]:
-    """The chat templates to try: the tokenizer's own, as None, and TRL's variant of it for training. With `all_turns`,
-    TRL's comes first, because it writes earlier turns as it writes the last."""
-    own_first = not all_turns or has_marks(tokenizer.chat_template)
-    if own_first:
-        yield None
-    if variant := training_template(tokenizer, tokenizer.chat_template):
-        yield variant
-    if not own_first:
-        yield None
+def ways_of(tokenizer: Any, all_turns: bool) -> Iterator[tuple[str | None, bool]]:
+    """Chat templates to try, the tokenizer's own as None, and whether to find turns by what the template marks. With
+    `all_turns`, marks come first, as in TRL, whose variant writes earlier turns as it writes the last."""
+    own = tokenizer.chat_template
+    if all_turns and has_marks(own):
+        yield None, True
+    elif all_turns and (variant := training_template(tokenizer, own)):
+        yield variant, True
+    yield None, False
+    if variant := training_template(tokenizer, own):
+        yield variant, False
 
 
 def trained_parts(
@@ -378,18 +379,18 @@ def trained_parts(
 ) -> tuple[Parts, list[str]]:
     """The text of a conversation up to its last chosen turn, in parts, and notes about it.
 
-    The template is the first of `templates_of` that writes all that the messages say. Thoughts of turns that are not
-    trained on are left to it: many templates leave them out, as they do when the model is asked.
+    The first of `ways_of` counts that finds all that the messages say. Thoughts of turns that are not trained on are
+    left to the template: many leave them out, as they do when the model is asked.
 
     Raises:
         ValueError: no template writes everything, or a turn cannot be found in the text.
     """
     problem: ValueError | None = None
-    for template in templates_of(tokenizer, all_turns):
+    for template, by_marks in ways_of(tokenizer, all_turns):
         given = {**options, "chat_template": template}
         try:
-            parts, notes = parts_in(messages, tokenizer, chosen, given, all_turns)
-            check_complete(messages, tokenizer, chosen, given, all_turns)
+            parts, notes = parts_in(messages, tokenizer, chosen, given, by_marks)
+            check_complete(messages, tokenizer, chosen, given, by_marks)
             return parts, notes
         except ValueError as error:
             problem = problem or error
@@ -398,25 +399,22 @@ def trained_parts(
 
 
 def parts_in(
-    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, all_turns: bool
+    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, by_marks: bool
 ) -> tuple[Parts, list[str]]:
-    """`trained_parts` with the template in `options`."""
-    if not all_turns:
-        prompt, answer, as_asked = split_last(messages, tokenizer, options)
-        return [(prompt, False), (answer, True)], [] if as_asked else [OTHER_PROMPT]
-
+    """`trained_parts` in one way, with the template in `options`."""
     whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
-    if has_marks(options["chat_template"] or tokenizer.chat_template):
-        spans = marked_spans(messages, tokenizer, chosen, options, whole)
+    if by_marks:
+        spans, as_asked = marked_spans(messages, tokenizer, chosen, options, whole), True
     else:
-        spans = [span_of_turn(messages[: turn + 1], tokenizer, options, whole) for turn in chosen]
+        turns = [span_of_turn(messages[: turn + 1], tokenizer, options, whole) for turn in chosen]
+        spans, as_asked = [(first, last) for first, last, _ in turns], all(same for _, _, same in turns)
     parts, at = Parts(), 0
     for first, last in spans:
-        parts += [(whole[at:first], False), (whole[first:last].rstrip(), True)]
-        at = first + len(parts[-1][0])
-    ends = tuple(tokenizer.get_added_vocab())
+        parts += [(whole[at:first], False), (whole[first:last], True)]
+        at = last
+    ends = tuple(tokenizer.get_added_vocab()) if len(spans) > 1 else ()
     stops = all(part.endswith(ends) for part, trained in parts[:-1] if trained)
-    return parts, [] if stops else [NO_STOP]
+    return parts, [note for note, applies in ((OTHER_PROMPT, not as_asked), (NO_STOP, not stops)) if applies]
 
 
 def split_last(messages: list[Message], tokenizer: Any, options: Options) -> tuple[str, str, bool]:
@@ -460,16 +458,16 @@ def shared_length(text: str, other: str) -> int:
     return min(len(text), len(other))
 
 
-def span_of_turn(messages: list[Message], tokenizer: Any, options: Options, whole: str) -> tuple[int, int]:
-    """Where the last of these messages begins and ends in the text of the `whole` conversation. ValueError if the
-    template writes it otherwise there."""
-    prompt, answer, _ = split_last(messages, tokenizer, options)
+def span_of_turn(messages: list[Message], tokenizer: Any, options: Options, whole: str) -> tuple[int, int, bool]:
+    """Where the last of these messages begins and ends in the text of the `whole` conversation, and whether it begins
+    where the generation prompt ends. ValueError if the template writes it otherwise there."""
+    prompt, answer, as_asked = split_last(messages, tokenizer, options)
     if not whole.startswith(prompt + answer):
         raise ValueError(
             "the chat template writes an earlier turn of the assistant otherwise than the last, and neither it nor "
             "TRL's variant marks turns by {% generation %}: add these marks, or train on the last turn alone"
         )
-    return len(prompt), len(prompt) + len(answer)
+    return len(prompt), len(prompt) + len(answer), as_asked
 
 
 def marked_spans(
@@ -495,7 +493,8 @@ def marked_spans(
         spans = [span for span in spans if next((at for at, end in enumerate(ends) if end > span[0]), None) in chosen]
     if not spans:
         raise ValueError("the chat template marks nothing as written by the assistant")
-    return [*spans[:-1], (spans[-1][0], len(whole))]  # what the template writes after the last turn ends it
+    spans[-1] = spans[-1][0], len(whole)  # what the template writes after the last turn ends it
+    return [(first, first + len(whole[first:last].rstrip())) for first, last in spans]
 
 
 # --- Nothing of a row is lost -----------------------------------------------------------------------------------------
@@ -559,13 +558,13 @@ def marked(
 
 
 def check_complete(
-    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, all_turns: bool
+    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, by_marks: bool
 ) -> None:
     """Raise ValueError unless the template's text depends on each part of a conversation, where the parts of chosen
     turns are trained on and no others are."""
     copies, given, marks = marked(messages, options, chosen)
     try:
-        parts, _ = parts_in(copies, tokenizer, chosen, given, all_turns)
+        parts, _ = parts_in(copies, tokenizer, chosen, given, by_marks)
     except ValueError:  # a template that reads its messages, such as the pocket models', refuses the words
         parts = []
     for mark in marks:
