@@ -22,8 +22,8 @@ from torch import Tensor
 
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models import load_model, load_tokenizer
-from d1.models.tokenizer import prompt_and_answer, tokenize
-from d1.sft.data import to_messages
+from d1.models.tokenizer import trained_ids, whole_turns
+from d1.sft.data import to_conversation
 
 TRAIN_NOISE = 0  # the stream of random numbers, numbered as in `d1.sft.data`
 
@@ -43,9 +43,10 @@ class Settings:
 def encode(tokenizer: Any, row: dict[str, Any], eos_padding: int) -> tuple[Tensor, Tensor]:
     """Token ids (tokens,) of a row, and whether each token is part of the answer.
 
-    `to_messages` reads s1K's columns, `messages`, or `prompt` and `completion`.
+    `to_conversation` reads s1K's columns, `messages`, or `prompt` and `completion`.
     """
-    ids, start = tokenize(*prompt_and_answer(to_messages(row, None, None), tokenizer), tokenizer)
+    messages, given = to_conversation(row, None, None)
+    ids, start = trained_ids(whole_turns(messages), tokenizer, "the answer", given)
     ids += [tokenizer.eos_token_id] * (eos_padding - (len(ids) - start))
     return torch.tensor(ids), torch.arange(len(ids)) >= start
 

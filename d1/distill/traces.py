@@ -20,7 +20,8 @@ from d1.files import give_usual_mode, reading, writing
 from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.kinds import block_size
-from d1.models.tokenizer import as_messages, encode_prompt, render_prompt
+from d1.models.messages import CONVERSATION_COLUMNS, as_messages, conversation_of
+from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.data import load_rows, problem_of, usable_rows
 from d1.runs.record import of_rows, of_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
@@ -49,7 +50,8 @@ def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
     rows: Dataset = load_rows(name, TASKS) if task is None else task.load_rows("train", args.data_file)
     if "prompt" not in rows.column_names:
         raise ValueError(f"the rows of {name} have no column prompt, only {', '.join(rows.column_names)}")
-    prompts = [prompt_ids(row, tokenizer, args.max_prompt_length) for row in rows.select_columns(["prompt"])]
+    read = rows.select_columns([name for name in rows.column_names if name in ("prompt", *CONVERSATION_COLUMNS)])
+    prompts = [prompt_ids(row, tokenizer, args.max_prompt_length) for row in read]
     ids, problems = [found for found, _ in prompts], [problem for _, problem in prompts]
     usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, args.bad_rows, rows)
     if args.num_prompts is not None and args.num_prompts < len(usable):
@@ -67,7 +69,8 @@ def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
 def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
     """The ids of a row's prompt and an empty text, or no ids and what is wrong with the row."""
     try:
-        ids = encode_prompt(tokenizer, render_prompt(tokenizer, as_messages(row, "prompt", "user")))
+        messages, given = conversation_of(row, as_messages(row, "prompt", "user"))
+        ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **given))
         if len(ids) > longest:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
     except Exception as error:  # a chat template may raise anything

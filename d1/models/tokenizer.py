@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from d1.files import OF_TOKENIZER, read_object, reading
 from d1.models.adapters import adapter_chain, check_there
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
+from d1.models.messages import REASONING, Message, Options, joined_text, map_texts, name_of_tool, texts_in, weight_of
+from d1.models.messages import as_messages as as_messages
+from d1.models.messages import conversation_of as conversation_of
+from d1.models.messages import require_text as require_text
+from d1.models.messages import whole_turns as whole_turns
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -149,17 +158,42 @@ def check_chat_template(
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
     """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
     ValueError, with the template's reason, if it refuses the messages; and for images, which some templates take."""
-    if any(isinstance(message.get("content"), list) for message in messages):
-        raise ValueError("a message is a list of parts, such as images, not text: models here read text alone")
     options = {"add_generation_prompt": True, "tokenize": False, **options}
+    chat = [dict(message) for message in messages]
+    for message in chat:
+        if isinstance(message.get("content"), list):
+            message["content"] = joined_text(message["content"], f"the {message.get('role')} message")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), **options))
+        return str(apply_template(tokenizer, chat, options))
     except Exception as error:  # a template can raise anything
         reason = str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
-        raise unreadable(tokenizer, reason, messages[-1]["content"]) from error
+        raise unreadable(tokenizer, reason, messages[-1].get("content") or "") from error
+
+
+def apply_template(tokenizer: Any, messages: Sequence[Message], options: Options) -> Any:
+    """What `apply_chat_template` returns. If the template takes no objects as the arguments of calls, such as
+    DeepSeek-V3's, which adds them to a text, it gets texts in JSON."""
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return tokenizer.apply_chat_template([with_text_arguments(message) for message in messages], **options)
+
+
+def with_text_arguments(message: Message) -> Message:
+    """The message, with the arguments of its calls as texts in JSON."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -224,72 +258,352 @@ def has_tokenizer(folder: str) -> bool:
     return any(has_file(folder, name) for name in VOCABULARIES)
 
 
-Message = dict[str, str]
+# --- Conversations to train on ----------------------------------------------------------------------------------------
+
+Parts = list[tuple[str, bool]]  # the text of a conversation, in parts, and whether each is trained on
+THOUGHTS = ("<think>", "</think>")
+OTHER_PROMPT = "the training text differs from the generation prompt, and the answer begins where they part"
+CUT_OFF = "messages after the assistant's last turn are left out"
+ONE_TURN = "a weight is on an earlier turn, and the last alone is trained on (--assistant_only_loss trains on all)"
+NO_STOP = "the chat template ends earlier turns of the assistant without a token for it, so they do not teach to stop"
 
 
-def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text (in SFT, --template turns numbers into text)")
-    if not empty_ok and not value.strip():
-        raise ValueError(f"{name} is empty")
+@dataclass(frozen=True)
+class TrainedText:
+    """The ids of a conversation, EOS last; whether each is trained on; where the last trained turn begins; and what
+    the user should know about it, of the constants above."""
+
+    ids: list[int]
+    trained: list[bool]
+    start: int
+    notes: tuple[str, ...] = ()
 
 
-def as_messages(row: dict[str, Any], name: str, role: str) -> list[Message]:
-    if isinstance(row[name], list):
-        return row[name]
-    require_text(row[name], name)
-    return [{"role": role, "content": row[name]}]
+def trained_ids(
+    messages: list[Message], tokenizer: Any, answer: str, options: Options | None = None
+) -> tuple[list[int], int]:
+    """The ids of a conversation, EOS last, and where its last turn begins.
 
+    Args:
+        messages: those of `whole_turns`.
+        answer: what a message calls the last turn.
+        options: what the template gets besides, as `conversation_of` returns it.
 
-def whole_turns(messages: Any) -> list[Message]:
-    """The messages up to the assistant's last; ValueError if they are no messages, or if no other comes before it."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("messages is not a list of {role, content}")
-    for message in messages:
-        role = message.get("role")
-        require_text(role, "a message's role")
-        require_text(message.get("content"), f"the {role} message", empty_ok=role != "assistant")
-    while messages and messages[-1].get("role") != "assistant":
-        messages = messages[:-1]
-    if len(messages) < 2:
-        raise ValueError("no assistant turn follows a user turn")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def prompt_and_answer(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text of a conversation before its last turn, and that turn: the answer, which begins where the template's
-    generation prompt ends, because there the model starts to write."""
-    prompt, answer = render_prompt(tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
-    whole = render_prompt(tokenizer, messages, add_generation_prompt=False)
-    end = len(answer)
-    if whole.startswith(prompt):  # false if the finished conversation does not contain the generation prompt
-        content, answer = answer, whole[len(prompt) :]
-        end = answer.find(content) + len(content) if content in answer else 0
-        if whole == render_prompt(tokenizer, messages, add_generation_prompt=True):
-            # Templates that ignore `add_generation_prompt`, such as LLaDA's, may add the header of the next answer.
-            marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
-            ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
-            answer = answer[: min(ends, default=len(answer))]
-    return prompt, answer[:end] + answer[end:].rstrip()  # whitespace between turns must not come before the EOS
-
-
-def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Ids of prompt and answer together, and the number of ids before the answer.
-
-    The prompt has the same ids as when the model is asked for the answer. If the ids of the whole text begin with them,
-    the rest is the answer; if a token would straddle the boundary, the answer is tokenised alone.
+    Raises:
+        ValueError: the template leaves out a part of the conversation; the text has a mask token; the turn has another
+            special token, or no tokens; or its weight is 0.
     """
-    ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
-    new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)
-    return ids + new, len(ids)
+    text = encode_turns(messages, tokenizer, answer, options)
+    return text.ids, text.start
 
 
-def trained_ids(messages: list[Message], tokenizer: Any, answer: str) -> tuple[list[int], int]:
-    """The ids of a conversation, EOS last, and where its last turn begins. ValueError if it has a mask token, or if
-    that turn, which is called `answer`, has no tokens."""
-    ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
+def encode_turns(
+    messages: list[Message], tokenizer: Any, answer: str, options: Options | None = None, *, all_turns: bool = False
+) -> TrainedText:
+    """`trained_ids` with all that is known about the ids; with `all_turns`, all turns of the assistant are trained on
+    whose weight is not 0."""
+    if all_turns:
+        chosen = [at for at, one in enumerate(messages) if one["role"] == "assistant" and weight_of(one) is not False]
+        if not chosen:
+            raise ValueError("all turns of the assistant have weight 0: there is nothing to train on")
+        messages = messages[: chosen[-1] + 1]
+    else:
+        chosen = [len(messages) - 1]
+        if weight_of(messages[-1]) is False:
+            raise ValueError(
+                "the last turn of the assistant has weight 0: there is nothing to train on "
+                "(--assistant_only_loss trains on its other turns)"
+            )
+    for turn in chosen:
+        check_plain_text(tokenizer, messages[turn], answer)
+    parts, notes = trained_parts(messages, tokenizer, chosen, options or {}, all_turns)
+    if not all_turns and any(weight_of(message) for message in messages[:-1] if message["role"] == "assistant"):
+        notes.append(ONE_TURN)
+
+    ids, trained, start = list[int](), list[bool](), 0
+    before = ""
+    for part, is_trained in parts:
+        known = len(ids)
+        ids, before = extended(ids, before, part, tokenizer), before + part
+        if is_trained:
+            start = known
+        trained += [is_trained] * (len(ids) - known)
     if tokenizer.mask_token_id in ids:
         raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
     if start == len(ids):
         raise ValueError(f"{answer} has no tokens")
-    return [*ids, *[tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)], start
+    if ids[-1] != tokenizer.eos_token_id:
+        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
+    return TrainedText(ids, trained, start, tuple(notes))
+
+
+def extended(ids: list[int], before: str, part: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of the text `before` and then those of `part`: as in the whole text, if its ids begin with them; if a
+    token would straddle the boundary, the part is tokenised alone."""
+    whole = encode_prompt(tokenizer, before + part)
+    return whole if whole[: len(ids)] == ids else ids + encode_prompt(tokenizer, part)
+
+
+@lru_cache(maxsize=8)
+def special_texts(tokenizer: Any, size: int) -> re.Pattern[str] | None:
+    """Finds the special tokens of a tokenizer of this `size` in a text, without its mask token, which no text may have
+    at all, the token of unknown words, and the marks of thoughts, which some tokenizers have as special tokens."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    known = {*added, *tokenizer.all_special_tokens, getattr(tokenizer, "eot_token", None)}
+    known -= {None, "", tokenizer.mask_token, tokenizer.unk_token, *THOUGHTS}
+    return re.compile("|".join(re.escape(token) for token in sorted(known))) if known else None
+
+
+def check_plain_text(tokenizer: Any, message: Message, name: str) -> None:
+    """Raise ValueError for a turn, called `name`, whose text spells a special token: the model would learn to write
+    the end of a text, or the header of a turn, in the middle of an answer. The template writes those that belong."""
+    pattern = special_texts(tokenizer, len(tokenizer))
+    for text in texts_in([message.get(field) for field in ("content", "reasoning_content", "tool_calls")]):
+        if pattern is not None and (found := pattern.search(text)):
+            raise ValueError(f"the special token {found[0]} is in {name}: the chat template and the EOS end an answer")
+
+
+@lru_cache(maxsize=8)
+def training_template(tokenizer: Any, template: Any) -> str | None:
+    """TRL's variant for training of `template`, the tokenizer's own, which keeps all that messages say and marks what
+    the model writes; None if TRL has none, or the template has such marks itself."""
+    from trl.chat_template_utils import get_training_chat_template  # TRL is slow to import
+
+    try:
+        return get_training_chat_template(tokenizer)  # type: ignore[no-any-return]
+    except Exception:  # ValueError: TRL does not know it; or the template refuses the messages that TRL tries
+        return None
+
+
+def has_marks(template: Any) -> bool:
+    """Whether a chat template marks what the model writes, by {% generation %}."""
+    from trl.chat_template_utils import has_generation_markers
+
+    return template is not None and has_generation_markers(template)
+
+
+def ways_of(tokenizer: Any, all_turns: bool) -> Iterator[tuple[str | None, bool]]:
+    """Chat templates to try, the tokenizer's own as None, and whether to find turns by what the template marks. With
+    `all_turns`, marks come first, as in TRL, whose variant writes earlier turns as it writes the last."""
+    own = tokenizer.chat_template
+    if all_turns and has_marks(own):
+        yield None, True
+    elif all_turns and (variant := training_template(tokenizer, own)):
+        yield variant, True
+    yield None, False
+    if variant := training_template(tokenizer, own):
+        yield variant, False
+
+
+def trained_parts(
+    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, all_turns: bool
+) -> tuple[Parts, list[str]]:
+    """The text of a conversation up to its last chosen turn, in parts, and notes about it.
+
+    The first of `ways_of` counts that finds all that the messages say. Thoughts of turns that are not trained on are
+    left to the template: many leave them out, as they do when the model is asked.
+
+    Raises:
+        ValueError: no template writes everything, or a turn cannot be found in the text.
+    """
+    problem: ValueError | None = None
+    for template, by_marks in ways_of(tokenizer, all_turns):
+        given = {**options, "chat_template": template}
+        try:
+            parts, notes = parts_in(messages, tokenizer, chosen, given, by_marks)
+            check_complete(messages, tokenizer, chosen, given, by_marks)
+            return parts, notes
+        except ValueError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def parts_in(
+    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, by_marks: bool
+) -> tuple[Parts, list[str]]:
+    """`trained_parts` in one way, with the template in `options`."""
+    whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
+    if by_marks:
+        spans, as_asked = marked_spans(messages, tokenizer, chosen, options, whole), True
+    else:
+        turns = [span_of_turn(messages[: turn + 1], tokenizer, options, whole) for turn in chosen]
+        spans, as_asked = [(first, last) for first, last, _ in turns], all(same for _, _, same in turns)
+    parts, at = Parts(), 0
+    for first, last in spans:
+        parts += [(whole[at:first], False), (whole[first:last], True)]
+        at = last
+    ends = tuple(tokenizer.get_added_vocab()) if len(spans) > 1 else ()
+    stops = all(part.endswith(ends) for part, trained in parts[:-1] if trained)
+    return parts, [note for note, applies in ((OTHER_PROMPT, not as_asked), (NO_STOP, not stops)) if applies]
+
+
+def split_last(messages: list[Message], tokenizer: Any, options: Options) -> tuple[str, str, bool]:
+    """The text of a conversation before its last turn; that turn, the answer, which begins where the template's
+    generation prompt ends, because there the model starts to write; and whether the prompt is that generation prompt.
+    Together they are the text that the template writes."""
+    content = messages[-1]["content"]
+    prompt = render_prompt(tokenizer, messages[:-1], **options, add_generation_prompt=True)
+    whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
+    as_asked = whole.startswith(prompt)
+    if not as_asked:  # such as a prompt that opens a thought, before an answer that has none
+        other = [*messages[:-1], {**messages[-1], "content": "." if content[:1] != "." else ","}]
+        texts = [whole, render_prompt(tokenizer, other, **options, add_generation_prompt=False)]
+        prompt = whole[: parting(tokenizer, prompt, texts)]
+    answer = whole[len(prompt) :]
+    end = answer.find(content) + len(content) if content in answer else 0
+    if whole == render_prompt(tokenizer, messages, **options, add_generation_prompt=True):
+        # Templates that ignore `add_generation_prompt`, such as LLaDA's, may add the header of the next answer.
+        marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
+        ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
+        answer = answer[: min(ends, default=len(answer))]
+    return prompt, answer[:end] + answer[end:].rstrip(), as_asked  # whitespace between turns must not precede the EOS
+
+
+def parting(tokenizer: Any, prompt: str, texts: Sequence[str]) -> int:
+    """The length of the longest beginning that a prompt shares with each text, without a part of an added token. The
+    second text has another answer, so that no part of an answer counts."""
+    at = min(shared_length(prompt, text) for text in texts)
+    for token in tokenizer.get_added_vocab():
+        first = texts[0].find(token, max(0, at - len(token) + 1), at + len(token) - 1)
+        if 0 <= first < at:
+            at = first
+    return at
+
+
+def shared_length(text: str, other: str) -> int:
+    """The number of characters with which both texts begin."""
+    for at, (one, another) in enumerate(zip(text, other, strict=False)):
+        if one != another:
+            return at
+    return min(len(text), len(other))
+
+
+def span_of_turn(messages: list[Message], tokenizer: Any, options: Options, whole: str) -> tuple[int, int, bool]:
+    """Where the last of these messages begins and ends in the text of the `whole` conversation, and whether it begins
+    where the generation prompt ends. ValueError if the template writes it otherwise there."""
+    prompt, answer, as_asked = split_last(messages, tokenizer, options)
+    if not whole.startswith(prompt + answer):
+        raise ValueError(
+            "the chat template writes an earlier turn of the assistant otherwise than the last, and neither it nor "
+            "TRL's variant marks turns by {% generation %}: add these marks, or train on the last turn alone"
+        )
+    return len(prompt), len(prompt) + len(answer), as_asked
+
+
+def marked_spans(
+    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, whole: str
+) -> list[tuple[int, int]]:
+    """Where the chosen turns begin and end in the `whole` text, by the template's {% generation %}."""
+    given = {**options, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoding = apply_template(tokenizer, messages, given)
+    if not encoding.encodings:
+        raise ValueError("the places of turns need a tokenizer with a tokenizer.json: train on the last turn alone")
+    spans: list[tuple[int, int]] = []
+    for (first, last), marked in zip(encoding.encodings[0].offsets, encoding["assistant_masks"], strict=True):
+        if marked and spans and first <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(last, spans[-1][1])
+        elif marked:
+            spans.append((first, last))
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(turns) > len(chosen):
+        ends = []  # of each message
+        for count in range(1, len(messages) + 1):
+            text = render_prompt(tokenizer, messages[:count], **options, add_generation_prompt=False)
+            ends.append(shared_length(text, whole))
+        spans = [span for span in spans if next((at for at, end in enumerate(ends) if end > span[0]), None) in chosen]
+    if not spans:
+        raise ValueError("the chat template marks nothing as written by the assistant")
+    spans[-1] = spans[-1][0], len(whole)  # what the template writes after the last turn ends it
+    return [(first, first + len(whole[first:last].rstrip())) for first, last in spans]
+
+
+# --- Nothing of a row is lost -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A word that is added to one part of a conversation, to find the part in the template's text."""
+
+    word: str
+    part: str  # what an error calls it
+    message: int | None = None  # None: of the options
+
+
+def marked(
+    messages: list[Message], options: Options, chosen: Collection[int], only: Mark | None = None
+) -> tuple[list[Message], dict[str, Any], list[Mark]]:
+    """A copy of a conversation with a word at the end of each part, and the words; or a copy where a word replaces the
+    part `only`. The thoughts of messages that are not chosen get none."""
+    marks: list[Mark] = []
+
+    def mark(part: str, message: int | None = None) -> Callable[[str], str]:
+        made = Mark(f"zq{len(marks)}qz", part, message)
+        marks.append(made)
+        if only is None:
+            return lambda text: text + made.word
+        return lambda text: made.word if made == only else text
+
+    copies = []
+    for at, message in enumerate(messages):
+        copy, role = dict(message), message["role"]
+        if at in chosen and (thoughts := message.get("reasoning_content")):
+            change = mark(f"reasoning_content of the {role} message", at)
+            copy |= {name: change(thoughts) for name in REASONING if copy.get(name) == thoughts}
+        inner, close, answer = message["content"].rpartition("</think>")
+        if at in chosen and close and inner.replace("<think>", "").strip():
+            inner = mark(f"the thought in the content of the {role} message", at)(inner)
+        if answer.strip():
+            answer = mark(f"the content of the {role} message {message['content']!r:.60}", at)(answer)
+        copy["content"] = inner + close + answer
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = dict(call["function"])
+            function["name"] = mark(f"tool_calls (to {function['name']})", at)(function["name"])
+            if function["arguments"]:
+                change = mark(f"the arguments in tool_calls (to {call['function']['name']})", at)
+                function["arguments"] = map_texts(function["arguments"], change, keys=True)
+            calls.append({**call, "function": function})
+        copies.append({**copy, "tool_calls": calls} if calls else copy)
+
+    given = dict(options)
+    if "tools" in options:
+        given["tools"] = []
+        for tool in options["tools"]:
+            name = name_of_tool(tool)
+            named = {**(tool.get("function") or tool), "name": mark(f"tools ({name})")(name)}
+            given["tools"].append({**tool, "function": named} if "function" in tool else named)
+    if "documents" in options:
+        given["documents"] = map_texts(options["documents"], mark("documents"))
+    return copies, given, marks
+
+
+def check_complete(
+    messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, by_marks: bool
+) -> None:
+    """Raise ValueError unless the template's text depends on each part of a conversation, where the parts of chosen
+    turns are trained on and no others are."""
+    copies, given, marks = marked(messages, options, chosen)
+    try:
+        parts, _ = parts_in(copies, tokenizer, chosen, given, by_marks)
+    except ValueError:  # a template that reads its messages, such as the pocket models', refuses the words
+        parts = []
+    for mark in marks:
+        places = {trained for part, trained in parts if mark.word in part}
+        wanted = mark.message in chosen
+        if places and (True in places) != wanted:
+            verb = "is not" if wanted else "would be"
+            raise ValueError(f"{mark.part} {verb} trained on: the chat template writes it in another turn's place")
+        if not places and is_left_out(mark, messages, tokenizer, options, chosen):
+            todo = "remove it from the row, or use a model whose template writes it"
+            raise ValueError(f"the chat template leaves out {mark.part}: {todo}")
+
+
+def is_left_out(mark: Mark, messages: list[Message], tokenizer: Any, options: Options, chosen: Sequence[int]) -> bool:
+    """Whether the template writes the same text if another word replaces this part."""
+    copies, given, _ = marked(messages, options, chosen, only=mark)
+    whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
+    try:
+        return render_prompt(tokenizer, copies, **given, add_generation_prompt=False) == whole
+    except ValueError:
+        return False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from d1.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -82,6 +85,19 @@ def json_line(log: Mapping[str, Any]) -> str:
     """One log as a line of JSON; numbers that are not finite become null, because JSON cannot express them."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in log.items()}
     return json.dumps(finite) + "\n"
+
+
+def show_row(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, most: int = 2000) -> None:
+    """Log the text of a tokenised row, special tokens included, with [[ and ]] around what is trained on. Of a part
+    with more than `most` characters, the middle is left out."""
+    parts: list[str] = []
+    for is_trained, group in itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+        if len(text) > most:
+            text = f"{text[: most // 2]} [...] {text[-(most // 2) :]}"
+        parts.append(f"[[{text}]]" if is_trained else text)
+    counts = f"{len(ids)} tokens, of which the {sum(trained)} between [[ and ]] are trained on"
+    logger.info("The first row, %s:\n%s", counts, "".join(parts))
 
 
 class RunConsole(TrainerCallback):

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.masking import keyed_generator
-from d1.models import tokenizer as conversation
+from d1.models import messages, tokenizer
 from d1.rows import lines_of
 from d1.runs.cli import ListedError
 from d1.tasks.data import FILES, read_file
@@ -80,7 +80,7 @@ def tokenised(
     """
     processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
     # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again.
-    sources = [inspect.getsource(module) for module in (source, conversation, *also)]
+    sources = [inspect.getsource(module) for module in (source, messages, tokenizer, *also)]
     return data.map(
         tokenize_row,
         fn_kwargs=options,

@@ -66,19 +66,19 @@ class CanvasCollator(dLLMDataCollator):
         return batch | {name: torch.stack(values) for name, values in columns.items()}
 
     def canvas_of(self, text: Tensor, answer: Tensor, t: float | None, key: tuple[int, ...]) -> list[Tensor]:
-        """One row's columns of the batch; the answer is the end of the text."""
+        """One row's columns of the batch. A canvas belongs to one turn, after which EOS fills it."""
         generator = keyed_generator(*key)
         drawn, of_block, coin = torch.rand(3, generator=generator)
         chosen = torch.rand(self.size, generator=generator)
         noise = torch.randint(self.vocab, (self.size,), generator=generator)
-        tokens = int(answer.sum())
-        blocks = max(1, -(-tokens // self.size))
-        start = len(text) - tokens + min(int(of_block * blocks), blocks - 1) * self.size
+        turns = turns_of(answer) or [(len(text), len(text))]
+        blocks = [(first, last) for start, last in turns for first in range(start, max(last, start + 1), self.size)]
+        start, end = blocks[min(int(of_block * len(blocks)), len(blocks) - 1)]
         clean = torch.full((self.size,), self.eos_token_id)
-        own = text[start : start + self.size]
+        own = text[start : min(start + self.size, end)]
         clean[: len(own)] = own
         labels = clean.clone()
-        if not tokens or text[-1] != self.eos_token_id:  # no row, or an answer that was cut off
+        if end == len(text) and (not answer.any() or text[-1] != self.eos_token_id):  # no row, or a cut answer
             labels[len(own) :] = IGNORED
         time = drawn if t is None else torch.tensor(t)
         canvas = torch.where(chosen < noise_level(time), noise, clean)
@@ -167,6 +167,13 @@ class CanvasTrainer(dLLMTrainer):
             for loss, ids, shown, t in zip(row_losses, *columns, strict=True)
             if not torch.isfinite(loss)
         ]
+
+
+def turns_of(answer: Tensor) -> list[tuple[int, int]]:
+    """Where each turn that is trained on begins and ends; `answer` (tokens,) is bool."""
+    edges = torch.diff(answer.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    firsts, lasts = ((edges == side).nonzero().flatten().tolist() for side in (1, -1))
+    return list(zip(firsts, lasts, strict=True))
 
 
 def next_tokens(inputs: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from d1.models.tokenizer import Message, require_text
+from d1.models.messages import Message, require_text
 from d1.ranges import nearest
 from d1.rows import json_text
 

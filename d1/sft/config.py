@@ -50,6 +50,9 @@ class SFTConfig(TrainingSettings):
     data_function: str | None = setting(
         None, "turns a row into messages, or prompt and completion", metavar="FILE.py:FUNCTION"
     )
+    assistant_only_loss: bool = setting(
+        False, "train on all turns of the assistant that have no weight 0; otherwise on the last turn alone"
+    )
     overlong: str = setting("truncate", "rows longer than --max_length", choices=("truncate", "drop", "refuse"))
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")
     eos_padding: Annotated[int | str, NATURAL | "batch" | "max"] = setting(
@@ -94,6 +97,9 @@ class SFTConfig(TrainingSettings):
     self_conditioning: Annotated[float, SHARE] = setting(
         0.5, "with uniform noise, share of the rows that also see a first pass's distributions"
     )
+
+    # Output
+    quiet: bool = setting(False, "do not show a row and what is trained on in it before the first step")
 
     # Model and precision
     lora_dropout: Annotated[float, BELOW_ONE] = setting(0.05)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.lazy import fresh_imports
 from d1.masking import draw_noise, keyed_generator, noise_level, token_ids
-from d1.models.tokenizer import Message, as_messages, require_text, trained_ids, whole_turns
+from d1.models.messages import Message, Options, as_messages, conversation_of, require_text, whole_turns
+from d1.models.tokenizer import CUT_OFF, encode_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
@@ -27,6 +30,8 @@ from d1.sft.columns import ALPACA, SHAREGPT, TEMPLATE, as_conversation, way_for
 from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
+
+logger = logging.getLogger(__name__)
 
 # --- Rows: text to tokens ---------------------------------------------------------------------------------------------
 
@@ -38,14 +43,18 @@ FEATURES = Features(
     {"input_ids": List(Value("int32")), "answer": List(Value("bool"))}
     | dict.fromkeys(("length", "start"), Value("int32"))
     | dict.fromkeys(("status", "problem"), Value("string"))
+    | {"notes": List(Value("string"))}
 )
 
 
-def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
-    """Convert a row to chat messages that end with an assistant's turn; ValueError says why it cannot be used.
+def to_conversation(
+    row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None
+) -> tuple[list[Message], Options]:
+    """Convert a row to chat messages and what the chat template gets besides; ValueError says why it cannot be used.
 
     The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
-    task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns.
+    task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns. The
+    columns of `conversation_of` belong to all but the template and s1K's.
     """
     if function is not None:
         made = function(row)
@@ -67,7 +76,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         messages = row["messages"]
     else:
         messages = as_messages(row, "prompt", "user") + as_messages(row, "completion", "assistant")
-    return whole_turns(messages)
+    return conversation_of(row, messages)
 
 
 def tokenize_row(
@@ -77,25 +86,31 @@ def tokenize_row(
     overlong: str,
     function: Callable[[Row], Any] | None,
     template: tuple[str, str] | None,
+    assistant_only_loss: bool = False,
 ) -> Row:
-    """One row of `FEATURES`: `status` is "ok", "truncated", "dropped" or "bad", and `problem` says what is wrong."""
-    none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": ""}
+    """One row of `FEATURES`: `status` is "ok", "truncated", "dropped" or "bad", `problem` says what is wrong, and
+    `notes` what the user should know."""
+    none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": "", "notes": []}
     try:
-        messages = to_messages(row, function, template)
-        ids, start = trained_ids(messages, tokenizer, "the answer")
+        messages, given = to_conversation(row, function, template)
+        turns = whole_turns(messages)
+        text = encode_turns(turns, tokenizer, "the answer", given, all_turns=assistant_only_loss)
+        ids, answer, start = text.ids, text.trained, text.start
+        notes = [*text.notes, *([CUT_OFF] if len(turns) < len(messages) else ())]
         status = "ok"
         if len(ids) > max_length:
             if overlong == "refuse":
                 raise ValueError(f"{len(ids)} tokens are more than --max_length {max_length}")
             if overlong == "drop":
                 return none | {"status": "dropped"}
-            if start >= max_length:
-                raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
-            ids, status = ids[:max_length], "truncated"
+            first = answer.index(True)
+            if first >= max_length:
+                raise ValueError(f"no answer tokens left: the prompt has {first}, --max_length is {max_length}")
+            ids, answer, status = ids[:max_length], answer[:max_length], "truncated"
     except Exception as error:  # templates and users' functions may raise anything
         return none | {"status": "bad", "problem": problem_of(error)}
-    answer = [False] * start + [True] * (len(ids) - start)
-    return none | {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status}
+    known = {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status, "notes": notes}
+    return none | known
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -120,6 +135,7 @@ def preprocess_dataset(
     bad_rows: str = "error",
     function: Callable[[Row], Any] | None = None,
     template: tuple[str, str] | None = None,
+    assistant_only_loss: bool = False,
     num_proc: int | None = None,
     seed: int = 42,
 ) -> tuple[Dataset, Dataset]:
@@ -134,12 +150,13 @@ def preprocess_dataset(
         bad_rows: "error", or "skip" rows that cannot be trained on, and say how many and which.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
+        assistant_only_loss: train on all turns of the assistant, but those with weight 0; else on the last turn.
         num_proc: processes that tokenise. The result is cached by `datasets`, except that of a `function`, which may
             read files and modules that change.
 
     Returns:
-        Two data sets with the columns `input_ids`, `answer` (bool, the tokens to train on: the last turn), `length`,
-        `start` (of the answer) and `status` ("ok" or "truncated").
+        Two data sets with the columns `input_ids`, `answer` (bool, the tokens to train on), `length`, `start` (of the
+        last turn that is trained on) and `status` ("ok" or "truncated").
 
     Raises:
         ValueError: the columns are not understood, rows are bad, or nothing is left to train on.
@@ -153,11 +170,14 @@ def preprocess_dataset(
             f"{way_for(data.column_names)}"
         )
     options = {"tokenizer": tokenizer, "max_length": max_length, "overlong": overlong}
-    options |= {"function": function, "template": template}
+    options |= {"function": function, "template": template, "assistant_only_loss": assistant_only_loss}
     how: dict[str, Any] = {"also": [columns], "cached": function is None}
     rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc, **how)
     usable = usable_rows(rows["status"], rows["problem"], bad_rows, data)
-    rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
+    rows = rows.select(usable)
+    for note, count in Counter(note for notes in rows["notes"] for note in notes).items():
+        logger.warning("%d of %d rows: %s", count, len(rows), note)
+    rows = rows.remove_columns(["problem", "notes"]).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)
     if not 0 <= held_out < len(rows):
         raise ValueError(f"nothing to train on: --test_split {test_split} holds out {held_out} of {len(rows)} rows")

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from d1.models.attention import has_causal_context
 from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.runs.checkpoints import read_state
+from d1.runs.console import show_row
 from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, of_rows, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -22,10 +23,13 @@ from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preproc
 from d1.sft.editing import EditNoise
 from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
 
-SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
+SAME_IN_DATA = (
+    *("max_length", "test_split", "overlong", "bad_rows", "template", "assistant_only_loss", "num_proc", "seed"),
+)
 ON_RESUME = on_resume(
     *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
-    *("edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
+    *("assistant_only_loss", "edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
+    free=("quiet",),
 )
 
 
@@ -74,6 +78,8 @@ def prepare(
     cap_batch(training, len(datasets[0]))
     read = of_values([of_rows(one.rows) for one in datasets])
     facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
+    if training.process_index == 0 and not args.quiet:
+        show_row(rows[0][0]["input_ids"], rows[0][0]["answer"], tokenizer)
 
     def make_trainer(model: Any) -> dLLMTrainer:
         given: dict[str, Any] = {"model": model, "args": training, "train_dataset": datasets[0]}
@@ -97,7 +103,7 @@ def prepare(
 def check_noise(args: SFTConfig, config: Any) -> None:
     """Raise ValueError for settings of another kind of noise than the model's."""
     uniform, kind = not has_masks(config), config.model_type
-    idle = ("packing", "complementary_masks", "edit_noise", "eos_padding") if uniform else OF_CANVASES
+    idle: tuple[str, ...] = ("packing", "complementary_masks", "edit_noise", "eos_padding") if uniform else OF_CANVASES
     if has_causal_context(config):
         idle = tuple(name for name in idle if name != "causal_weight")  # which weighs the clean text's loss there
     for name in (name for name in idle if getattr(args, name) != getattr(SFTConfig, name)):

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from d1.runs.cli import MESSAGES, WARNINGS, silence
-from d1.runs.console import json_line, train_with_console, write_metrics
+from d1.runs.console import json_line, show_row, train_with_console, write_metrics
 
 
 class Line(torch.nn.Module):
@@ -30,6 +30,24 @@ class Line(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": ((self.a * x - labels) ** 2).mean()}
+
+
+class Letters:
+    """Decodes 0 to <bos> and the others to letters."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join("<bos>" if token == 0 else chr(96 + token) for token in ids)
+
+
+def test_a_row_is_shown_with_what_is_trained_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    show_row([0, 1, 2, 3, 0, 4], [False, False, True, True, False, True], Letters())
+    assert caplog.messages == [
+        "The first row, 6 tokens, of which the 3 between [[ and ]] are trained on:\n<bos>a[[bc]]<bos>[[d]]"
+    ]
+    show_row([1] * 10 + [2] * 10 + [3] * 10, [False] * 30, Letters(), most=12)
+    assert caplog.messages[-1].endswith(":\naaaaaa [...] cccccc")
 
 
 def train(folder: Path, steps: int, resume: Path | None = None, plain: bool = False) -> Trainer:

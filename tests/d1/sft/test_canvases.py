@@ -174,6 +174,22 @@ def test_rows_keep_their_noise_in_any_batch_and_answers_that_were_cut_get_no_end
     assert 0 < ends < 40
 
 
+def test_a_canvas_belongs_to_one_turn(tiny_canvas_dir):
+    """Two turns of 1.5 canvases and of half a canvas, with a question before each: three canvases, equally often."""
+    collate = CanvasCollator(load_tokenizer(str(tiny_canvas_dir)), CANVAS, 64)
+    long, short = CANVAS + CANVAS // 2, CANVAS // 2
+    text = torch.tensor([*range(8, 8 + 3 + long + 2 + short - 1), EOS])
+    answer = torch.tensor([False] * 3 + [True] * long + [False] * 2 + [True] * short)
+    wanted = {3: (3, 3 + CANVAS), 3 + CANVAS: (3 + CANVAS, 3 + long), 5 + long: (5 + long, len(text))}
+    counts = dict.fromkeys(wanted, 0)
+    for seed in range(300):
+        _, labels, start, _, _ = collate.canvas_of(text, answer, None, (seed,))
+        first, last = wanted[int(start)]
+        assert labels.tolist() == text[first:last].tolist() + [EOS] * (CANVAS - (last - first))
+        counts[int(start)] += 1
+    assert min(counts.values()) > 60  # 100 +- 8.2 each
+
+
 def test_the_noise_has_trls_distribution(tiny_canvas_dir, tmp_path):
     collate = trainer_of(tiny_canvas_dir, tmp_path).data_collator
     text, answer = torch.arange(8, 8 + 26), torch.arange(26) >= 2

@@ -349,6 +349,22 @@ def test_a_batch_is_no_larger_than_the_data(flags, tmp_path):
     assert_same_weights(tmp_path / "640/job", tmp_path / "32/job")
 
 
+def test_the_first_row_is_shown_unless_the_run_is_quiet(flags, tmp_path, caplog):
+    caplog.set_level("INFO")
+    rows = tmp_path / "rows.jsonl"
+    turns = [("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows.write_text(json.dumps({"messages": messages}) + "\n")
+    own = [*flags, "--train_data", str(rows), "--test_split", "0", "--max_steps", "1", "--assistant_only_loss"]
+    run(own, tmp_path / "loud")
+    (shown,) = [message for message in caplog.messages if message.startswith("The first row, ")]
+    text = shown.partition("\n")[2]
+    assert [part.partition("]]")[0].split("<")[0].strip() for part in text.split("[[")[1:]] == ["b c", "e"]
+    caplog.clear()
+    run(own, tmp_path / "quiet", "--quiet")
+    assert not [message for message in caplog.messages if message.startswith("The first row, ")]
+
+
 def test_a_plain_chat_template_comes_on_request(flags, tiny_model_dir, tmp_path):
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
     (base / "chat_template.jinja").unlink()

@@ -1,0 +1,260 @@
+"""Conversations as rows of data hold them: the fields of a message, and the columns that belong to a conversation.
+
+A message becomes what chat templates read (https://huggingface.co/docs/transformers/chat_extras): `role`, `content` as
+text, `reasoning_content`, and `tool_calls` whose arguments are objects. All its other fields stay. A field or a column
+that says something which no chat template reads is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+Options = Mapping[str, Any]  # what a chat template gets besides the messages
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
+WEIGHTS = ("weight", "train", "training", "loss")  # whether a turn is trained on: OpenAI's name, Axolotl's, ms-swift's
+SYSTEM = ("system", "system_prompt")  # columns with the text of a system message
+OF_TEMPLATES = ("tools", "documents")  # columns that templates read under the same names
+NO_TEXT = "models here read text alone"
+UNREAD_FIELDS = {
+    "function_call": "give calls as tool_calls",
+    **dict.fromkeys(("train_detail", "training_detail"), "a turn is trained on as a whole: use weight"),
+    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
+    "refusal": "give the text as content",
+}
+UNREAD_COLUMNS = {
+    "functions": "give them as tools",
+    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
+}
+# All that `conversation_of` reads.
+CONVERSATION_COLUMNS = (*SYSTEM, *OF_TEMPLATES, "chat_template_kwargs", *UNREAD_COLUMNS)
+# Arguments of `apply_chat_template`, which a row may not set.
+RESERVED = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "sanitize_control_tokens", *OF_TEMPLATES),
+)
+
+
+def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {type(value).__name__}, not text (in SFT, --template turns numbers into text)")
+    if not empty_ok and not value.strip():
+        raise ValueError(f"{name} is empty")
+
+
+def as_messages(row: Mapping[str, Any], name: str, role: str) -> list[Message]:
+    """The messages of a row's column `name`; a text is one message of `role`."""
+    if isinstance(row[name], list):
+        return row[name]
+    require_text(row[name], name)
+    return [{"role": role, "content": row[name]}]
+
+
+def conversation_of(row: Mapping[str, Any], messages: Any) -> tuple[list[Message], dict[str, Any]]:
+    """The whole conversation of a row: `messages` as chat templates read them, after the message of the column
+    `system`; and what the template gets besides, from `tools`, `documents` and `chat_template_kwargs`.
+
+    Raises:
+        ValueError: a message, or a column that belongs to the conversation, is malformed, or nothing reads it.
+    """
+    for name, todo in UNREAD_COLUMNS.items():
+        if row.get(name):
+            raise ValueError(f"the column {name} would be lost: {todo}")
+    return with_system(row, read_messages(messages)), template_options(row)
+
+
+def whole_turns(messages: Any) -> list[Message]:
+    """The messages up to the assistant's last; ValueError if they are no messages, or if no other comes before it."""
+    read = read_messages(messages)
+    while read and read[-1]["role"] != "assistant":
+        read = read[:-1]
+    if len(read) < 2:
+        raise ValueError("no assistant turn follows a user turn")
+    return read
+
+
+# --- Columns ----------------------------------------------------------------------------------------------------------
+
+
+def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    for name in SYSTEM:
+        text = row.get(name)
+        if text is None or text == "":
+            continue
+        require_text(text, f"the column {name}")
+        if messages and messages[0]["role"] == "system":
+            if messages[0]["content"] != text:
+                raise ValueError(f"the column {name} and the system message differ: give one of them")
+            continue
+        messages = [{"role": "system", "content": text}, *messages]
+    return messages
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    options = from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"chat_template_kwargs is {type(options).__name__}, not an object")
+    if taken := [name for name in options if name in RESERVED]:
+        raise ValueError(f"chat_template_kwargs has {taken[0]!r}, which is no variable of a chat template")
+    found = {name: value for name, value in options.items() if value is not None}
+    for name in OF_TEMPLATES:
+        if value := from_json(row.get(name), name):
+            if not isinstance(value, list):
+                raise ValueError(f"the column {name} is {type(value).__name__}, not a list")
+            found[name] = [without_nulls(object_of(one, f"an entry of {name}")) for one in value]
+    for tool in found.get("tools", ()):
+        name_of_tool(tool)
+    return found
+
+
+def name_of_tool(tool: Mapping[str, Any]) -> str:
+    name = (tool.get("function") or tool).get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError("an entry of tools has no name of a function")
+    return name
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+def read_messages(messages: Any) -> list[Message]:
+    """The messages as chat templates read them. Reading them twice changes nothing."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages is not a list of {role, content}")
+    return [read_message(message) for message in messages]
+
+
+def read_message(given: Message) -> Message:
+    # A table's rows have all fields of all messages; those that a message lacks are null.
+    message = {name: value for name, value in given.items() if value is not None}
+    role = message.get("role")
+    require_text(role, "a message's role")
+    for name, todo in UNREAD_FIELDS.items():
+        if message.get(name):
+            raise ValueError(f"{name} of the {role} message would be lost: {todo}")
+    calls = [read_call(call) for call in from_json(message.pop("tool_calls", None), "tool_calls") or ()]
+    if calls:
+        message |= {"tool_calls": calls, "content": message.get("content", "")}
+    message["content"] = joined_text(message.get("content"), f"the {role} message")
+    require_text(message["content"], f"the {role} message", empty_ok=role != "assistant" or bool(calls))
+    if thoughts := thoughts_of(message):
+        message |= {"reasoning_content": thoughts, "thinking": thoughts}  # gpt-oss reads the second
+    check_weight(message)
+    return message
+
+
+def joined_text(content: Any, name: str) -> Any:
+    """The content of a message, its parts joined to one text; ValueError for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        if kind != "text" or not isinstance(text, str):
+            parts = f"{name} has a part of type {kind}"
+            raise ValueError(f"{parts}: a message is a list of parts, such as images, not text, and {NO_TEXT}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def thoughts_of(message: Message) -> str:
+    """The thoughts of a message; its fields for them are removed if they are empty. ValueError if they differ."""
+    found: dict[str, str] = {}
+    for name in REASONING:
+        if name not in message:
+            continue
+        require_text(message[name], f"{name} of the {message['role']} message", empty_ok=True)
+        if message[name].strip():
+            found[name] = message[name]
+        else:
+            del message[name]
+    if len({*found.values()}) > 1:
+        raise ValueError(f"{' and '.join(found)} of the {message['role']} message differ: give one of them")
+    return next(iter(found.values()), "")
+
+
+def read_call(given: Any) -> dict[str, Any]:
+    """One call as `{"type": "function", "function": {"name", "arguments"}}`, where the arguments are an object."""
+    call = {name: value for name, value in object_of(given, "an entry of tool_calls").items() if value is not None}
+    nested = call.pop("function", None)
+    if nested is None:
+        nested = {name: call.pop(name) for name in ("name", "arguments") if name in call}
+    function = {name: value for name, value in object_of(nested, "a call's function").items() if value is not None}
+    if not isinstance(function.get("name"), str):
+        raise ValueError("an entry of tool_calls has no name of a function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, dict):
+        arguments = object_of(arguments or {}, f"the arguments of the call to {function['name']}")
+    else:
+        arguments = without_nulls(arguments)
+    return {**call, "type": call.get("type", "function"), "function": {**function, "arguments": arguments}}
+
+
+def check_weight(message: Message) -> None:
+    """ValueError for a weight that is neither 0 nor 1, and for one that trains on another role than the assistant."""
+    role = message["role"]
+    for name in WEIGHTS:
+        value = message.get(name, 0)
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(f"{name} of the {role} message is {value!r}, neither 0 nor 1")
+        if value and role != "assistant":
+            raise ValueError(f"{name} of the {role} message is {value!r}: only the assistant's turns are trained on")
+
+
+def weight_of(message: Message) -> bool | None:
+    """Whether a message says that it is trained on; None if it does not say."""
+    said = [bool(message[name]) for name in WEIGHTS if name in message]
+    return all(said) if said else None
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+def from_json(value: Any, name: str) -> Any:
+    """The value, read if it is the text of one in JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError:
+        raise ValueError(f"{name} is a text that is not JSON: {value!r:.80}") from None
+
+
+def object_of(value: Any, name: str) -> dict[str, Any]:
+    """An object, perhaps as a text in JSON."""
+    read = from_json(value, name)
+    if not isinstance(read, dict):
+        raise ValueError(f"{name} is {type(read).__name__}, not an object: {value!r:.80}")
+    return read
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without null fields: a table's rows have the fields of all rows, as nulls. TRL removes them, too."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a value, and the names of its fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from texts_in(list(value.values()))
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts_in(one)
+
+
+def map_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> Any:
+    """A copy of a value whose texts are changed, with `keys` also the names of its fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name) if keys else name: map_texts(one, change, keys) for name, one in value.items()}
+    return [map_texts(one, change, keys) for one in value] if isinstance(value, list) else value
