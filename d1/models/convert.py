@@ -25,6 +25,7 @@ from transformers.utils import find_adapter_config_file
 from d1.files import give_usual_mode, writing
 from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter, untie_adapted
 from d1.models.attention import CAUSAL_CONTEXT, check_attention
+from d1.models.fingerprints import warn_of_other_base
 from d1.models.formats.gguf import gguf_config, gguf_file, gguf_types, load_gguf
 from d1.models.formats.released import as_released, same_names
 from d1.models.head import unwrapped
@@ -62,6 +63,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     of the base. `dtype` "auto" is that of the base."""
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
+    warn_of_other_base(path, chain)
     model: Any = load_model(path, dtype, device)
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
         model = merge_adapter(add_adapter(model, adapter), adapter)

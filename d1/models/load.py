@@ -37,6 +37,7 @@ from d1.models.attention import (
     keep_states,
 )
 from d1.models.canvas import share_weights
+from d1.models.fingerprints import warn_of_other_base
 from d1.models.head import narrow, take_computations, unwrapped
 from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
@@ -135,6 +136,7 @@ def load_model(
     base, adapters = adapter_chain(str(path), adapter)
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
+    warn_of_other_base(base, adapters)
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
     options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
     if quantization is not None or (device is not None and torch.device(device).type != "cpu"):
