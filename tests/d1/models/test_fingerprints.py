@@ -26,7 +26,7 @@ def run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "completion": "2"}) + "\n")
     flags = f"--model_name {tiny_model_dir} --train_data {folder / 'rows.jsonl'} --output_dir {folder} --job_name job"
-    sizes = "--max_length 64 --test_split 0 --batch_size 1 --max_steps 1 --save_steps 1 --lora_r 2 --debugging"
+    sizes = "--max_length 64 --test_split 0 --batch_size 1 --max_steps 1 --lora_r 2 --debugging"
     sft.main(sft.make_parser().parse_args([*flags.split(), *sizes.split()]))
     return folder / "job"
 
