@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Features, Value
 
-from d1.models.tokenizer import Message, require_text, trained_ids, whole_turns
+from d1.models.tokenizer import Message, render_prompt, require_text, trained_ids, whole_turns
 from d1.runs.data import problem_of
 
 ANSWERS = {  # an answer -> the columns that may hold it; the first one counts
@@ -22,7 +22,7 @@ ANSWERS = {  # an answer -> the columns that may hold it; the first one counts
     "completion": ("completion",),
 }
 PROMPTS = ("prompt", "question", "instruction", "input", "messages", "conversations")
-SYSTEM = "system"
+SYSTEM = ("system", "system_prompt")  # columns with the text of a system message
 SYSTEM_ROLES = ("system", "developer")
 UNSUPPORTED = ("history", "image", "images", "videos", "audios", "tools", "chat_template_kwargs")
 UNSUPPORTED_FIELDS = (  # of a message
@@ -196,10 +196,11 @@ def conversation(row: Mapping[str, Any], cell: Any, name: str) -> list[Message]:
         messages = check_prompt(cell_messages(row["prompt"], "prompt", "user"), answer, name)
     else:
         messages = answer
-    if row.get(SYSTEM) in EMPTY:
-        return messages
-    require_text(row[SYSTEM], SYSTEM)
-    return with_system([{"role": "system", "content": row[SYSTEM]}], messages)
+    for column in SYSTEM:
+        if row.get(column) not in EMPTY:
+            require_text(row[column], column)
+            messages = with_system([{"role": "system", "content": row[column]}], messages)
+    return messages
 
 
 def prompt_messages(row: Mapping[str, Any], filled: Sequence[str]) -> list[Message]:
@@ -288,5 +289,22 @@ def sign_of(label: Any) -> int:
 
 def ids_of(messages: list[Message], name: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Ids of a conversation's prompt and of its last turn, the answer `name`, which ends with EOS."""
+    check_plain(messages, tokenizer)
     ids, start = trained_ids(whole_turns(messages), tokenizer, name)
     return ids[:start], ids[start:]
+
+
+def check_plain(messages: list[Message], tokenizer: Any) -> None:
+    """Refuse (ValueError) texts to which a chat template was already applied: they begin or end with one of its
+    special tokens."""
+    sample = render_prompt(tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=False)
+    ends = (tokenizer.bos_token, tokenizer.eos_token, getattr(tokenizer, "eot_token", None))
+    tokens = [token for token in tokenizer.all_special_tokens if token in sample or token in ends]
+    for message in messages:
+        role, text = spoken(message)
+        for token in tokens:
+            if text.startswith(token) or text.endswith(token):
+                raise ValueError(
+                    f"a text of the {role} begins or ends with the special token {token}: give the text without a chat "
+                    "template, which is applied here"
+                )

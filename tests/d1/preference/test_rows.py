@@ -138,8 +138,9 @@ def test_a_conversation_of_several_turns_with_a_system_message():
     assert turns_of(continued)["rejected"] == [*HISTORY[1:], USER, WRONG]
 
 
-def test_a_system_message_of_the_prompt_alone_stays():
-    assert turns_of(WHOLE | {"prompt": [SYSTEM, USER]})["chosen"] == [SYSTEM, USER, RIGHT]
+def test_a_system_message_of_the_prompt_or_of_a_column_alone_stays():
+    for row in ({"prompt": [SYSTEM, USER]}, {"system_prompt": RULE}, {"system": RULE, "system_prompt": RULE}):
+        assert turns_of(WHOLE | row)["chosen"] == [SYSTEM, USER, RIGHT]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,14 @@ def test_what_no_shape_has_is_refused_by_name(row, problem, tokenizer):
 def test_completions_with_a_label_that_cannot_be_read(row, problem, tokenizer):
     with pytest.raises(ValueError, match=problem):
         rows_of(row, tokenizer, paired=False)
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt": f"<bos><user>{ASKED}<assistant>"}, {"chosen": f"{GOOD}<eos>"}, {"rejected": "<user>no"}]
+)
+def test_texts_with_a_chat_template_in_them_are_refused(change, tokenizer):
+    with pytest.raises(ValueError, match="begins or ends with the special token <"):
+        rows_of(TEXTS | {"prompt": ASKED} | change, tokenizer)
 
 
 @pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
