@@ -211,6 +211,8 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
             auto_class(config).from_config(config)
         raise
     check_loaded(path, report)
+    if not Path(path).is_dir() and (file := file_of(path, "config.json")):  # now its weights are downloaded
+        check_stored_types(str(Path(file).parent))
     if kind.names is not None or stacked:
         forget_renaming(model)
     if Path(path).is_dir():  # adapters trained on this model record it as their base

@@ -24,10 +24,15 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCardData
 
 from d1.files import read_object, write_atomically
-from d1.models.fingerprints import CONTENTS, DIGITS, MODEL_SETTINGS, RECORD, of_file, of_model
+from d1.models.fingerprints import CONTENTS as CONTENTS
+from d1.models.fingerprints import DIGITS, MODEL_SETTINGS
 from d1.models.fingerprints import OF_A_TOKENIZER as OF_A_TOKENIZER
+from d1.models.fingerprints import RECORD as RECORD
 from d1.models.fingerprints import model_files as model_files
+from d1.models.fingerprints import of_file as of_file
 from d1.models.fingerprints import of_folder as of_folder
+from d1.models.fingerprints import of_model as of_model
+from d1.models.fingerprints import of_values as of_values
 
 if TYPE_CHECKING:
     from datasets import Dataset
