@@ -31,7 +31,6 @@ from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method
 from d1.runs.record import OnResume, whole
-from d1.runs.trainer import check_arguments
 from d1.sampling.settings import SamplingSettings
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.estimators import called
@@ -633,12 +632,8 @@ def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
         )
 
 
-def checked_arguments(args: Settings | None, train_dataset: Any, eval_dataset: Any) -> Settings:
-    """The `args` of a trainer, or their defaults. ValueError for another class of them, and for data that the trainer
-    cannot go through."""
-    from d1.rl.config import DiffuGRPOConfig
-
-    check_arguments(args)
+def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
+    """Raise ValueError for data that the trainer cannot go through, or that has no prompts."""
     parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, rows in {"train_dataset": train_dataset, **parts}.items():
         if rows is None:  # TRL says whether it may be missing
@@ -647,7 +642,6 @@ def checked_arguments(args: Settings | None, train_dataset: Any, eval_dataset: A
             raise ValueError(f"{name} is {type(rows).__name__}, not datasets.Dataset: use Dataset.from_list(rows)")
         if "prompt" not in rows.column_names:
             raise ValueError(f"{name} has the columns {', '.join(rows.column_names)}: name the one with prompts prompt")
-    return DiffuGRPOConfig() if args is None else args
 
 
 def check_noise(config: Any, args: Settings) -> None:

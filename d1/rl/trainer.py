@@ -68,7 +68,7 @@ from d1.rl.batch import (
     within,
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, own_calls, reference_from, rollout_buffer
-from d1.rl.checks import check_noise, check_tools_of_trainer, check_trainer, checked_arguments
+from d1.rl.checks import check_datasets, check_noise, check_tools_of_trainer, check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.engines import (
     STATES,
@@ -88,7 +88,7 @@ from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_rat
 from d1.rl.rewards import guarded
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
-from d1.runs.trainer import loaded_model, tokenizer_of
+from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, SamplingSettings, eos_cut, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
@@ -138,7 +138,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         rollout_func: UserRollout | None = None,
         **kwargs: Any,
     ) -> None:
-        args = checked_arguments(args, train_dataset, kwargs.get("eval_dataset"))
+        check_arguments(args)
+        args = DiffuGRPOConfig() if args is None else args
+        check_datasets(train_dataset, kwargs.get("eval_dataset"))
         processing_class = tokenizer_of(processing_class, model, plain_chat_template=args.plain_chat_template)
         model = loaded_model(model)
         with_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
