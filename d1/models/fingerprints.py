@@ -149,8 +149,8 @@ def recorded_base(adapter: str) -> dict[str, str | None] | None:
     with suppress(ValueError, KeyError, AttributeError):  # a damaged record is no reason to refuse the adapter
         settings = read_object(Path(path))["settings"]
         for name in MODEL_SETTINGS:
-            contents = settings.get(CONTENTS + name) or {}
-            if "model" in contents:
+            contents = settings.get(CONTENTS + name)
+            if isinstance(contents, dict) and "model" in contents:
                 return {"model": contents["model"], "adapter": contents.get("adapter")}
     return None
 
