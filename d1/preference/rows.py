@@ -46,7 +46,7 @@ def answer_columns(features: Features, *, paired: bool) -> dict[str, str]:
             may hold it.
     """
     held = {answer: name for answer, names in ANSWERS.items() for name in reversed(names) if name in features}
-    pairs = {answer: held[answer] for answer in ("chosen", "rejected") if answer in held}
+    pairs: dict[str, str] = {answer: held[answer] for answer in ("chosen", "rejected") if answer in held}
     listed = ", ".join(sorted(features))
     if len(pairs) == 2:
         check_implicit_prompt(features, pairs)

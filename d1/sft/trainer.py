@@ -91,7 +91,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             args.remove_unused_columns = False  # Trainer would drop the columns that the model does not take
         check_data(data_collator, {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
         path, model = model, loaded_model(model)
-        if data_collator is None:
+        if data_collator is None and model is not None:
             processing_class = tokenizer_of(processing_class, path)
             data_collator = default_collator(processing_class, model.config)
         if peft_config is not None:
@@ -99,7 +99,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         given = {"model": model, "args": args, "data_collator": data_collator, "processing_class": processing_class}
         super().__init__(compute_metrics=mean_loss, **given, **kwargs)
         require_prepared(self.model)
-        model: Any = self.model
+        model = cast(Any, self.model)
         noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
         if noised != size:
             raise ValueError(
