@@ -118,6 +118,12 @@ def needs_copy(path: str, dtype: Any, device: Any) -> bool:
 def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Path]]:
     """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder; ValueError
     if a file is damaged."""
+    for name, dtype, count, file_path in stored_types(path):
+        yield name, STORED.get(dtype), count, file_path
+
+
+def stored_types(path: str) -> Iterator[tuple[str, str, int, Path]]:
+    """`stored_weights` with the name that safetensors has for each dtype."""
     for file_path in sorted(Path(path).glob("*.safetensors")):
         try:
             opened = safe_open(file_path, framework="pt")
@@ -126,7 +132,7 @@ def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Pa
         with opened as file:
             for name in list(file.keys()):
                 weight = file.get_slice(name)
-                yield name, STORED.get(weight.get_dtype()), math.prod(weight.get_shape()), file_path
+                yield name, weight.get_dtype(), math.prod(weight.get_shape()), file_path
 
 
 def checkpoint_dtype(path: str) -> torch.dtype | str:

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
@@ -24,7 +27,7 @@ from d1.files import check_files, give_usual_mode, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models.canvas import freeze_vision
 from d1.models.formats.released import rename
-from d1.models.kinds import KINDS, has_masks, kind_of, learnt_fields, native_config
+from d1.models.kinds import KINDS, has_masks, is_encoder, kind_of, learnt_fields, native_config
 from d1.transformers_bridge import file_of
 
 logger = logging.getLogger(__name__)
@@ -133,6 +136,11 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
             f"adapter {folder} has weights for {other[0]} ({len(other)} modules outside of {inside}): those of the "
             "encoder and of the decoder are two adapters on the same weights, which only one can be on here. Train it "
             "with d1, which has one for both"
+        )
+    if getattr(config, "trainable_token_indices", None) and is_encoder(model.config):
+        raise ValueError(
+            f"adapter {folder} trains single tokens (trainable_token_indices), and PEFT then leaves out the bias of "
+            f"the head of a {model.config.model_type}: use modules_to_save for its embedding"
         )
     config.inference_mode = False
     with reading(folder, "PEFT cannot make the adapter of its adapter_config.json"):
@@ -260,13 +268,55 @@ def in_blocks(blocks: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
 
 
 def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
-    """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base."""
+    """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base. An
+    adapter on tied weights unties them."""
+    untie_adapted(model)
     merged = model.merge_and_unload()
     merged.requires_grad_(True)  # PEFT froze the base's weights
     if not has_masks(merged.config):
         freeze_vision(merged)
     merged.name_or_path = str(Path(folder).resolve())
     return merged
+
+
+def untie_adapted(model: PeftModel) -> None:
+    """Give each module its own copy of the tied weights, such as those of the embedding and the head, if the adapter is
+    on one of these modules; changes the model in place. Its logits stay the same.
+
+    Merging adds the adapter's change to the weight, and the other module would change, too. PEFT (0.21) only warns of
+    this, in `_check_merge_allowed`, and advises to untie.
+    """
+    base: Any = model.get_base_model()
+    if not has_masks(base.config):  # its modules are shared on purpose, and adapters are on none of the tied weights
+        return
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for path, module in base.named_modules():
+        if "modules_to_save" not in path.split("."):  # not the copies, which are trained
+            for name, weight in module.named_parameters(recurse=False):
+                holders.setdefault(id(weight), []).append((module, name))
+    tied = [places for places in holders.values() if len(places) > 1]
+    if not any(is_on_one_of(model, [module for module, _ in places]) for places in tied):
+        return
+    for places in tied:
+        for module, name in places[1:]:
+            weight = getattr(module, name)
+            setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
+    base.config.tie_word_embeddings = False
+    if (released := getattr(base.config, "released", None)) is not None:
+        base.config.released = {**released, "tie_word_embeddings": False}
+
+
+def is_on_one_of(model: PeftModel, tied: Sequence[nn.Module]) -> bool:
+    """Whether the adapter is on one of these modules of the base, which share a weight. Not if it replaces all of them
+    by copies that share theirs (`ensure_weight_tying` with `modules_to_save`)."""
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    copies = {id(one.original_module): one.modules_to_save[one.active_adapters[0]] for one in wrappers}
+    if all(id(module) in copies for module in tied):
+        return len({id(copies[id(module)].weight) for module in tied}) > 1
+    # Layers of single trained tokens set them in the weight, also in a tied one, and add nothing.
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    adapted = {id(layer.get_base_layer()) for layer in layers if not isinstance(layer, TrainableTokensLayer)}
+    return any(id(module) in copies or id(module) in adapted for module in tied)
 
 
 @torch.no_grad()

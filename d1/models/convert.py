@@ -23,8 +23,9 @@ from transformers import AutoTokenizer
 from transformers.utils import find_adapter_config_file
 
 from d1.files import give_usual_mode, writing
-from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter
+from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter, untie_adapted
 from d1.models.attention import CAUSAL_CONTEXT, check_attention
+from d1.models.fingerprints import warn_of_other_base
 from d1.models.formats.gguf import gguf_config, gguf_file, gguf_types, load_gguf
 from d1.models.formats.released import as_released, same_names
 from d1.models.head import unwrapped
@@ -62,6 +63,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     of the base. `dtype` "auto" is that of the base."""
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
+    warn_of_other_base(path, chain)
     model: Any = load_model(path, dtype, device)
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
         model = merge_adapter(add_adapter(model, adapter), adapter)
@@ -159,10 +161,12 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
 
 @contextmanager
 def merged(model: Any) -> Iterator[dict[str, Tensor]]:
-    """The state dict of `model` with its adapter folded in, which then leaves the weights as they were, to the bit."""
+    """The state dict of `model` with its adapter folded in, which then leaves the weights as they were, to the bit. An
+    adapter on tied weights unties them."""
     if not isinstance(model, PeftModel):
         yield model.state_dict()
         return
+    untie_adapted(model)
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     weights = [weight for layer in layers for weight in layer.get_base_layer().parameters(recurse=False)]
     if any(weight.dtype in (torch.uint8, torch.int8) for weight in weights):
@@ -170,14 +174,24 @@ def merged(model: Any) -> Iterator[dict[str, Tensor]]:
     before = [weight.detach().to("cpu", copy=True) for weight in weights]
     model.merge_adapter()
     state = model.get_base_model().state_dict()
-    adapters = ("lora_", "modules_to_save", "original_module")
-    plain = {name: weight for name, weight in state.items() if not any(part in name for part in adapters)}
+    plain = {merged_name(name): weight for name, weight in state.items()}
     try:
-        yield {name.replace(".base_layer", ""): weight for name, weight in plain.items()}
+        yield {name: weight for name, weight in plain.items() if name is not None}
     finally:
         model.unmerge_adapter()
         for weight, old in zip(weights, before, strict=True):
             weight.data.copy_(old)
+
+
+PEFT_PARTS = (".base_layer", ".token_adapter", ".modules_to_save.default")  # of a name, before the weight's own
+ADAPTER_PARTS = ("lora_", "trainable_tokens_", ".modules_to_save.", ".original_module.")
+
+
+def merged_name(name: str) -> str | None:
+    """The name, in a model without an adapter, of a weight of PEFT's model; None for weights that it does not have."""
+    for part in PEFT_PARTS:
+        name = name.replace(part, "")
+    return None if any(part in name for part in ADAPTER_PARTS) else name
 
 
 class Noted(Mapping[str, Tensor]):
@@ -223,7 +237,8 @@ def write_weights(
     def parts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         noted, base = Noted(state), unwrapped(model)
         changed = set[str]() if learnt is None else learnt_names(model, state)
-        tied = dict(base.named_parameters(remove_duplicate=False)).keys() - dict(base.named_parameters()).keys()
+        others = dict(base.named_parameters(remove_duplicate=False)).keys() - dict(base.named_parameters()).keys()
+        tied = {merged_name(name) for name in others}
         for name in state:
             if name not in tied:
                 noted.read.clear()

@@ -309,6 +309,35 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     return fields | learnt
 
 
+def check_quantization(raw: Mapping[str, Any], path: str) -> None:
+    """Raise ValueError for the config of a quantised checkpoint, whose weights need their scales to mean anything."""
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
+            raise ValueError(
+                f"{path}: config.json has a {name} ({method or 'without a quant_method'}), and quantised checkpoints "
+                "cannot be read: use the original weights in 16 or 32 bits (load_in_4bit quantises these)"
+            )
+
+
+def check_token_ids(config: Any, path: str) -> None:
+    """Raise ValueError for a `mask_token_id` that is no id of the vocabulary, and for a `pad_token_id` beyond it."""
+    count = vocabulary(config)
+    if count < 1:  # the class of the model refuses it
+        return
+    mask, pad = (getattr(config, name, None) for name in ("mask_token_id", "pad_token_id"))
+    wrong = {}
+    if mask is not None and (type(mask) is not int or not 0 <= mask < count):
+        wrong["mask_token_id"] = mask
+    if type(pad) is int and pad >= count:
+        wrong["pad_token_id"] = pad
+    for name, value in wrong.items():
+        raise ValueError(
+            f"{path}: config.json says {name} {value!r}, which is no id of its {count} tokens (0 to {count - 1}): "
+            "correct it, or remove it if the tokenizer names this token"
+        )
+
+
 def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
     the kind, which says how the weights are named. ValueError if the kind is not supported or `config.json`
@@ -327,10 +356,12 @@ def native_config_of(raw: dict[str, Any], path: str) -> tuple[PreTrainedConfig, 
     check_kind(model_type, path)
     kind = KINDS[model_type]
     check_since(kind, model_type, path)
+    check_quantization(raw, path)
     with reading(path, f"its config.json describes no {model_type}"):
         config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(native_fields(kind, raw))
     if kind.attention not in ("full", attention_name(config)) and not hasattr(config, "attention_pattern"):
         config.attention_pattern = kind.attention
+    check_token_ids(config, path)
     attend_both_ways(config, path)
     config.name_or_path = path
     return config, kind

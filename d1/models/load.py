@@ -37,11 +37,23 @@ from d1.models.attention import (
     keep_states,
 )
 from d1.models.canvas import share_weights
+from d1.models.fingerprints import warn_of_other_base
 from d1.models.head import narrow, take_computations, unwrapped
 from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of, native_config
 from d1.models.packing import place_packed
 from d1.models.selfcheck import check_environment
-from d1.transformers_bridge import checkpoint_dtype, converting, file_of, forget_renaming, needs_copy, reading_weights
+from d1.transformers_bridge import (
+    checkpoint_dtype,
+    converting,
+    file_of,
+    forget_renaming,
+    needs_copy,
+    reading_weights,
+    stored_types,
+)
+
+FLOATS = ("BF16", "F16", "F32", "F64")  # of weights that can be read, as safetensors names them
+SPARE = ("pooler.", "cls.seq_relationship.", "position_ids")  # in names of weights: only used in BERT's pretraining
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -145,6 +157,7 @@ def load_model(
     base, adapters = adapter_chain(str(path), adapter)
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
+    warn_of_other_base(base, adapters)
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
     options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
     if quantization is not None or (device is not None and torch.device(device).type != "cpu"):
@@ -187,6 +200,7 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
             f"{path}: 4-bit weights are for linear layers, and most weights of a {config.model_type} are stacks of "
             "experts, which would stay in 16 bits: leave load_in_4bit out"
         )
+    check_stored_types(path)
     attention_of(config)  # an unknown name is an error before the weights are read
     if not Path(path).is_dir() and (index := file_of(path, "model.safetensors.index.json")):
         check_index(Path(index), complete=False)
@@ -207,11 +221,24 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
             auto_class(config).from_config(config)
         raise
     check_loaded(path, report)
+    if not Path(path).is_dir() and (file := file_of(path, "config.json")):  # now its weights are downloaded
+        check_stored_types(str(Path(file).parent))
     if kind.names is not None or stacked:
         forget_renaming(model)
     if Path(path).is_dir():  # adapters trained on this model record it as their base
         model.name_or_path = str(Path(path).resolve())
     return prepare(model)
+
+
+def check_stored_types(path: str) -> None:
+    """Raise ValueError for a folder with weights that are not floating-point numbers of at least 16 bits: integers and
+    8-bit floats are quantised, and would be read without their scales."""
+    for name, dtype, _, file in stored_types(path):
+        if dtype not in FLOATS and not any(part in name for part in SPARE):
+            raise ValueError(
+                f"{file} stores {name} as {dtype}, not as one of {', '.join(FLOATS)}: quantised weights would be read "
+                "without their scales. Use the original weights (load_in_4bit quantises these)"
+            )
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -223,10 +250,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def check_loaded(path: str, report: dict[str, Any]) -> None:
     """Raise ValueError, with a list of all weights that were missing, unexpected or of another shape."""
-    spare = ("pooler.", "cls.seq_relationship.", "position_ids")  # only used in BERT's pretraining
     wrong: dict[str, list[Any]] = {
         "missing": sorted(report["missing_keys"]),
-        "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in spare)),
+        "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in SPARE)),
         "mis-shaped (name, file, model)": sorted((k, tuple(a), tuple(b)) for k, a, b in report["mismatched_keys"]),
         "errors": list(report["error_msgs"]),
     }

@@ -100,8 +100,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
     found: dict[str, str] = {}
     for name in (*(() if kind.uniform_noise else ("mask_token",)), "eos_token", "pad_token", "eot_token"):
         token = getattr(tokenizer, name, None)
-        if token is None and isinstance(raw.get(f"{name}_id"), int):
-            token = tokenizer.convert_ids_to_tokens(raw[f"{name}_id"])
+        number = raw.get(f"{name}_id")
+        if token is None and isinstance(number, int) and 0 <= number < rows:  # some configs have a padding id of -1
+            token = tokenizer.convert_ids_to_tokens(number)
         if token is None:
             token = next((one for one in usual.get(name, ()) if one in vocab), None)
         if token is None and name in ("pad_token", "eot_token"):

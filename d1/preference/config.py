@@ -25,7 +25,7 @@ class PreferenceConfig(MethodSettings):
     train_data: str = setting(
         "",
         "hub name, or a .json, .jsonl, .parquet or .csv file, with TRL's columns: prompt, chosen, rejected; or "
-        "prompt, completion, label",
+        "prompt, completion, label; docs/preference.md lists other columns",
     )
     job_name: str = setting("prefer")
     max_completion_length: Annotated[int, COUNT] = setting(

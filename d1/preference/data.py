@@ -1,13 +1,11 @@
-"""Preference rows, from TRL's formats to batches with their views.
+"""Preference data: the rows that can be trained on, and batches with their views.
 
-TRL's formats: `prompt`, `chosen`, `rejected`, text or messages, where the prompt may be the beginning that the two
-share; or `prompt`, `completion`, `label`. Text becomes a user's and an assistant's message, as in SFT. A completion is
-scored on a canvas of fixed length, as in RL: the tokens after its EOS are hidden in every view, and not scored.
+`d1/preference/rows.py` reads a row. A completion is scored on a canvas of fixed length, as in RL: the tokens after its
+EOS are hidden in every view, and not scored.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +14,12 @@ import torch.nn.functional as F
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from trl import extract_prompt
 
 from d1.masking import keyed_generator
-from d1.models.tokenizer import as_messages, trained_ids, whole_turns
+from d1.preference import rows as preference_rows
+from d1.preference.rows import answer_columns, tokenize_row
 from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
+from d1.runs.data import BatchRow, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 
@@ -50,15 +48,13 @@ def token_rows(
         `label`, 1 or -1 for a single completion and 1 for a pair.
 
     Raises:
-        ValueError: columns of none of TRL's formats, bad rows, or nothing left to train on.
+        ValueError: columns of none of the formats, bad rows, or nothing left to train on.
     """
-    columns, pairs = set(data.column_names), {"chosen", "rejected"} <= set(data.column_names)
-    if not (pairs or (not paired and {"prompt", "completion", "label"} <= columns)):
-        needed = "chosen and rejected, perhaps with prompt" + ("" if paired else "; or prompt, completion and label")
-        raise ValueError(f"the data has the columns {', '.join(sorted(columns))}; needed are {needed}")
+    columns = answer_columns(data.features, paired=paired)
+    pairs = len(columns) == 2
     options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
-    options |= {"max_completion_length": max_completion_length, "paired": pairs}
-    rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
+    options |= {"max_completion_length": max_completion_length, "columns": columns}
+    rows = tokenised(data, tokenize_row, preference_rows, options, FEATURES, num_proc)
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows, data))
     if pairs and not paired:
         rows = rows.map(unpaired, batched=True, remove_columns=["status", "problem"])
@@ -74,46 +70,6 @@ def unpaired(batch: dict[str, list]) -> dict[str, list]:
         "completions": [[completion] for both in batch["completions"] for completion in both],
         "label": [1, -1] * len(batch["label"]),
     }
-
-
-def tokenize_row(
-    row: dict[str, Any], tokenizer: Any, max_prompt_length: int, max_completion_length: int, paired: bool
-) -> dict[str, Any]:
-    """One row of `FEATURES`; `status` is "ok" or "bad", and `problem` says what is wrong."""
-    names = ("chosen", "rejected") if paired else ("completion",)
-    try:
-        label = 1 if paired else sign_of(row["label"])
-        if row.get("prompt") is None:
-            row = extract_prompt({name: row[name] for name in names})
-        prompts, completions = zip(*(ids_of(row, name, tokenizer) for name in names), strict=True)
-        if prompts[0] != prompts[-1]:
-            raise ValueError("chosen and rejected differ before the last turn: they answer different prompts")
-        if paired and completions[0] == completions[1]:
-            raise ValueError("chosen and rejected are equal")
-        if len(prompts[0]) > max_prompt_length:
-            raise ValueError(f"the prompt has {len(prompts[0])} tokens, more than --max_prompt_length")
-        if (longest := max(map(len, completions))) > max_completion_length:
-            raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
-    except Exception as error:  # a chat template may raise anything
-        return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": problem_of(error)}
-    return {"prompt_ids": prompts[0], "completions": [*completions], "label": label, "status": "ok", "problem": ""}
-
-
-def sign_of(label: Any) -> int:
-    """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
-    sign = {"true": 1, "1": 1, "false": -1, "0": -1}.get(str(label).lower())
-    if sign is None:
-        raise ValueError(f"the label is {label!r}, neither true nor false")
-    return sign
-
-
-def ids_of(row: dict[str, Any], name: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of a row's prompt and of its completion `name`, which ends with EOS."""
-    turn = as_messages(row, name, "assistant")
-    if not turn or turn[-1].get("role") != "assistant":
-        raise ValueError(f"{name} does not end with a message of the assistant")
-    ids, start = trained_ids(whole_turns(as_messages(row, "prompt", "user") + turn), tokenizer, name)
-    return ids[:start], ids[start:]
 
 
 class PreferenceDataset(torch.utils.data.Dataset):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, ModelConfig
 
@@ -650,6 +651,18 @@ def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
             f"--estimator {args.estimator} hides the first token of a block, which this model takes from the clean "
             f"text: use {able}, or --first_token masked"
         )
+
+
+def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
+    """Raise ValueError for data that the trainer cannot go through, or that has no prompts."""
+    parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+    for name, rows in {"train_dataset": train_dataset, **parts}.items():
+        if rows is None:  # TRL says whether it may be missing
+            continue
+        if not isinstance(rows, Dataset):
+            raise ValueError(f"{name} is {type(rows).__name__}, not datasets.Dataset: use Dataset.from_list(rows)")
+        if "prompt" not in rows.column_names:
+            raise ValueError(f"{name} has the columns {', '.join(rows.column_names)}: name the one with prompts prompt")
 
 
 def check_noise(config: Any, args: Settings) -> None:

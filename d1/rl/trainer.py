@@ -68,7 +68,7 @@ from d1.rl.batch import (
     within,
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, own_calls, reference_from, rollout_buffer
-from d1.rl.checks import check_noise, check_tools_of_trainer, check_trainer
+from d1.rl.checks import check_datasets, check_noise, check_tools_of_trainer, check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.engines import (
     STATES,
@@ -88,6 +88,7 @@ from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_rat
 from d1.rl.rewards import guarded
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.cli import together
+from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, SamplingSettings, eos_cut, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
@@ -112,10 +113,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     """GRPO for masked diffusion language models.
 
     Args:
-        model: from `d1.models.load_model`.
+        model: from `d1.models.load_model`, or a path or hub name, which is loaded in fp32.
         reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
-        args: `DiffuGRPOConfig`.
+        args: `DiffuGRPOConfig`; None: its defaults.
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
+        processing_class: the tokenizer; None: that of the model's path.
         task_name: the task's name in the error message when a reward raises an error.
         rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/engines.py`).
 
@@ -129,13 +131,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self,
         model: Any,
         reward_funcs: Callable | list[Callable],
-        args: DiffuGRPOConfig,
-        train_dataset: Any,
-        processing_class: Any,
+        args: DiffuGRPOConfig | None = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
         task_name: str = "",
         rollout_func: UserRollout | None = None,
         **kwargs: Any,
     ) -> None:
+        check_arguments(args)
+        args = DiffuGRPOConfig() if args is None else args
+        check_datasets(train_dataset, kwargs.get("eval_dataset"))
+        processing_class = tokenizer_of(processing_class, model, plain_chat_template=args.plain_chat_template)
+        model = loaded_model(model)
         with_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
         check_tools_of_trainer(args, with_tools, rollout_func is not None, kwargs.get("environment_factory"))
         require_prepared(model)

@@ -1,23 +1,20 @@
 """What a run says about itself: the fingerprints of what it reads, `run.json`, and the model card. Imports no torch.
 
-A path says where something was, a fingerprint what it was: the first 16 hexadecimal digits of a SHA-256. It covers a
-model's and an adapter's weights and config, the tokenizer's files, the values of rows, and files of data and code. A
-folder that was moved or copied keeps its fingerprint. The fingerprint of a hub name is the commit in the local cache.
-A user's `.py` file counts with the local files that its `import` statements name. Not covered: other files that it
-reads, which count by the rows that they make, and versions of libraries.
+A path says where something was, a fingerprint what it was (`d1/models/fingerprints.py`): a model, an adapter and a
+tokenizer, the values of rows, and files of data and code. A user's `.py` file counts with the local files that its
+`import` statements name. Not covered: other files that it reads, which count by the rows that they make, and versions of
+libraries.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -29,6 +26,15 @@ from huggingface_hub import ModelCardData
 
 from d1.files import read_object, write_atomically
 from d1.lazy import local_imports
+from d1.models.fingerprints import CONTENTS as CONTENTS
+from d1.models.fingerprints import DIGITS, MODEL_SETTINGS
+from d1.models.fingerprints import OF_A_TOKENIZER as OF_A_TOKENIZER
+from d1.models.fingerprints import RECORD as RECORD
+from d1.models.fingerprints import model_files as model_files
+from d1.models.fingerprints import of_file as of_file
+from d1.models.fingerprints import of_folder as of_folder
+from d1.models.fingerprints import of_model as of_model
+from d1.models.fingerprints import of_values as of_values
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,26 +44,13 @@ logger = logging.getLogger(__name__)
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 
 # + a setting's name: the name of its fingerprint in a record
-CONTENTS, IMPORTS, ROWS = "contents of ", "imports of ", "rows of "
-MODEL_SETTINGS = ("model_path", "model_name")  # the names that stages give to the path of the model
+IMPORTS, ROWS = "imports of ", "rows of "
 FILES = (".py", ".json", ".jsonl", ".parquet", ".csv")  # of code and data
-WEIGHTS = (".safetensors", ".bin")
-OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "learnt.json")
-OF_A_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
-)
-DIGITS = 16
 
 
 def of_setting(name: str) -> str:
     """The name of the setting that a fingerprint in a record belongs to; other names are unchanged."""
     return name.removeprefix(CONTENTS).removeprefix(IMPORTS).removeprefix(ROWS)
-
-
-def of_values(values: Any) -> str:
-    """The fingerprint of values that JSON can hold; others count as their text."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
 
 
 def of_rows(rows: Dataset) -> str:
@@ -66,66 +59,6 @@ def of_rows(rows: Dataset) -> str:
     for batch in rows.with_format(None).iter(1000):
         digest.update(json.dumps(batch, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:DIGITS]
-
-
-def of_file(path: str | Path) -> str:
-    """The fingerprint of a file's bytes; in an `adapter_config.json`, the path of the base does not count."""
-    file = Path(path)
-    if file.name == "adapter_config.json":
-        return of_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
-    known = file.stat()
-    return of_bytes(file.resolve(), (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns))
-
-
-@functools.cache
-def of_bytes(path: Path, stamps: tuple[int, ...]) -> str:
-    """Hash a file, once per process as long as the system reports no change: a run hashes some files twice."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-
-
-def of_folder(path: str, names: Iterable[str]) -> str:
-    """The fingerprint of those of the named files that a local folder has; for a hub name, of its cached commit."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return commit_of(path)
-    files = [folder / name for name in sorted(set(names)) if (folder / name).is_file()]
-    with ThreadPoolExecutor() as threads:  # hashing releases the lock of the interpreter
-        return of_values([[file.name, found] for file, found in zip(files, threads.map(of_file, files), strict=True)])
-
-
-def commit_of(name: str) -> str:
-    """The commit of a hub name in the local cache, where its config is downloaded to; the name if there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    from d1.transformers_bridge import has_file
-
-    for file in ("config.json", "adapter_config.json", "tokenizer_config.json"):
-        if has_file(name, file) and isinstance(path := try_to_load_from_cache(name, file), str):
-            return Path(path).parent.name[:DIGITS]
-    return name
-
-
-def of_model(path: str, adapter: str | None = None) -> dict[str, str]:
-    """The fingerprints of a model as `load_model(path, adapter=adapter)` loads it: `model`, of the base; `adapter`, of
-    all adapters on it, in order, if there are any; and `tokenizer`, the adapter's own if it has one. ValueError or
-    FileNotFoundError if one of them is missing."""
-    from d1.models.adapters import adapter_chain
-    from d1.models.tokenizer import tokenizer_folder
-
-    base, adapters = adapter_chain(path, adapter)
-    found = {"model": of_folder(base, model_files(base))}
-    if adapters:
-        found["adapter"] = of_values([of_folder(one, OF_AN_ADAPTER) for one in adapters])
-    own = adapter and Path(adapter, "tokenizer_config.json").is_file()
-    found["tokenizer"] = of_folder(tokenizer_folder(str(adapter if own else path)), OF_A_TOKENIZER)
-    return found
-
-
-def model_files(folder: str) -> list[str]:
-    """The names of a local model's files that determine what it computes: its config, weights and their index."""
-    files = [file.name for file in Path(folder).glob("*") if file.name != "training_args.bin"]
-    return ["config.json", *(name for name in files if name.endswith((*WEIGHTS, ".index.json")))]
 
 
 def of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +92,6 @@ def files_in(value: Any) -> list[Path]:
 
 # --- run.json ---------------------------------------------------------------------------------------------------------
 
-RECORD = "run.json"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
 
 

@@ -11,14 +11,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from trl.trainer.utils import disable_dropout_in_model
 
+from d1.models import load_model, load_tokenizer
 from d1.models.adapters import save_learnt
 from d1.models.attention import require_prepared
 from d1.runs.checkpoints import check_sums, staged_checkpoint
 from d1.runs.data import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
+
+CONFIGS = {"GRPOConfig": "d1.rl.DiffuGRPOConfig"}  # of TRL -> what a trainer here takes instead
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse (ValueError) a config of TRL or of this library's commands as the `args` of a trainer: most of its
+    settings would not be read."""
+    if args is None or type(args).__module__.partition(".")[0] not in ("trl", "d1"):
+        return
+    if isinstance(args, TrainingArguments) and type(args).__module__.startswith("d1."):
+        return
+    name = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
+    use = CONFIGS.get(type(args).__name__, "transformers.TrainingArguments")
+    raise ValueError(f"args is {name}, whose own settings this trainer does not read: use {use}(...)")
+
+
+def loaded_model(model: Any) -> Any:
+    """The model of a trainer's argument `model`, which may be a path or a hub name."""
+    return load_model(model) if isinstance(model, str | Path) else model
+
+
+def tokenizer_of(processing_class: Any, model: Any, **options: Any) -> Any:
+    """A trainer's `processing_class`, or the tokenizer of `model`, a path or a loaded model. ValueError without one."""
+    if processing_class is not None:
+        if not isinstance(processing_class, PreTrainedTokenizerBase):
+            kind = type(processing_class).__name__
+            raise ValueError(f"processing_class is {kind}, not a tokenizer: use d1.models.load_tokenizer(path)")
+        return processing_class
+    path = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
+    if not path:
+        raise ValueError("processing_class is missing, and the model has no path: use d1.models.load_tokenizer(path)")
+    return load_tokenizer(path, **options)
 
 
 class RunTrainer(TrainerHooks):
@@ -30,6 +63,7 @@ class RunTrainer(TrainerHooks):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_arguments(kwargs.get("args"))
         super().__init__(*args, **kwargs)
         self.add_callback(LoadExtra(self))
 

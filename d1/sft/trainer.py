@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import PeftConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from d1.models.attention import Blocks, has_causal_context, require_prepared
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.runs.data import IGNORED
-from d1.runs.trainer import RunTrainer
+from d1.runs.trainer import RunTrainer, check_arguments, loaded_model, tokenizer_of
 from d1.sft.config import CausalLoss
 from d1.sft.data import by_row, row_numbers
 from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
@@ -37,25 +38,68 @@ EDITS_AND_CONTEXT = "--edit_noise trains edits of visible tokens, which no sampl
 Positions = tuple[Tensor, Tensor]  # rows and positions, (n,) each, of n tokens of a batch
 
 
+def check_data(data_collator: Any, datasets: dict[str, Any]) -> None:
+    """Refuse (ValueError) a collator or rows of Transformers or TRL, which have no noise."""
+    if data_collator is not None and not hasattr(data_collator, "schedule"):
+        kind = type(data_collator).__name__
+        raise ValueError(f"data_collator is {kind}: leave it out, or use d1.sft.dLLMDataCollator(tokenizer)")
+    for name, rows in datasets.items():
+        for part in rows.values() if isinstance(rows, dict) else [rows]:
+            if part is not None and not hasattr(part, "lengths"):
+                todo = "rows, _ = preprocess_dataset(data, tokenizer, max_length, test_split=0) of d1.sft and use "
+                todo += "dLLMSFTDataset(rows, tokenizer, max_length)"
+                raise ValueError(f"{name} is {type(part).__name__}, not dLLMSFTDataset: call {todo}")
+
+
+def default_collator(tokenizer: Any, config: Any) -> dLLMDataCollator:
+    """The collator with its defaults for a model of this config."""
+    causal = CausalLoss() if has_causal_context(config) else None
+    return dLLMDataCollator(tokenizer, block_size=block_size(config), causal=causal)
+
+
 class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
 
     Args:
-        **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
-            `dLLMDataCollator`.
+        model: from `load_model`, or a path or hub name.
+        args: `transformers.TrainingArguments`.
+        data_collator: a `dLLMDataCollator`; None: one with its defaults for this model.
+        processing_class: the tokenizer; None: that of the model's path.
+        peft_config: of an adapter to train, such as `peft.LoraConfig`.
+        **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), its block size differs from the collator's, or its
-            attention cannot separate the rows that the collator packs.
+        ValueError: an argument is of another class, the model was not prepared (`d1.models.prepare`), its block size
+            differs from the collator's, or its attention cannot separate the rows that the collator packs.
         FloatingPointError: a loss (the message names a file with the rows to blame) or a saved weight is not finite.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(compute_metrics=mean_loss, **kwargs)
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        *,
+        processing_class: Any = None,
+        peft_config: PeftConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_arguments(args)
+        if args is not None:
+            args.remove_unused_columns = False  # Trainer would drop the columns that the model does not take
+        check_data(data_collator, {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
+        path, model = model, loaded_model(model)
+        if data_collator is None and model is not None:
+            processing_class = tokenizer_of(processing_class, path)
+            data_collator = default_collator(processing_class, model.config)
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        given = {"model": model, "args": args, "data_collator": data_collator, "processing_class": processing_class}
+        super().__init__(compute_metrics=mean_loss, **given, **kwargs)
         require_prepared(self.model)
-        model: Any = self.model
+        model = cast(Any, self.model)
         noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
         if noised != size:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
-from d1.models.convert import export
+from d1.models.convert import export, merge, write_weights
 from d1.models.kinds import KINDS
 from d1.rl import train as rl
 from d1.sft import train as sft
@@ -252,6 +252,98 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
         peft.save_pretrained(str(tmp_path / name))
     with pytest.raises(ValueError, match="4-bit weights cannot absorb an adapter"):
         load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
+
+
+HEADS = {"llama": ("embed_tokens", "lm_head"), "bert": ("word_embeddings", "decoder")}
+HEADS |= dict.fromkeys(("llada", "Fast_dLLM_Qwen"), HEADS["llama"])
+QUERY = {"bert": "query"}
+TIED_CASES = [
+    ("llama", {"target_modules": ["head"]}),
+    ("llama", {"target_modules": ["embedding"]}),
+    ("llama", {"target_modules": ["embedding", "head"]}),
+    ("llama", {"target_modules": ["embedding"], "ensure_weight_tying": True}),
+    ("llama", {"modules_to_save": ["head"]}),
+    ("llama", {"modules_to_save": ["embedding"]}),
+    ("llama", {"modules_to_save": ["embedding"], "ensure_weight_tying": True}),
+    ("llama", {"trainable_token_indices": [5, 6]}),
+    ("bert", {"target_modules": ["head"]}),
+    ("bert", {"target_modules": ["embedding"]}),
+    ("bert", {"modules_to_save": ["head"]}),
+    ("llada", {"target_modules": ["head"]}),
+    ("Fast_dLLM_Qwen", {"target_modules": ["head"]}),
+]
+
+
+def write_tied(folder: Path, kind: str) -> Path:
+    """A checkpoint whose head is the embedding, and only the embedding is in its file."""
+    write_kind(folder, kind)
+    name = "weight_tying" if kind == "llada" else "tie_word_embeddings"
+    edit_json(folder / "config.json", **{name: True})
+    for index in folder.glob("*.index.json"):
+        index.unlink()
+    weights: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+        file.unlink()
+    for name in ("lm_head.weight", "model.transformer.ff_out.weight", "cls.predictions.decoder.weight"):
+        weights.pop(name, None)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize(("kind", "options"), TIED_CASES)
+def test_an_adapter_on_tied_weights_computes_the_same_merged_and_unmerged(tmp_path, kind, options):
+    """In memory, in a merged checkpoint, and in what servers get, which also leaves the model as it was."""
+    base, folder = write_tied(tmp_path / "base", kind), tmp_path / "adapter"
+    names = dict(zip(("embedding", "head"), HEADS[kind], strict=True))
+    fields: dict[str, Any] = {"target_modules": [QUERY.get(kind, "q_proj")], **options}
+    for field in ("target_modules", "modules_to_save"):
+        fields[field] = [names.get(name, name) for name in fields.get(field, ())] or None
+    peft: Any = get_peft_model(load_model(base), LoraConfig(r=4, lora_alpha=8, **fields))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    peft.eval().save_pretrained(str(folder))
+    unmerged = logits_of(load_model(folder))
+    assert (unmerged - logits_of(load_model(base))).abs().max() > 0.1
+
+    def check(model: Any) -> None:
+        # Sums of 32 products of fp32, in another order; the logits are below 100.
+        torch.testing.assert_close(logits_of(model), unmerged, atol=2e-4, rtol=1e-5)
+
+    check(peft)
+    check(merge_adapter(load_model(folder), folder))
+    merge(str(base), [str(folder)], str(tmp_path / "merged"))
+    check(load_model(tmp_path / "merged"))
+    adapted = load_model(folder)
+    write_weights(adapted, tmp_path / "sent")
+    check(load_model(tmp_path / "sent"))
+    assert torch.equal(logits_of(adapted), unmerged)
+    parts = [tmp_path / f"{learnt}" for learnt in (False, True)]
+    for learnt, part in zip((False, True), parts, strict=True):
+        write_weights(adapted, part, learnt)
+    whole = load_file(tmp_path / "sent" / "model.safetensors")
+    pieces = [load_file(part / "model.safetensors") for part in parts]
+    assert pieces[0].keys() | pieces[1].keys() == whole.keys()
+    assert not pieces[0].keys() & pieces[1].keys()
+
+
+def test_an_adapter_elsewhere_leaves_tied_weights_tied(tmp_path):
+    base = write_tied(tmp_path / "base", "llama")
+    train_adapter(load_model(base), tmp_path / "adapter")
+    model: Any = merge_adapter(load_model(tmp_path / "adapter"), tmp_path)
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_single_tokens_of_a_model_whose_head_has_a_bias_are_refused(kind_dirs, tmp_path):
+    config = LoraConfig(target_modules=["query"], trainable_token_indices=[5])
+    get_peft_model(load_model(kind_dirs["bert"]), config).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=r"trains single tokens .*use modules_to_save"):
+        load_model(tmp_path)
 
 
 SFT = {"job_name": "job", "max_length": 64, "test_split": 0, "batch_size": 2}

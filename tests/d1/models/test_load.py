@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,8 +28,10 @@ from transformers import (
 from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
+from d1.models.convert import merge
 from d1.models.head import body_and_head
 from tests.d1.released import BLOCKS, CAUSAL, logits_of
+from tests.faults import edit_json
 
 VOCAB = 64
 
@@ -267,3 +272,70 @@ def test_dream_shift_skips_padding_wherever_it_is(kind_dirs):
     mask = torch.zeros_like(spread)
     spread[0, real], mask[0, real] = ids, 1
     torch.testing.assert_close(model(input_ids=spread, attention_mask=mask).logits[0, real], alone, atol=1e-5, rtol=0)
+
+
+def recast(folder, dtype):
+    """One weight of a checkpoint in another dtype, without a scale."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.bool, "BOOL"),
+        (torch.int32, "I32"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+    ],
+)
+def test_weights_without_their_scales_are_refused(tiny_model_dir, tmp_path, dtype, stored):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    name = recast(folder, dtype)
+    for load in (load_model, lambda path: merge(str(path), [], str(tmp_path / "out"))):
+        with pytest.raises(
+            ValueError, match=rf"model\.safetensors stores {re.escape(name)} as {stored}, not as one of"
+        ):
+            load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_in_other_precisions_are_read(tiny_model_dir, tmp_path, dtype):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    name = recast(folder, dtype)
+    weight, expected = (load_model(path).get_parameter(name) for path in (folder, tiny_model_dir))
+    assert torch.equal(weight, expected.to(dtype).float())
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"has a quantization_config \(gptq\)"),
+        ({"quantization_config": {"load_in_8bit": True}}, r"a quantization_config \(without a quant_method\)"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "has a compression_config"),
+        ({"mask_token_id": -1}, r"says mask_token_id -1, which is no id of its 60 tokens \(0 to 59\)"),
+        ({"mask_token_id": 60}, "says mask_token_id 60, which is no id"),
+        ({"mask_token_id": "3"}, "says mask_token_id '3', which is no id"),
+        ({"mask_token_id": True}, "says mask_token_id True, which is no id"),
+        ({"pad_token_id": 60}, "says pad_token_id 60, which is no id"),
+    ],
+)
+def test_a_config_of_a_quantised_model_or_with_an_id_beyond_the_vocabulary_is_refused(
+    tiny_model_dir, tmp_path, fields, problem
+):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    edit_json(folder / "config.json", **fields)
+    with pytest.raises(ValueError, match=problem) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_without_quantization_is_read(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    edit_json(folder / "config.json", quantization_config=None, mask_token_id=59, pad_token_id=-1)
+    load_model(folder)

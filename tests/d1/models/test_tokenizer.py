@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,16 @@ def test_few_shot_examples_outside_the_vocabulary_name_the_word_and_the_tokens_t
     message = r"cannot read the prompt .*: it has no token for 'Row'.*; its 93 tokens are <pad>, <bos>, <eos>, <mask>"
     with pytest.raises(ValueError, match=message):
         encode_prompt(pocket, render_prompt(pocket, messages))
+
+
+@pytest.mark.parametrize("number", [-1, 1000])
+def test_an_id_that_no_token_has_names_no_token(tiny_model_dir, tmp_path, number):
+    """Many configs have a padding id of -1, which means none."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    edit_json(folder / "tokenizer_config.json", pad_token=None)
+    edit_json(folder / "config.json", pad_token_id=number)
+    assert load_tokenizer(folder).pad_token == "<eos>"
+    edit_json(folder / "tokenizer_config.json", mask_token=None)
+    edit_json(folder / "config.json", mask_token_id=number)
+    with pytest.raises(ValueError, match="names a mask_token: name one"):
+        load_tokenizer(folder)

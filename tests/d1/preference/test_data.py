@@ -56,7 +56,7 @@ FINE = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     [
         ({"chosen": "3"}, "chosen and rejected are equal"),
         ({"chosen": " "}, "chosen is empty"),
-        ({"rejected": None}, "rejected is NoneType, not text"),
+        ({"rejected": None}, "rejected is null"),
         ({"prompt": "1" * 40}, "the prompt has 43 tokens, more than --max_prompt_length"),
         ({"rejected": "4" * 8}, "a completion of 9 tokens is longer than --max_completion_length"),
         ({"chosen": "<mask>"}, "the mask token <mask> is in the text"),
@@ -79,7 +79,7 @@ def test_bad_rows_are_an_error_or_counted(change, problem, tokenizer, caplog):
         ([{"prompt": "a", "completion": "b", "label": "maybe"}], False, "the label is 'maybe', neither true nor false"),
         ([{"prompt": "a", "completion": "b", "label": 1}] * 2, False, "all completions have the same label"),
         ([{"prompt": ASKED, "chosen": ASKED, "rejected": GOOD}], True, "chosen does not end"),
-        ([{"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": BAD}], True, "answer different prompts"),
+        ([{"chosen": ASKED + GOOD, "rejected": GOOD + ASKED + BAD}], True, "answer different prompts"),
     ],
 )
 def test_data_that_makes_no_sense(data, paired, problem, tokenizer):

@@ -1,0 +1,263 @@
+"""The published shapes of preference rows: TRL's formats, Axolotl's strategies, and those of well-known data sets.
+
+The table has one question and two answers in every shape. The expected tokens are the chat template's own.
+"""
+
+import pytest
+from datasets import Dataset
+from trl import extract_prompt
+
+from d1.models import load_tokenizer
+from d1.preference.data import token_rows
+from d1.preference.rows import answer_columns, conversations, sign_of
+
+LIMITS = {"max_prompt_length": 200, "max_completion_length": 200}
+ASKED, GOOD, BAD, RULE = "what is 1+1", "it is 2", "it is 3", "be short"
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def sharegpt(speaker, text):
+    return {"from": speaker, "value": text}
+
+
+USER, RIGHT, WRONG, SYSTEM = (
+    message("user", ASKED),
+    message("assistant", GOOD),
+    message("assistant", BAD),
+    message("system", RULE),
+)
+TEXTS = {"chosen": GOOD, "rejected": BAD}
+WHOLE = {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
+BOTH_MESSAGES = {"chosen": [RIGHT], "rejected": [WRONG]}
+HISTORY = [SYSTEM, message("user", "hi"), message("assistant", "hello")]
+
+PAIRS = {  # name -> a row with ASKED, GOOD and BAD
+    "TRL, explicit prompt": TEXTS | {"prompt": ASKED},
+    "TRL, conversational, explicit prompt": BOTH_MESSAGES | {"prompt": [USER]},
+    "TRL, conversational, implicit prompt": WHOLE,
+    "HuggingFaceH4/ultrafeedback_binarized": WHOLE
+    | {"prompt": ASKED, "prompt_id": "f0", "messages": [USER, RIGHT], "score_chosen": 8.0, "score_rejected": 3.0},
+    "Axolotl, chatml.ultra": WHOLE | {"prompt": ASKED, "system": ""},
+    "argilla/dpo-mix-7k: chatml.argilla_chat": WHOLE | {"dataset": "x", "chosen_rating": 5.0},
+    "mlabonne/orpo-dpo-mix-40k": WHOLE | {"prompt": f"{ASKED}\n", "question": ASKED, "source": "x"},
+    "messages as prompt of whole conversations": WHOLE | {"prompt": [USER]},
+    "Intel/orca_dpo_pairs: chatml.intel": TEXTS | {"question": ASKED, "system": ""},
+    "chatml.icr": TEXTS | {"input": ASKED, "system": None},
+    "chatml.argilla": {"instruction": ASKED, "chosen_response": GOOD, "rejected_response": BAD, "source": "x"},
+    "chatml.prompt_pairs": TEXTS | {"prompt": ASKED, "system": None},
+    "chat_template.default": {"messages": [USER], "chosen": RIGHT, "rejected": WRONG},
+    "chat_template.default with whole conversations": WHOLE | {"messages": [USER]},
+    "chat_template.default with texts": TEXTS | {"messages": [USER]},
+    "Alpaca without an input": TEXTS | {"instruction": ASKED, "input": ""},
+    "LLaMA-Factory, ShareGPT": {
+        "conversations": [sharegpt("human", ASKED)],
+        "chosen": sharegpt("gpt", GOOD),
+        "rejected": sharegpt("gpt", BAD),
+    },
+    "hh-rlhf with a prompt": TEXTS | {"prompt": f"\n\nHuman: {ASKED}\n\nAssistant:"},
+}
+SINGLE = {
+    "TRL, unpaired": {"prompt": ASKED, "completion": GOOD},
+    "TRL, unpaired and conversational": {"prompt": [USER], "completion": [RIGHT]},
+    "argilla/kto-mix-15k: argilla_chat": {"completion": [USER, RIGHT]},
+    "argilla/kto-mix-15k with its prompt": {"prompt": ASKED, "completion": [USER, RIGHT]},
+    "KTO, chatml.argilla": {"instruction": ASKED, "completion": GOOD},
+    "KTO, chatml.intel": {"question": ASKED, "completion": GOOD, "system": None},
+    "KTO, chatml.ultra": {"prompt": ASKED, "completion": GOOD, "system": ""},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir):
+    return load_tokenizer(str(tiny_model_dir))
+
+
+def template_ids(tokenizer, messages, answer):
+    """Ids of the prompt, and of the answer with its EOS, as the chat template writes them."""
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template([*messages, answer], tokenize=False)
+    assert whole.startswith(prompt)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole[len(prompt) :])]
+
+
+def rows_of(row, tokenizer, paired=True):
+    return list(token_rows(Dataset.from_list([row]), tokenizer, **LIMITS, paired=paired))
+
+
+def turns_of(row):
+    """The conversations of a row as it comes out of a data set."""
+    data = Dataset.from_list([row])
+    return conversations(data[0], answer_columns(data.features, paired="completion" not in row))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_each_shape_of_pairs_has_the_question_once_and_the_answers_whole(name, rule, tokenizer):
+    row = PAIRS[name] | ({} if rule is None else {"system": rule})
+    before = [SYSTEM] * (rule is not None)
+    assert turns_of(row) == {"chosen": [*before, USER, RIGHT], "rejected": [*before, USER, WRONG]}
+    (pair,) = rows_of(row, tokenizer)
+    expected = [template_ids(tokenizer, [*before, USER], answer) for answer in (RIGHT, WRONG)]
+    assert pair["prompt_ids"] == expected[0][0] == expected[1][0]
+    assert pair["completions"] == [ids for _, ids in expected]
+    taken_apart = rows_of(row, tokenizer, paired=False)
+    assert [(one["prompt_ids"], one["completions"], one["label"]) for one in taken_apart] == [
+        (expected[0][0], [expected[0][1]], 1),
+        (expected[1][0], [expected[1][1]], -1),
+    ]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_each_shape_of_completions_with_a_label(name, tokenizer):
+    data = Dataset.from_list([SINGLE[name] | {"label": label} for label in (True, False)])
+    assert turns_of(data[0]) == {"completion": [USER, RIGHT]}
+    rows = list(token_rows(data, tokenizer, **LIMITS, paired=False))
+    prompt, answer = template_ids(tokenizer, [USER], RIGHT)
+    assert [(one["prompt_ids"], one["completions"]) for one in rows] == [(prompt, [answer])] * 2
+    assert [one["label"] for one in rows] == [1, -1]
+
+
+@pytest.mark.parametrize(("yes", "no"), [(1, 0), ("True", "false"), ("1", "0"), (1.0, 0.0)])
+def test_labels_as_files_have_them(yes, no):
+    assert (sign_of(yes), sign_of(no)) == (1, -1)
+
+
+def test_a_conversation_of_several_turns_with_a_system_message():
+    row = {"chosen": [*HISTORY, USER, RIGHT], "rejected": [*HISTORY, USER, WRONG]}
+    expected = {"chosen": [*HISTORY, USER, RIGHT], "rejected": [*HISTORY, USER, WRONG]}
+    assert turns_of(row) == expected
+    for prompt in (ASKED, "hi", [*HISTORY, USER], [message("user", "hi")]):  # data sets name the first or last question
+        assert turns_of(row | {"prompt": prompt}) == expected
+    assert turns_of(row | {"system": RULE}) == expected
+    assert turns_of(BOTH_MESSAGES | {"prompt": [*HISTORY, USER]}) == expected
+    continued = {"prompt": [message("user", "hi")], "chosen": [*HISTORY[2:], USER, RIGHT]}
+    continued |= {"rejected": [*HISTORY[2:], USER, WRONG]}
+    assert turns_of(continued)["rejected"] == [*HISTORY[1:], USER, WRONG]
+
+
+def test_a_system_message_of_the_prompt_or_of_a_column_alone_stays():
+    for row in ({"prompt": [SYSTEM, USER]}, {"system_prompt": RULE}, {"system": RULE, "system_prompt": RULE}):
+        assert turns_of(WHOLE | row)["chosen"] == [SYSTEM, USER, RIGHT]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("The sky is blue.", "The sky is black.", "The sky is"),
+        ("A.  One", "A.  Two", "A."),
+        ("one two\nthree", "one two four", "one two"),
+        ("pi is 3.14", "pi is 3.15", "pi is"),
+    ],
+)
+def test_texts_that_share_their_beginning_are_split_between_words(chosen, rejected, prompt):
+    turns = turns_of({"chosen": chosen, "rejected": rejected, "score": 1.0})
+    expected = [[message("user", prompt), message("assistant", text[len(prompt) :])] for text in (chosen, rejected)]
+    assert [turns["chosen"], turns["rejected"]] == expected
+    theirs = extract_prompt({"chosen": chosen, "rejected": rejected})["prompt"]
+    assert theirs.startswith(prompt)
+    if theirs == prompt:  # TRL splits between words, too
+        assert extract_prompt({"chosen": chosen, "rejected": rejected})["chosen"] == expected[0][1]["content"]
+
+
+def test_the_transcripts_of_hh_rlhf_are_conversations(tokenizer):
+    turns = f"\n\nHuman: hi\n\nAssistant: hello\n\nHuman: {ASKED}\n\nAssistant: "
+    row = {"chosen": turns + GOOD, "rejected": turns + BAD}
+    assert turns_of(row) == {"chosen": [*HISTORY[1:], USER, RIGHT], "rejected": [*HISTORY[1:], USER, WRONG]}
+    (pair,) = rows_of(row, tokenizer)
+    assert [pair["prompt_ids"], pair["completions"][0]] == template_ids(tokenizer, [*HISTORY[1:], USER], RIGHT)
+
+
+def test_alpacas_columns_are_the_instruction_and_its_input():
+    row = TEXTS | {"instruction": "add", "input": "1+1"}
+    assert turns_of(row)["chosen"] == [message("user", "add\n1+1"), RIGHT]
+
+
+def test_the_prompt_column_counts_before_other_columns():
+    assert turns_of(TEXTS | {"prompt": ASKED, "question": "1+1", "input": "1"})["chosen"] == [USER, RIGHT]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"prompt": "q", "answers": [{"answer": "a", "rank": 1}]},
+            "has the columns answers, prompt; needed are chosen",
+        ),
+        ({"prompt": "q", "response_0": "a", "response_1": "b"}, "has the columns prompt, response_0, response_1"),
+        ({"prompt": "q", "chosen": "a"}, "has the columns chosen, prompt; needed are"),
+        (TEXTS | {"query": "q"}, r"no column prompt, .* but query: rename the one with the prompt to prompt"),
+        (TEXTS | {"context": ["q"]}, "but context: rename"),
+        (TEXTS | {"system": "s"}, "but system: rename"),
+        ({"chosen": "The sky", "rejected": "The sky is blue"}, "one text is the beginning of the other"),
+        ({"chosen": "2+2=4", "rejected": "2+2=5"}, "begin with no whole word in common: add a column prompt"),
+        ({"chosen": "a b", "rejected": "a b"}, "chosen and rejected are equal"),
+        (WHOLE | {"prompt": "another"}, "chosen is a conversation without the prompt 'another'"),
+        (WHOLE | {"prompt": [message("user", "another")]}, "chosen is a conversation without the prompt 'another'"),
+        (TEXTS | {"prompt": None}, r"there is no prompt \(empty: prompt\)"),
+        (TEXTS | {"prompt": "", "question": None}, r"there is no prompt \(empty: prompt, question\)"),
+        (BOTH_MESSAGES, r"there is no prompt \(no column prompt, question"),
+        (TEXTS | {"question": "q", "instruction": "i"}, "question and instruction may both be the prompt"),
+        (TEXTS | {"prompt": "q", "chosen": None}, "chosen is null"),
+        (TEXTS | {"prompt": "q", "chosen": ""}, "chosen is empty"),
+        (TEXTS | {"prompt": "q", "chosen": " "}, "chosen is empty"),
+        (TEXTS | {"prompt": "q", "chosen": 3}, "chosen is int, not text or messages"),
+        ({"prompt": "q", "chosen": ["a"], "rejected": ["b"]}, "chosen is list, not text or messages"),
+        ({"prompt": "q", "chosen": [], "rejected": []}, "chosen is empty"),
+        (BOTH_MESSAGES | {"prompt": "q", "chosen": [message("assistant", "")]}, "the assistant message is empty"),
+        (BOTH_MESSAGES | {"prompt": "q", "chosen": [message("assistant", None)]}, "the assistant message is NoneType"),
+        (
+            {"prompt": "q", "chosen": {"text": "a"}, "rejected": {"text": "b"}},
+            "chosen has a message with text, without",
+        ),
+        (TEXTS | {"prompt": "q", "chosen": str([RIGHT])}, "chosen is a text that holds a list of messages"),
+        (
+            TEXTS | {"prompt": "q", "chosen": '[{"role": "assistant"}]'},
+            "chosen is a text that holds a list of messages",
+        ),
+        (TEXTS | {"prompt": "q", "history": [["a", "b"]]}, "the column history is not supported"),
+        (TEXTS | {"prompt": "q", "images": ["a.png"]}, "the column images is not supported"),
+        (
+            {"chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG], "system": "other"},
+            "differs from that of",
+        ),
+        ({"chosen": [USER], "rejected": [USER]}, "chosen does not end with a message of the assistant"),
+        (WHOLE | {"rejected": [message("user", "x"), WRONG]}, "they answer different prompts"),
+    ],
+)
+def test_what_no_shape_has_is_refused_by_name(row, problem, tokenizer):
+    with pytest.raises(ValueError, match=problem):
+        rows_of(row, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"completion": GOOD, "label": 1}, r"there is no prompt \(no column prompt"),
+        ({"prompt": None, "completion": GOOD, "label": 1}, r"there is no prompt \(empty: prompt\)"),
+        ({"prompt": "q", "completion": GOOD, "label": None}, "the label is None, neither true nor false"),
+        ({"prompt": "q", "completion": GOOD, "label": 0.5}, "the label is 0.5, neither true nor false"),
+        ({"prompt": "q", "completion": None, "label": 1}, "completion is null"),
+    ],
+)
+def test_completions_with_a_label_that_cannot_be_read(row, problem, tokenizer):
+    with pytest.raises(ValueError, match=problem):
+        rows_of(row, tokenizer, paired=False)
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt": f"<bos><user>{ASKED}<assistant>"}, {"chosen": f"{GOOD}<eos>"}, {"rejected": "<user>no"}]
+)
+def test_texts_with_a_chat_template_in_them_are_refused(change, tokenizer):
+    with pytest.raises(ValueError, match="begins or ends with the special token <"):
+        rows_of(TEXTS | {"prompt": ASKED} | change, tokenizer)
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
+def test_fields_of_messages_with_a_meaning_are_refused_by_name(field, tokenizer):
+    row = BOTH_MESSAGES | {"prompt": ASKED, "chosen": [RIGHT | {field: "x"}]}
+    with pytest.raises(ValueError, match=f"a message of chosen has {field}"):
+        rows_of(row, tokenizer)

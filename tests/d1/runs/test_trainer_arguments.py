@@ -1,0 +1,158 @@
+"""Trainers called as TRL documents its own: a path as the model, no tokenizer, no collator; or one line says what to
+write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PeftModel
+from transformers import DataCollatorForLanguageModeling, TrainingArguments
+from trl import DPOConfig, GRPOConfig
+from trl import SFTConfig as TrlSFTConfig
+
+from d1.models import load_model, load_tokenizer
+from d1.preference import METHODS, PreferenceTrainer
+from d1.rl import DiffuGRPOConfig, DiffuGRPOTrainer
+from d1.sft import SFTConfig, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, preprocess_dataset
+
+CHATS = [{"prompt": [{"role": "user", "content": "1+1="}]}] * 4
+QUIET: dict[str, Any] = {"max_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False}
+
+
+def length(completions, **columns):
+    return [float(len(str(completion))) for completion in completions]
+
+
+def rl_config(folder, **fields):
+    sizes = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
+    steps = {"block_length": 4, "diffusion_steps": 4}
+    return DiffuGRPOConfig(str(folder), **QUIET, **sizes, **steps, **fields)
+
+
+def trained(trainer):
+    """The weights after training."""
+    trainer.train()
+    assert trainer.state.global_step == 1
+    return [weight.detach().clone() for weight in trainer.model.parameters()]
+
+
+def test_rl_from_a_path_equals_rl_from_its_parts(tiny_model_dir, tmp_path):
+    rows = Dataset.from_list(CHATS)
+    path = str(tiny_model_dir)
+    given = {"reward_funcs": length, "args": rl_config(tmp_path), "train_dataset": rows}
+    expected = trained(DiffuGRPOTrainer(load_model(path), processing_class=load_tokenizer(path), **given))
+    for model in (path, tiny_model_dir, load_model(path)):
+        found = trained(DiffuGRPOTrainer(model, **given))
+        assert all(map(torch.equal, found, expected))
+
+
+def test_rl_takes_texts_as_prompts_and_has_default_settings(tiny_model_dir, tmp_path, monkeypatch):
+    rows = Dataset.from_list([{"prompt": "1+1="}] * 4)
+    trained(DiffuGRPOTrainer(str(tiny_model_dir), length, rl_config(tmp_path), rows))
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(DiffuGRPOTrainer(str(tiny_model_dir), length, train_dataset=rows).args, DiffuGRPOConfig)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"args": GRPOConfig("out", **ON_CPU)}, r"args is trl's GRPOConfig.*: use d1\.rl\.DiffuGRPOConfig"),
+        (
+            {"train_dataset": Dataset.from_list([{"q": "a", "b": 1}])},
+            "train_dataset has the columns q, b: name",
+        ),
+        ({"eval_dataset": Dataset.from_list([{"q": "a"}])}, "eval_dataset has the columns q: name the one"),
+        ({"eval_dataset": {"hard": Dataset.from_list([{"q": "a"}])}}, "hard has the columns q: name the one"),
+        ({"train_dataset": CHATS}, r"train_dataset is list, not datasets\.Dataset"),
+        (
+            {"train_dataset": IterableDataset.from_generator(lambda: iter(CHATS))},
+            "is IterableDataset, not",
+        ),
+        ({"train_dataset": None}, "`train_dataset` is required"),
+        (
+            {"processing_class": "tokenizer"},
+            r"processing_class is str, not a tokenizer: use d1\.models\.",
+        ),
+    ],
+)
+def test_arguments_that_rl_cannot_use_are_refused(tiny_model_dir, tmp_path, change, problem):
+    given = {"args": rl_config(tmp_path), "train_dataset": Dataset.from_list(CHATS)} | change
+    with pytest.raises(ValueError, match=problem):
+        DiffuGRPOTrainer(str(tiny_model_dir), length, **given)
+
+
+@pytest.fixture
+def rows(tiny_model_dir):
+    data = Dataset.from_list([{"prompt": "1+1=", "completion": "2"}] * 4)
+    prepared, _ = preprocess_dataset(data, load_tokenizer(tiny_model_dir), max_length=32, test_split=0, num_proc=1)
+    return dLLMSFTDataset(prepared, load_tokenizer(tiny_model_dir), 32)
+
+
+@pytest.mark.parametrize("model", ["tiny_model_dir", "tiny_block_dir", "tiny_causal_dir"])
+def test_sft_from_a_path_equals_sft_from_its_parts(model, rows, tmp_path, request):
+    """The collator follows the model's blocks and context."""
+    from d1.sft.config import CausalLoss
+
+    path = str(request.getfixturevalue(model))
+    options = {"tiny_model_dir": {}, "tiny_block_dir": {"block_size": 4}}.get(model)
+    if options is None:
+        options = {"block_size": 4, "causal": CausalLoss()}
+
+    def arguments(**fields):
+        return TrainingArguments(str(tmp_path), use_cpu=True, **QUIET, **fields)
+
+    collator = dLLMDataCollator(load_tokenizer(path), **options)
+    expected = trained(
+        dLLMTrainer(
+            model=load_model(path),
+            args=arguments(remove_unused_columns=False),
+            train_dataset=rows,
+            data_collator=collator,
+            processing_class=load_tokenizer(path),
+        )
+    )
+    for given in (path, load_model(path)):
+        found = trained(dLLMTrainer(given, arguments(), train_dataset=rows))
+        assert all(map(torch.equal, found, expected))
+
+
+def test_sft_of_a_new_adapter(tiny_model_dir, rows, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **QUIET)
+    config = LoraConfig(target_modules=["q_proj"])
+    trainer = dLLMTrainer(str(tiny_model_dir), arguments, train_dataset=rows, peft_config=config)
+    trained(trainer)
+    assert isinstance(trainer.model, PeftModel)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"args": TrlSFTConfig("out", **ON_CPU)}, r"args is trl's SFTConfig.*: use transformers\.TrainingArguments"),
+        ({"args": SFTConfig()}, r"args is d1's SFTConfig.*: use transformers\.TrainingArguments"),
+        (
+            {"train_dataset": Dataset.from_list(CHATS)},
+            "train_dataset is Dataset, not dLLMSFTDataset: call rows",
+        ),
+        ({"eval_dataset": {"hard": CHATS}}, "eval_dataset is list, not dLLMSFTDataset"),
+        ({"data_collator": DataCollatorForLanguageModeling}, "data_collator is type: leave it out, or use"),
+    ],
+)
+def test_arguments_that_sft_cannot_use_are_refused(tiny_model_dir, rows, change, problem):
+    with pytest.raises(ValueError, match=problem):
+        dLLMTrainer(str(tiny_model_dir), **({"train_dataset": rows} | change))
+
+
+def test_a_model_without_a_path_needs_a_tokenizer(tiny_model_dir, rows):
+    model = load_model(tiny_model_dir)
+    model.name_or_path = ""
+    with pytest.raises(ValueError, match="processing_class is missing, and the model has no path"):
+        dLLMTrainer(model, train_dataset=rows)
+
+
+def test_a_config_of_trls_dpo_is_refused(tiny_model_dir):
+    with pytest.raises(ValueError, match="args is trl's DPOConfig"):
+        PreferenceTrainer(METHODS["vrpo"], 0.1, 3, model=load_model(tiny_model_dir), args=DPOConfig("out", **ON_CPU))
