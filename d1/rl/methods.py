@@ -467,7 +467,8 @@ METHODS: dict[str, Method] = {
         estimator="replay",  # every step: one view holds the k-th step of every block
         p_mask_prompt=0.0,
         objective="clipped_views",
-        loss_type="dapo",  # by the tokens of the whole rollout (of a device)
+        # Of a device: every round of a completion repeats its labels, and the sum over rounds is divided by the block.
+        loss_type="rounds",  # the sum / (sum over completions of L times its rounds, / block); rounds: its views
         epsilon=0.2,
         beta=0.0,  # KL
         advantage="standardised",

@@ -96,6 +96,7 @@ def test_rows_that_are_out_of_the_loss_stay_out_when_the_canvas_is_scored(tiny_m
         assert batch["scoring_views"][:, update].tolist() == [views] * 12
         pairs = sum(weight != 0 for row in weights for view in row[update] for weight in view)
         assert batch["scored_pairs"][:, update].tolist() == [pairs] * 12
+        assert batch["repeated_tokens"][:, update].tolist() == [views * CANVAS] * 12
     active = sum(counts and advantage != 0 for counts, advantage in zip(taking_part, batch["advantages"], strict=True))
     assert batch["active_rows"].tolist() == [active] * 12
 

@@ -208,7 +208,8 @@ def test_the_likelihood_of_two_turns_and_its_gradient_equal_those_of_an_enumerat
     settings = ViewSettings(gen_length=length, steps=length, block_length=block)
     views = ESTIMATORS["left_to_right"](sampled_rows(batch, CanvasBlocks.of(model.config)), random, settings)
     batch |= {"view_weights": views.weights.unsqueeze(1), "scoring_views": torch.ones(2 * count, 1)}
-    batch |= {"active_rows": torch.ones(2 * count), "scored_pairs": torch.ones(2 * count, 1)}
+    counts = {"scored_pairs": torch.ones(2 * count, 1), "repeated_tokens": torch.ones(2 * count, 1)}
+    batch |= {"active_rows": torch.ones(2 * count), **counts}
     scores = score_batch(model, batch, views, mask_token_id=3)
     inputs = loss_inputs(batch, scores, 0, turns=2)
     summed = (inputs.logps * inputs.mask).sum(-1).view(-1, 2).sum(1)
