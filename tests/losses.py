@@ -77,7 +77,9 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     of_steps = ("place_logps", "place_old", "steps", "trajectory_weights")
     names = (*of_rows, *of_steps, "reveal_steps", "view_advantages", "log_ratios")
     given = [name for name in names if getattr(inputs, name) is not None]
-    counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "repeats", "active")}
+    counts = {
+        name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "repeats", "active")
+    }
     return [
         replace(inputs, **counts, **{name: getattr(inputs, name)[some] for name in given}) for some in order.split(rows)
     ]

@@ -38,6 +38,7 @@ from tests.d1.scoring.enumeration import (
     state_logps,
     tiny,
 )
+from tests.rounding import LOGITS, assert_near, rounding
 
 REPLAY = ESTIMATORS["replay"]
 LEFT_TO_RIGHT = ESTIMATORS["left_to_right"]
@@ -284,7 +285,7 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
     torch.testing.assert_close(uniform, expected, rtol=0, atol=1e-7)
     entropy = chances(segments, SAMPLED.scored, SAMPLED.entropies, "entropy")
     expected = torch.tensor([[0.15, 0.55, 0, 0.3], [4 / 15, 9 / 15, 2 / 15, 0], [0, 1, 0, 0], [1, 0, 0, 0]]).double()
-    torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-5)
+    assert_near(entropy, expected)
     torch.testing.assert_close(entropy.sum(-1), torch.ones(4).double())
     assert ((entropy > 0) == (uniform > 0)).all()
     # Rounding below zero does not reduce the probability of others, and gives no negative probability.
@@ -415,12 +416,12 @@ def test_replayed_log_probs_are_those_the_sampler_recorded(model, sampler, tempe
     assert torch.equal((views.weights != 0).sum(1), sampled.scored.long())  # each token once
     most = 4 if block_size(model.config) else LENGTH  # a view shows a step of every block
     assert views.noise.shape[1] <= most
-    torch.testing.assert_close(replayed(model, sampled, views).logps, expected, rtol=0, atol=1e-5)
+    assert_near(replayed(model, sampled, views).logps, expected, least=LOGITS)
     for draw_steps in ("uniform", "entropy"):  # wherever a drawn view scores a token
         views = REPLAY(sampled, randomness(5), settings(num_views=3, draw_steps=draw_steps))
         found, seen = replayed(model, sampled, views).view_logps, views.weights != 0
         assert seen.any()
-        torch.testing.assert_close(found[seen], expected.unsqueeze(1).expand_as(found)[seen], rtol=0, atol=1e-5)
+        assert_near(found[seen], expected.unsqueeze(1).expand_as(found)[seen], least=LOGITS)
 
 
 @pytest.mark.parametrize("model", [None], indirect=True)
@@ -478,11 +479,11 @@ def test_what_was_recorded_as_sampled_is_replayed_under_the_same_distribution(mo
     sampled, _ = sample(model, record_as_sampled=True, **options)
     views = REPLAY(sampled, randomness(5), settings())
     found = replayed(model, sampled, views, recorded)
-    torch.testing.assert_close(found.logps, sampled.logps.double() * sampled.scored, rtol=0, atol=1e-5)
+    assert_near(found.logps, sampled.logps.double() * sampled.scored, least=LOGITS)
     own, _ = sample(model, **options)
     assert torch.equal(own.canvas_ids, sampled.canvas_ids)
     found = replayed(model, own, views)
-    torch.testing.assert_close(found.logps, own.logps.double() * own.scored, rtol=0, atol=1e-5)
+    assert_near(found.logps, own.logps.double() * own.scored, least=LOGITS)
     assert (own.logps - sampled.logps).abs().max() > 0.1
 
 
@@ -490,7 +491,7 @@ def test_what_was_recorded_as_sampled_is_replayed_under_the_same_distribution(mo
 def test_a_sampler_with_blocks_of_one_token_recorded_the_log_probs_of_the_chain_rule(model):
     sampled, _ = sample(model, block_length=1, steps=LENGTH, temperature=1.0)
     found = replayed(model, sampled, LEFT_TO_RIGHT(sampled, randomness(5), settings(gen_length=LENGTH))).logps
-    torch.testing.assert_close(found, sampled.logps * sampled.scored, rtol=0, atol=1e-5)
+    assert_near(found, sampled.logps * sampled.scored, least=LOGITS)
 
 
 # --- Rollouts with edits: every written token in the state that the sampler wrote it in -------------------------------
@@ -507,7 +508,7 @@ def test_the_log_prob_of_a_trajectory_is_the_sum_over_written_tokens(model, edit
     expected = taken.writes.logps.sum(-1) * sampled.scored
     views = REPLAY(sampled, randomness(5), settings())
     found = replayed(model, sampled, views)
-    torch.testing.assert_close(found.logps, expected, rtol=0, atol=2e-5)
+    assert_near(found.logps, expected, least=LOGITS)
     times = (taken.writes.steps >= 0).sum(-1) * sampled.scored
     assert torch.equal((views.weights != 0).sum(1), times)  # each written token once
     # With last writes alone, views show final tokens where drafts were, and earlier edits are lost.
@@ -524,7 +525,7 @@ def test_drawn_steps_score_what_these_wrote(model, draw_steps):
     assert seen.any()
     for row, view, k in seen.nonzero().tolist():
         same = taken.writes.ids[row, k] == views.targets[row, view, k]
-        close = (taken.writes.logps[row, k] - found[row, view, k]).abs() < 2e-5
+        close = (taken.writes.logps[row, k] - found[row, view, k]).abs() < rounding(LOGITS)
         assert (same & close & (taken.writes.steps[row, k] >= 0)).any()
 
 
