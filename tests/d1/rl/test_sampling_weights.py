@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.batch import truncated_weights
+from d1.rl.batch import sampling_gap, truncated_weights
 from d1.rl.losses import MEANS, OBJECTIVES
 from tests.losses import gradient, random_inputs, settings, trl_loss, trl_trainer
 from tests.rounding import LOGITS, TOKENS, assert_near, rounding
@@ -48,6 +48,18 @@ def test_a_weight_is_the_capped_ratio_of_trained_to_sampling_policy():
             assert found[row, k].item() == pytest.approx(expected, rel=1e-12)
     assert 0 < capped < (inputs.weights.sum(1) > 0).sum()
     assert not found.requires_grad
+
+
+def test_their_logged_mean_and_the_share_of_capped_ones_are_over_scored_tokens():
+    """Tokens that no view scores, whose weight is 1, count in neither; two processes with the same rows change nothing."""
+    inputs = weighted(random_inputs())
+    scored = [(row, k) for row in range(6) for k in range(5) if inputs.weights[row, :, k].any()]
+    assert len(scored) < inputs.mask.numel()
+    values = [inputs.sampling_weights[row, k].item() for row, k in scored]
+    for processes in (1, 2):
+        found = sampling_gap(sampled_logps(inputs), inputs, lambda own, count=processes: own.repeat(count), CAP)
+        assert found["sampling/weight_mean"] == pytest.approx(sum(values) / len(values), rel=1e-12)
+        assert found["sampling/weight_capped"] == pytest.approx(sum(value == CAP for value in values) / len(values))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -97,6 +109,7 @@ def test_a_cached_samplers_weights_do_not_depend_on_micro_batches_or_padding(tin
     start = weights(whole.model)
     whole.train()
     first = logged(whole)[0]
+    assert math.isfinite(first["sampling/weight_mean"])
     assert first["sampling/weight_mean"] != pytest.approx(1.0, abs=1e-4)
     assert 0 < first["sampling/weight_capped"] < 1
     expected = weights(whole.model)
