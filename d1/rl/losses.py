@@ -40,8 +40,8 @@ class LossInputs:
         views: views of this update that score something, averaged in the same way; None: those of this micro-batch.
         pairs: tokens that views of this update score, each as often as it is scored, averaged in the same way; None:
             those of this micro-batch.
-        repeats: tokens that count, each as often as views of this update score something of its row, averaged in the same
-            way; None: those of this micro-batch.
+        repeats: tokens that count, each once per view of this update that scores something of its row, averaged in the
+            same way; None: those of this micro-batch.
         active: completions whose advantage is not 0, averaged in the same way; None: the rows of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first

@@ -401,8 +401,8 @@ METHODS: dict[str, Method] = {
     "egspo-sa": method("EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO_SCALE, **EGSPO, state_reward=0.5),
     # KevinRojas1499/GDPO: gdpo_trainer.py, likelihood_estimators.py; its values are those of the port by one of its
     # authors, NVIDIA-NeMo/RL, pull request 3550, research/gdpo/configs/gdpo_llada_8b.yaml, which scores up to the EOS.
-    # In the release, old log-probs are scored under other masks than new ones (29 % of the masks differ), so a ratio has
-    # noise even before the first update; here new and old share the masks, and the first ratio is 1.
+    # In the release, old log-probs are scored under other masks than new ones (29 % of the masks differ), so that a
+    # ratio has noise even before the first update. Here new and old share the masks, and the first ratio is 1.
     "gdpo": method(
         "GDPO, arXiv 2510.08554",
         estimator="gauss",  # gauss-3: floor(t G) hidden tokens (here at least one), weight w / t

@@ -51,7 +51,7 @@ def test_a_weight_is_the_capped_ratio_of_trained_to_sampling_policy():
 
 
 def test_their_logged_mean_and_the_share_of_capped_ones_are_over_scored_tokens():
-    """Tokens that no view scores, whose weight is 1, count in neither; two processes with the same rows change nothing."""
+    """Tokens that no view scores, whose weight is 1, count in neither. Two processes with these rows change nothing."""
     inputs = weighted(random_inputs())
     scored = [(row, k) for row in range(6) for k in range(5) if inputs.weights[row, :, k].any()]
     assert len(scored) < inputs.mask.numel()

@@ -48,8 +48,8 @@ LEFT_TO_RIGHT = ESTIMATORS["left_to_right"]
 
 
 def test_the_schedule_leaves_what_later_steps_of_a_block_reveal():
-    """Two blocks of four tokens in six steps reveal 2, 1 and 1 tokens. In a block-causal model with prompts of 0, 1 and 3
-    tokens, the first block has 4, 3 or 1 tokens on the canvas."""
+    """Two blocks of four tokens in six steps reveal 2, 1 and 1 tokens. In a block-causal model with prompts of 0, 1 and
+    3 tokens, the first block has 4, 3 or 1 tokens on the canvas."""
     canvas = {"reveal_steps": torch.zeros(3, 8, dtype=torch.long), "canvas_ids": torch.ones(3, 8, dtype=torch.long)}
     canvas["scored"] = torch.ones(3, 8, dtype=torch.bool)
     prompts = torch.tensor([[0, 0, 0], [0, 0, 1], [1, 1, 1]])
