@@ -531,6 +531,7 @@ def loss_inputs(
     def stored(name: str) -> Tensor | None:
         return fitted(batch[name][:, update], width) if name in batch else None
 
+    repeats = batch.get("repeated_tokens")  # a rollout in a checkpoint of an earlier version has none
     view_logps, view_old = fitted(scores.view_logps, width), stored("old_view_logps")
     if view_old is None and reads_old:
         view_old = view_logps.detach()
@@ -545,7 +546,7 @@ def loss_inputs(
         tokens=batch["num_items_in_batch"].clamp(min=1) / parts,
         views=batch["scoring_views"][0, update].clamp(min=1) / parts,
         pairs=batch["scored_pairs"][0, update].clamp(min=1) / parts,
-        repeats=batch["repeated_tokens"][0, update].clamp(min=1) / parts,
+        repeats=None if repeats is None else repeats[0, update].clamp(min=1) / parts,
         active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
         reveal_steps=fitted(steps, width),
