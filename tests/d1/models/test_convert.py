@@ -44,7 +44,7 @@ from tests.d1.released import (
     write_released,
 )
 from tests.faults import full_disk
-from tests.rounding import assert_near
+from tests.rounding import LOGITS, assert_near
 
 
 def run(*words: object) -> None:
@@ -251,7 +251,7 @@ def test_a_causal_context_keeps_the_autoregressive_model(tmp_path, kind_, words)
             alone = stock.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None)
             assert torch.equal(taken.ids[row, -width - new :], alone[0])
             expected = next_token_logps(stock, mask, model, alone, width)
-            torch.testing.assert_close(taken.logps[row].double(), expected, atol=1e-5, rtol=0)
+            assert_near(taken.logps[row].double(), expected, least=LOGITS)
             views = mean_field_views(1, width, new)
             scored = score(
                 model,
