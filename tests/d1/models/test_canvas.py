@@ -21,7 +21,7 @@ from d1.models.head import body_and_head
 from d1.models.kinds import KINDS, Kind, check_since, native_config
 from d1.models.load import prepare
 from tests.d1.diffusion_gemma import CANVAS, VOCAB, WINDOW, needs_class, tiny, write_tiny
-from tests.rounding import assert_near
+from tests.rounding import LOGITS, assert_near
 
 pytestmark = needs_class
 PROMPTS = (3, 11)  # tokens; the second is beyond the window
@@ -141,13 +141,13 @@ def test_one_adapter_serves_encoder_and_decoder_and_can_be_merged(folder, tmp_pa
     assert torch.equal(canvas_states(again, ids, canvas, visible), states)
     merge(str(folder), [str(tmp_path / "adapter")], str(tmp_path / "merged"))
     merged = canvas_states(load_model(tmp_path / "merged"), ids, canvas, visible)
-    assert_near(merged, states)
+    assert_near(merged, states, least=4 * LOGITS)  # a merged weight is rounded once more, and the adapter is large
     assert (plain - states).abs().max() > 0.1
     # The encoder has the adapter, too.
     text = [encode(one, ids, visible)[1][visible.bool()] for one in (load_model(folder), peft)]
     assert (text[0] - text[1]).abs().max() > 0.1
     in_memory = merge_adapter(copy.deepcopy(peft), "x")
-    assert_near(canvas_states(in_memory, ids, canvas, visible), states)
+    assert_near(canvas_states(in_memory, ids, canvas, visible), states, least=4 * LOGITS)
 
 
 def test_adapters_of_other_trainers_have_two_parts_and_are_refused(folder, tmp_path):

@@ -78,7 +78,7 @@ def test_merge_folds_every_adapter_in(kind_dirs, tmp_path, name):
                 expected.get_parameter(weight).data += delta
     merged = load_model(tmp_path / "out")
     assert (logits_of(merged) - logits_of(load_model(base))).abs().max() > 0.1
-    assert_near(logits_of(merged), logits_of(expected))
+    assert_near(logits_of(merged), logits_of(expected), least=2 * LOGITS)  # a merged weight is rounded once more
     assert not list((tmp_path / "out").glob("adapter*"))
 
 
@@ -390,7 +390,7 @@ def test_llada_without_grouped_heads_and_with_a_padded_vocabulary(tmp_path, llad
     folder = llada_writer(tmp_path, n_kv_heads=4, vocab_size=60)
     ids = torch.randint(0, 64, (9,), generator=torch.Generator().manual_seed(1))
     logits = load_model(folder)(input_ids=ids[None]).logits[0]
-    assert_near(logits, twin_logits(folder, ids))
+    assert_near(logits, twin_logits(folder, ids), least=LOGITS)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_merging_writes_the_format_of_the_base(kind_dirs, tmp_path, released):
     peft.save_pretrained(str(tmp_path / "adapter"))
     expected = logits_of(peft.eval())
     run("merge", base, tmp_path / "adapter", tmp_path / "out")
-    assert_near(logits_of(load_model(tmp_path / "out")), expected)
+    assert_near(logits_of(load_model(tmp_path / "out")), expected, least=2 * LOGITS)
     if released != "llada":
         assert_same_files(base, tmp_path / "out", but="attention.dense" if released == "llada2_moe" else "o_proj")
     else:
