@@ -324,3 +324,11 @@ def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, met
     moved = max((value - after[name]).abs().max() for name, value in before.items())
     assert moved > 1e-6 if scored.any() else moved == 0
     assert scored.any() or SCORED[method] == "steps"
+
+
+def test_dipo_divides_by_the_block_of_the_model_if_none_is_given(tiny_block_dir, tmp_path):
+    """Its divisor needs a block: the check of settings has one of its own, and a run takes the model's."""
+    trainer = make_method(tiny_block_dir, tmp_path, "dipo", block_length=None, right_share=None, max_steps=1)
+    assert trainer.args.block_length == 4
+    trainer.train()
+    assert math.isfinite(logged(trainer)[0]["loss"])
