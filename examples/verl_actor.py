@@ -4,8 +4,11 @@
     metrics = update(engine, batch, Settings())
 
 `score` replaces the model's forward pass. Sharding, micro-batches, optimizer and `ppo_loss` are verl's. Left out:
-sampling (SGLang with the plugin), rewards, and verl's Ray workers. docs/engines.md says how to install verl 0.9.1.
-The update equals that of `examples.rl_loop` (tests/examples/test_verl_actor.py).
+sampling (SGLang with the plugin), rewards, and verl's Ray workers. The update equals that of `examples.rl_loop`
+(tests/examples/test_verl_actor.py).
+
+verl 0.9.1 pins Transformers below 5.11, and d1 needs 5.17, so pip cannot install both: docs/engines.md says how to
+install verl without its dependencies.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ class Settings:
     epsilon_high: float | None = 0.35
     delta: float | None = None
     max_completion_length: int = 7
+    block_length: int = 3
     eubo_beta: float = 1.5
     eubo_share: float = 0.3
     ratio_cap: float = 1.3
@@ -59,6 +60,7 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
         tokens=mask.sum(),
         views=scored.any(-1).sum(),
         pairs=scored.sum(),
+        repeats=(scored.any(-1).sum(1) * mask.sum(1)).sum(),
         active=torch.tensor(4),  # of five rows with an advantage, one takes no part
         reveal_steps=torch.rand(6, 5, generator=generator).argsort(-1),
         place_logps=(-spread * torch.rand(6, views, generator=generator, dtype=torch.float64)).requires_grad_(),
@@ -75,7 +77,9 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     of_steps = ("place_logps", "place_old", "steps", "trajectory_weights")
     names = (*of_rows, *of_steps, "reveal_steps", "view_advantages", "log_ratios")
     given = [name for name in names if getattr(inputs, name) is not None]
-    counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "active")}
+    counts = {
+        name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "repeats", "active")
+    }
     return [
         replace(inputs, **counts, **{name: getattr(inputs, name)[some] for name in given}) for some in order.split(rows)
     ]
@@ -93,6 +97,7 @@ def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
     if settings.loss_type == "views":
         sums = [[sum(inputs.weights[i, v].tolist()) for v in range(views)] for i in range(rows)]
         return sum(one > 0 for of_row in sums for one in of_row) * (sums[row][view] or 1.0)
+    samples = [(i, v) for i in range(rows) for v in range(views) if (inputs.weights[i, v] * inputs.mask[i]).any()]
     return {
         "sum": rows,
         "grpo": rows * max(length, 1),
@@ -100,6 +105,7 @@ def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
         "bnpo": int(inputs.mask.sum()),
         "dapo": int(inputs.tokens),
         "active": 4 * settings.max_completion_length,
+        "rounds": sum(int(inputs.mask[i].sum()) for i, _ in samples) / settings.block_length,
         "scored": int((inputs.weights * inputs.mask.unsqueeze(1)).ne(0).sum()),
     }[settings.loss_type]
 

@@ -9,7 +9,8 @@ the canvas, W writes. To TRL's keys are added
 - `old_view_logps` and `ref_view_logps` R U V T, `old_place_logps` R U V, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
-- `scoring_views` R U, `scored_pairs` R U and `active_rows` R: counts over the whole rollout, the same for each row.
+- `scoring_views`, `scored_pairs` and `repeated_tokens` R U and `active_rows` R: counts over the whole rollout, the same
+  for each row.
 
 With tools, a completion is an episode, and R rows are turns: those of an episode follow each other, with empty ones up
 to the largest number of turns (`as_turns`). Then there are also `turn` R, and `maskable` R P: the tokens of the first
@@ -418,7 +419,8 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
 
 
 def count(batch: Batch, everyone: Everyone) -> Batch:
-    """`scoring_views`, `scored_pairs` and `active_rows`, counted over the rows that are part of the loss."""
+    """`scoring_views`, `scored_pairs`, `repeated_tokens` and `active_rows`, counted over the rows that are part of the
+    loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
     mask = fitted(batch["completion_mask"], width)[:, None, None]
     scored = (batch["view_weights"] * mask).ne(0)
@@ -426,13 +428,17 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
     if "view_rivals" in batch:
         scoring |= batch["view_rivals"].ne(0).any(-1)
     views, pairs = scoring.sum((0, 2)), scored.sum((0, 2, 3))  # (updates,)
+    lengths = batch["completion_mask"].sum(1)
+    repeats = (scored.any(-1).sum(2) * lengths.unsqueeze(1)).sum(0)
     active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
     active = (active if "turn" not in batch else active & (batch["turn"] == 0)).sum()
-    counts = everyone.gather(torch.cat([views, pairs, active.unsqueeze(0)])).view(-1, 2 * len(views) + 1).sum(0)
-    views, pairs, active = counts.split([len(views), len(pairs), 1])
+    own = torch.cat([views, pairs, repeats, active.unsqueeze(0)])
+    counts = everyone.gather(own).view(-1, len(own)).sum(0)
+    views, pairs, repeats, active = counts.split([len(views), len(pairs), len(repeats), 1])
     return {
         "scoring_views": views.expand(rows, -1),
         "scored_pairs": pairs.expand(rows, -1),
+        "repeated_tokens": repeats.expand(rows, -1),
         "active_rows": active.expand(rows),
     }
 
@@ -525,6 +531,7 @@ def loss_inputs(
     def stored(name: str) -> Tensor | None:
         return fitted(batch[name][:, update], width) if name in batch else None
 
+    repeats = batch.get("repeated_tokens")  # a rollout in a checkpoint of an earlier version has none
     view_logps, view_old = fitted(scores.view_logps, width), stored("old_view_logps")
     if view_old is None and reads_old:
         view_old = view_logps.detach()
@@ -539,6 +546,7 @@ def loss_inputs(
         tokens=batch["num_items_in_batch"].clamp(min=1) / parts,
         views=batch["scoring_views"][0, update].clamp(min=1) / parts,
         pairs=batch["scored_pairs"][0, update].clamp(min=1) / parts,
+        repeats=None if repeats is None else repeats[0, update].clamp(min=1) / parts,
         active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
         reveal_steps=fitted(steps, width),

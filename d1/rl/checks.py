@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ def try_entries(settings: Settings) -> None:
     whole = settings.view_settings()
     small = replace(whole, **canvas, sampling=replace(whole.sampling, **canvas))
     rows = noised_rows() if estimator.uniform_noise else left_to_right_rows()
+    of_loss = copy(settings)
+    of_loss.block_length = small.block_length  # by default that of the model, which is not known here
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
             random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
@@ -151,10 +154,10 @@ def try_entries(settings: Settings) -> None:
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
                 ratios = torch.zeros(len(LENGTHS), settings.num_generations) if objective.over_group else None
                 inputs = replace(inputs, log_ratios=ratios, views_per_draw=estimator.views_per_draw(small) or 1)
-                objective(inputs, settings)[0].backward()
+                objective(inputs, of_loss)[0].backward()
         if adds_kl(settings):
             with explained(f"PENALTIES[{settings.kl!r}]", penalty.value):
-                penalty(random_inputs(views, penalty.to == "old", penalty.to == "reference"), settings).backward()
+                penalty(random_inputs(views, penalty.to == "old", penalty.to == "reference"), of_loss).backward()
         if advantage.of is not None:
             with explained(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
                 advantage(torch.linspace(-1, 1, 3 * settings.num_generations).view(3, -1))

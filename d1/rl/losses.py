@@ -40,6 +40,8 @@ class LossInputs:
         views: views of this update that score something, averaged in the same way; None: those of this micro-batch.
         pairs: tokens that views of this update score, each as often as it is scored, averaged in the same way; None:
             those of this micro-batch.
+        repeats: tokens that count, each once per view of this update that scores something of its row, averaged in the
+            same way; None: those of this micro-batch.
         active: completions whose advantage is not 0, averaged in the same way; None: the rows of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first
@@ -66,6 +68,7 @@ class LossInputs:
     tokens: Tensor
     views: Tensor | None = None
     pairs: Tensor | None = None
+    repeats: Tensor | None = None
     active: Tensor | None = None
     views_per_draw: int = 1
     reveal_steps: Tensor | None = None
@@ -118,6 +121,14 @@ class LossInputs:
         return self.scored.sum().clamp(min=1) if self.pairs is None else self.pairs
 
     @property
+    def repeated_tokens(self) -> Tensor:
+        """Tokens that count, once per view that scores something of their row, per micro-batch, averaged over the
+        rollout."""
+        if self.repeats is not None:
+            return self.repeats
+        return (self.scored.any(-1).sum(1) * self.mask.sum(1)).sum().clamp(min=1)
+
+    @property
     def active_rows(self) -> Tensor:
         """Completions in the loss whose advantage is not 0, per micro-batch, averaged over the rollout."""
         active = self.advantages.ne(0) & self.mask.bool().any(-1)
@@ -154,8 +165,8 @@ def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     return (sums_RV / weights_RV.where(weights_RV != 0, 1.0)).sum() / inputs.scoring_views
 
 
-# Means of sums over tokens, (rows, views). `sum`, `active`, `scored` and `views` are ours, the others TRL's. Those over
-# rows are means over completions: an episode's turns are added up.
+# Means of sums over tokens, (rows, views). `sum`, `active`, `scored`, `rounds` and `views` are ours, the others TRL's.
+# Those over rows are means over completions: an episode's turns are added up.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns,
     "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean() * inputs.turns,
@@ -164,6 +175,7 @@ MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "dapo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.tokens,
     "active": lambda sums_RV, inputs, settings: sums_RV.sum() / (inputs.active_rows * settings.max_completion_length),
     "scored": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.scored_pairs,
+    "rounds": lambda sums_RV, inputs, settings: sums_RV.sum() * settings.block_length / inputs.repeated_tokens,
     "views": mean_of_views,
 }
 

@@ -484,6 +484,8 @@ METHODS: dict[str, Method] = {
     ),
     # KevinRojas1499/GDPO: gdpo_trainer.py, likelihood_estimators.py; its values are those of the port by one of its
     # authors, NVIDIA-NeMo/RL, pull request 3550, research/gdpo/configs/gdpo_llada_8b.yaml, which scores up to the EOS.
+    # In the release, old log-probs are scored under other masks than new ones (29 % of the masks differ), so that a
+    # ratio has noise even before the first update. Here new and old share the masks, and the first ratio is 1.
     "gdpo": method(
         "GDPO, arXiv 2510.08554",
         trained=Trained(32, lora_r=128),  # num_prompts_per_step
@@ -554,7 +556,8 @@ METHODS: dict[str, Method] = {
         estimator="replay",  # every step: one view holds the k-th step of every block
         p_mask_prompt=0.0,
         objective="clipped_views",
-        loss_type="dapo",  # by the tokens of the whole rollout (of a device)
+        # Of a device: every round of a completion repeats its labels, and the sum over rounds is divided by the block.
+        loss_type="rounds",  # the sum / (sum over completions of L times its rounds, / block); rounds: its views
         epsilon=0.2,
         beta=0.0,  # KL
         advantage="standardised",

@@ -1,6 +1,6 @@
 """SFT of models whose noise is uniform ids (DiffusionGemma): canvases instead of masks.
 
-The defaults are TRL's (huggingface/trl, sft_diffusion_gemma.py). One canvas of each row is chosen
+The loss is TRL's (huggingface/trl, examples/scripts/sft_diffusion_gemma.py). One canvas of each row is chosen
 uniformly. It begins a whole number of canvases after the prompt, and EOS fills it after the answer's end. Each of its
 tokens is replaced by a uniform id with probability t', t' = .999 t + .001 and t ~ U(0, 1) per row. The loss is the sum
 of two means over the whole optimizer step:
@@ -9,9 +9,17 @@ of two means over the whole optimizer step:
 - `causal_weight` times the encoder's cross-entropy of the next token, over the whole text.
 
 With probability `self_conditioning`, a row is decoded twice: a pass without gradient first, whose distributions the
-second pass sees. What differs from TRL: layers with a window see the text as `generate` does, counted from the
-canvas's start (TRL: 1e-7 off below the window, up to 0.28 beyond); the EOS after an answer that was cut off is not
-trained on; means are over the step, not over a micro-batch; draws come from the row's own generator.
+second pass sees.
+
+What differs from TRL:
+
+- t'. Here it is uniform on [.001, 1], as in the script's first version; later versions draw it from [.0001, .9999].
+- The router of the experts. Later versions of the script freeze it always. Here LoRA leaves it as it is, also with
+  `--lora_target_modules all-linear`, and a full fine-tune trains it.
+- Layers with a window see the text as `generate` does, counted from the canvas's start (TRL: 1e-7 off below the window,
+  up to 0.28 beyond).
+- The EOS after an answer that was cut off is not trained on (TRL's first version trains on it).
+- Means are over the step, not over a micro-batch. Draws come from the row's own generator.
 
 The evaluation loss is the first mean, without self-conditioning, over a grid of t.
 """

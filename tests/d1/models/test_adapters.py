@@ -24,6 +24,7 @@ from tests.commands import ROOT
 from tests.d1.conftest import write_kind
 from tests.d1.released import IDS, logits_of
 from tests.faults import edit_json
+from tests.rounding import assert_near
 
 MLP_NAMES = {  # kind -> what "all-linear" adds to "attention", by hand from the model code
     "bert": {"intermediate.dense", "output.dense"},
@@ -78,7 +79,7 @@ def test_an_adapter_folder_loads_with_its_base(kind_dirs, kind, tmp_path):
         assert isinstance(model, PeftModel)
         assert not model.training
         assert any(p.requires_grad for p in model.parameters()), "training must be able to go on"
-        torch.testing.assert_close(logits_of(model), expected, atol=1e-6, rtol=0)
+        assert_near(logits_of(model), expected)
 
 
 def remote_adapter(folder: Path, base: Path, modules: dict[str, tuple[int, int]], rank: int = 4) -> dict[str, Tensor]:
@@ -131,7 +132,7 @@ def test_what_does_not_fit_or_names_no_base_is_an_error(kind_dirs, tmp_path, lla
     edit_json(folder / "adapter_config.json", base_model_name_or_path=None)
     with pytest.raises(ValueError, match=r"load_model\(base, adapter=\.\.\.\)"):
         load_model(folder)
-    torch.testing.assert_close(logits_of(load_model(base, adapter=folder)), expected, atol=1e-6, rtol=0)
+    assert_near(logits_of(load_model(base, adapter=folder)), expected)
     file = folder / "adapter_model.safetensors"
     weights = load_file(file)
     strange = weights.pop(next(iter(weights)))
@@ -144,11 +145,11 @@ def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_p
     monkeypatch.chdir(kind_dirs["llama"].parent)
     expected = train_adapter(load_model("llama"), tmp_path / "first")
     monkeypatch.chdir(tmp_path)
-    torch.testing.assert_close(logits_of(load_model(tmp_path / "first")), expected, atol=1e-6, rtol=0)
+    assert_near(logits_of(load_model(tmp_path / "first")), expected)
     first: Any = load_model("first")
     expected = train_adapter(merge_adapter(first, "first"), tmp_path / "second", seed=1)
     monkeypatch.chdir("/")
-    torch.testing.assert_close(logits_of(load_model(tmp_path / "second")), expected, atol=1e-6, rtol=0)
+    assert_near(logits_of(load_model(tmp_path / "second")), expected)
 
 
 def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_path):
@@ -163,7 +164,7 @@ def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_pat
     assert (expected - after_sft).abs().max() > 1e-3
     assert json.loads((rl / "adapter_config.json").read_text())["base_model_name_or_path"] == str(sft)
     for again in (load_model(rl), load_model(base, adapter=[sft, rl]), load_model(sft, adapter=rl)):
-        torch.testing.assert_close(logits_of(again), expected, atol=1e-6, rtol=0)
+        assert_near(logits_of(again), expected)
 
 
 def with_released_names(folder: Path) -> nn.Module:

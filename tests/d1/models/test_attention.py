@@ -22,6 +22,7 @@ from d1.models.attention import (
 from d1.models.head import body_and_head
 from d1.transformers_bridge import CACHE
 from tests.d1.released import BLOCKS, CAUSAL, seen_in_blocks, write_released
+from tests.rounding import assert_near
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
 WINDOWED = ("gemma2", "gemma3_text")
@@ -106,9 +107,9 @@ def test_neither_batch_nor_padding_changes_a_row_whose_prompt_ends_anywhere_in_a
         whole, some = body(ids, mask), body(ids, mask, at)
         for row, text in enumerate(texts * 2):
             alone = body(text[None])[0]
-            torch.testing.assert_close(whole[row, mask[row].bool()], alone, atol=1e-5, rtol=0)
-            torch.testing.assert_close(some[row], whole[row, at[row]], atol=1e-5, rtol=0)
-            torch.testing.assert_close(alone[:size], body(text[None, :size])[0], atol=1e-5, rtol=0)
+            assert_near(whole[row, mask[row].bool()], alone)
+            assert_near(some[row], whole[row, at[row]])
+            assert_near(alone[:size], body(text[None, :size])[0])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -122,9 +123,9 @@ def test_both_limits(kind_dirs, attention):
 
     folder = kind_dirs["qwen3"]
     causal, full = with_blocks(folder, None, attention), load_model(folder, attn_implementation=attention)
-    torch.testing.assert_close(logits(with_blocks(folder, 1, attention)), logits(causal), atol=1e-5, rtol=0)
+    assert_near(logits(with_blocks(folder, 1, attention)), logits(causal))
     for size in (9, 64):
-        torch.testing.assert_close(logits(with_blocks(folder, size, attention)), logits(full), atol=1e-5, rtol=0)
+        assert_near(logits(with_blocks(folder, size, attention)), logits(full))
     assert (logits(with_blocks(folder, 8, attention)) - logits(full)).abs().amax(-1).min() > 1e-4
 
 
@@ -140,7 +141,7 @@ def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
         model(input_ids=text[:, :cut], attention_mask=seen[:, :cut], **{CACHE: past})
         places = count_positions(seen)[:, cut:]
         rest = model(input_ids=text[:, cut:], attention_mask=seen, position_ids=places, **{CACHE: past})
-        torch.testing.assert_close(rest.logits, whole[:, cut:], atol=1e-5, rtol=0)
+        assert_near(rest.logits, whole[:, cut:])
 
 
 def test_what_cannot_attend_in_blocks_is_refused(kind_dirs, tmp_path):

@@ -34,6 +34,7 @@ from tests.d1.released import (
     write_released,
     write_shifted,
 )
+from tests.rounding import assert_near
 
 LENGTHS, STARTS, SIZE = [37, 5, 22], [3, 0, 9], 6  # the first blocks begin at STARTS; the model's own size is 4
 ROPE = CONFIGS[CAUSAL]["rope_parameters"]
@@ -101,8 +102,8 @@ def test_a_clean_text_gets_the_logits_of_a_stock_ministral3(folder):
         batch = model(input_ids=ids, attention_mask=visible).logits
         for row, own in enumerate(CLEAN):
             alone, expected = model(input_ids=own[None]).logits[0], stock.logits(own[None])[0]
-            torch.testing.assert_close(alone, expected, atol=3e-6, rtol=0)
-            torch.testing.assert_close(batch[row, row : row + len(own)], expected, atol=1e-5, rtol=0)
+            assert_near(alone, expected)
+            assert_near(batch[row, row : row + len(own)], expected)
     written_out = twin_logits(folder, own, seen_by(CAUSAL, len(own), None))
     torch.testing.assert_close(alone, written_out, atol=1e-4, rtol=1e-4)
 
@@ -126,11 +127,11 @@ def test_two_streams_are_the_masks_written_out(folder, tmp_path, kernel, shift):
     for row, own in enumerate(CLEAN):
         at = slice(width - len(own) - row % 2, width - row % 2)
         expected = stock.blocks(own, NOISED[row], STARTS[row])
-        torch.testing.assert_close(streams[row, at], expected, atol=1e-5, rtol=0)
+        assert_near(streams[row, at], expected)
         for index, where in enumerate(clean_at[row].tolist()):
             if visible[row, where]:
                 alone = stock.logits(own[None])[0, where - at.start]
-                torch.testing.assert_close(head(both[row, index]), alone, atol=1e-5, rtol=0)
+                assert_near(head(both[row, index]), alone)
     take_packed_rows(model)
     hidden, blocks = torch.cat(NOISED) == MASK, [Blocks(SIZE, start) for start in STARTS]
     row = [torch.cat(texts)[None] for texts in (CLEAN, NOISED)]
@@ -138,9 +139,9 @@ def test_two_streams_are_the_masks_written_out(folder, tmp_path, kernel, shift):
     packed = head(packed_two_stream_states(model, *row, LENGTHS, hidden[None], blocks=blocks, clean_at=predicted))
     texts = zip(CLEAN, NOISED, STARTS, strict=True)
     expected = torch.cat([stock.blocks(*one) for one in texts])[hidden]
-    torch.testing.assert_close(packed[4:], expected, atol=1e-5, rtol=0)
+    assert_near(packed[4:], expected)
     causal = torch.cat([stock.logits(own[None])[0] for own in CLEAN])[predicted[0]]
-    torch.testing.assert_close(packed[:4], causal, atol=1e-5, rtol=0)
+    assert_near(packed[:4], causal)
 
 
 @pytest.mark.parametrize("shift", [False, True], ids=["in place", "shift"])
@@ -154,8 +155,8 @@ def test_the_block_that_is_being_filled_sees_itself(folder, tmp_path, shift):
     body, head = body_and_head(model)
     with torch.no_grad():
         found = head(body(ids[None], None, opened=opened))[0]
-        torch.testing.assert_close(found[start:end], stock.block(CLEAN[0], NOISED[0], start, end), atol=1e-5, rtol=0)
-        torch.testing.assert_close(found[:start], stock.logits(ids[None])[0, :start], atol=1e-5, rtol=0)
+        assert_near(found[start:end], stock.block(CLEAN[0], NOISED[0], start, end))
+        assert_near(found[:start], stock.logits(ids[None])[0, :start])
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -19,6 +19,7 @@ from d1.models.adapters import adapter_chain
 from d1.models.formats.gguf import gguf_file, gguf_types
 from tests.d1.models.test_convert import run
 from tests.d1.released import logits_of
+from tests.rounding import assert_near
 
 HEADS, KV_HEADS, HIDDEN, LAYERS = 4, 2, 64, 2
 # Bytes in the alphabet of GPT-2's tokenizer, and three merges
@@ -114,7 +115,7 @@ def test_a_converted_gguf_has_the_unpacked_weights_and_their_logits(tmp_path, ca
     ids = torch.randint(3, known, (2, 12), generator=torch.Generator().manual_seed(1))
     found = logits_of(model, ids)[:, 1:, :known]
     with torch.no_grad():
-        torch.testing.assert_close(found, expected(ids).logits[:, :-1], atol=1e-5, rtol=0)
+        assert_near(found, expected(ids).logits[:, :-1])
     assert model.config.mask_token_id == known
     assert "A title" not in (tmp_path / "out" / "config.json").read_text()
     tokenizer: Any = load_tokenizer(str(tmp_path / "out"))

@@ -16,6 +16,7 @@ from d1.models.adapters import lora_targets
 from d1.models.head import body_and_head, most_likely
 from d1.models.kinds import is_encoder
 from d1.transformers_bridge import CACHE
+from tests.rounding import TOKENS, assert_near, largest
 
 LENGTH = 14
 POSITIONS = torch.tensor([[13, 5, 9, 6], [4, 12, 4, 7], [8, 9, 10, 11]])  # of each row, unordered, one of them twice
@@ -61,8 +62,10 @@ def test_states_and_gradients_are_those_of_the_whole_layer(kind_dirs, kind, atte
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     expected, states = at(body(ids, mask)), body(ids, mask, POSITIONS)
-    torch.testing.assert_close(states, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(gradients(states), gradients(expected), atol=1e-6, rtol=1e-4)
+    assert_near(states, expected)
+    found, wanted = gradients(states), gradients(expected)
+    for name, gradient in wanted.items():
+        assert_near(found[name], gradient, least=largest([*wanted.values()]), terms=TOKENS)
 
 
 def test_the_last_feed_forward_sees_the_positions_asked_for_and_no_others(kind_dirs, kind):
@@ -94,10 +97,10 @@ def test_a_pass_that_fills_and_one_that_reads_a_cache(kind_dirs, name, padded):
             second = body(ids.flip(1), wide, positions, **{CACHE: cache}, position_ids=places)
         caches.append(cache)
         states.append((at(first), at(second)) if positions is None else (first, second))
-    torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=0)
+    assert_near(states[1], states[0])
     for whole, narrow in zip(caches[0].layers, caches[1].layers, strict=True):
         assert narrow.keys.shape[2] == 2 * LENGTH
-        torch.testing.assert_close((narrow.keys, narrow.values), (whole.keys, whole.values), atol=1e-5, rtol=0)
+        assert_near((narrow.keys, narrow.values), (whole.keys, whole.values))
 
 
 def test_checkpointed_layers_run_whole(kind_dirs):
@@ -106,7 +109,7 @@ def test_checkpointed_layers_run_whole(kind_dirs):
     body, _ = body_and_head(model)
     expected = body(ids, None, POSITIONS)
     model.gradient_checkpointing_enable()
-    torch.testing.assert_close(body(ids, None, POSITIONS), expected, atol=1e-5, rtol=0)
+    assert_near(body(ids, None, POSITIONS), expected)
     assert seen == [(3, 4), (3, LENGTH)]
 
 
@@ -120,8 +123,8 @@ def test_the_most_likely_token(rows, excluded):
     allowed[..., excluded] = -torch.inf
     assert torch.equal(tokens, allowed.argmax(-1))
     all_logps = logits.double().log_softmax(-1)
-    torch.testing.assert_close(logps.double(), all_logps.gather(-1, tokens[..., None])[..., 0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropies.double(), -(all_logps.exp() * all_logps).sum(-1), atol=2e-5, rtol=0)
+    assert_near(logps.double(), all_logps.gather(-1, tokens[..., None])[..., 0])
+    assert_near(entropies.double(), -(all_logps.exp() * all_logps).sum(-1))
 
 
 def test_the_most_likely_of_equals_is_the_first_and_no_logit_overflows():

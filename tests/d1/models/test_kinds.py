@@ -21,6 +21,7 @@ from d1.models.formats.released import key_mapping, rename
 from d1.models.kinds import KINDS, Kind, is_encoder
 from d1.sampling import generate
 from d1.scoring import mean_field_logps
+from tests.rounding import assert_near
 
 IDS = torch.randint(4, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 TOY_NAMES = (("net.embed", "model.embed_tokens"), ("net.block.{}", "model.layers.{}"), ("net.norm", "model.norm"))
@@ -67,7 +68,7 @@ def test_a_released_model_under_other_names_is_one_row(kind_dirs, tmp_path, monk
     assert (type(model), model.config.model_type, model.config.mask_token_id) == (type(plain), "qwen3", 3)
     assert "auto_map" not in vars(model.config)
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-    torch.testing.assert_close(logits_of(model)[:, 1:], logits_of(plain)[:, :-1], atol=1e-6, rtol=0)
+    assert_near(logits_of(model)[:, 1:], logits_of(plain)[:, :-1])
 
     ids = generate(model, IDS, torch.ones_like(IDS), mask_token_id=3, gen_length=4, block_length=2, steps=4)
     assert torch.equal(ids[:, :9], IDS)
@@ -77,7 +78,7 @@ def test_a_released_model_under_other_names_is_one_row(kind_dirs, tmp_path, monk
     canvas = torch.cat([IDS, torch.full((2, 4), 3)], dim=1)
     with torch.no_grad():
         expected = model(input_ids=canvas).logits[:, 9:].log_softmax(-1).gather(-1, ids[:, 9:, None])[..., 0]
-    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=0)
+    assert_near(logps, expected)
 
     model.save_pretrained(tmp_path / "native")
     assert "model.layers.0.mlp.gate_proj.weight" in load_file(tmp_path / "native" / "model.safetensors")
@@ -96,7 +97,7 @@ def test_an_adapter_made_on_the_released_names(kind_dirs, tmp_path, monkeypatch)
     assert any(".net.block." in name for name in weights)
     save_file(weights, file, metadata={"format": "pt"})
     again = load_model(tmp_path / "toy", adapter=tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(again), expected, atol=1e-6, rtol=0)
+    assert_near(logits_of(again), expected)
 
 
 class OwnConfig(Qwen3Config):
@@ -122,7 +123,7 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
 
     monkeypatch.setitem(KINDS, "own_toy", Kind(shift=True))
     built = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(logits_of(prepare(built))[:, 1:], logits_of(model)[:, :-1], atol=1e-6, rtol=0)
+    assert_near(logits_of(prepare(built))[:, 1:], logits_of(model)[:, :-1])
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention", "no_such_kernel"])

@@ -26,6 +26,7 @@ from d1.sampling.settings import check_sampler
 from d1.scoring.views import Views, score
 from tests.commands import ROOT
 from tests.d1.sampling.reference import check_row, sample
+from tests.rounding import LOGITS, assert_near, rounding
 
 SIZE, WINDOW, MASK, VOCAB = 4, 2, 3, 40
 LENGTHS = [11, 1, 9]
@@ -96,17 +97,17 @@ def test_logits_in_padded_batches_packed_rows_and_two_streams(folder, tiny_model
         streams = head(two_stream_states(model, ids, copies, visible))
         for row, own in enumerate(clean):
             at = slice(row, row + len(own))
-            torch.testing.assert_close(batch[row, at], dense.logits(own), atol=1e-5, rtol=0)
+            assert_near(batch[row, at], dense.logits(own))
             expected = dense.block_by_block(own, noised[row])
-            torch.testing.assert_close(streams[row, at], expected, atol=1e-5, rtol=0)
+            assert_near(streams[row, at], expected)
         take_packed_rows(model)
         row = torch.cat(clean)
         packed = head(body_and_head(model)[0](row[None], None, segments=[(n, 0) for n in LENGTHS]))[0]
-        torch.testing.assert_close(packed, torch.cat([dense.logits(own) for own in clean]), atol=1e-5, rtol=0)
+        assert_near(packed, torch.cat([dense.logits(own) for own in clean]))
         hidden = torch.cat(noised) == MASK
         both = head(packed_two_stream_states(model, row[None], torch.cat(noised)[None], LENGTHS, hidden[None]))
         expected = torch.cat([dense.block_by_block(*pair) for pair in zip(clean, noised, strict=True)])[hidden]
-        torch.testing.assert_close(both, expected, atol=1e-5, rtol=0)
+        assert_near(both, expected)
     far = dense.logits(torch.cat([text(9, 9)[:1] + 1, text(9, 9)[1:]])) - dense.logits(text(9, 9))
     assert far[0].abs().max() > 1e-3 > far[7].abs().max() == 0, "two layers reach two windows, and no further"
 
@@ -135,7 +136,7 @@ def test_scores_are_those_of_dense_masks(folder, tiny_model_dir):
     ).logps[0]
     logps = dense.block_by_block(clean, clean.masked_fill(noise[0, 0], MASK)).log_softmax(-1)[5:]
     expected = logps.gather(1, completion[:, None])[:, 0] * hidden
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert_near(found, expected)
 
 
 def test_it_trains_and_what_is_saved_keeps_its_name(folder, tmp_path):
@@ -147,12 +148,12 @@ def test_it_trains_and_what_is_saved_keeps_its_name(folder, tmp_path):
         *make_parser().parse_args_and_config([str(word) for name in settings for word in (f"--{name}", settings[name])])
     )
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    assert history[0]["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert history[0]["ratio_max"] == pytest.approx(1, abs=rounding(LOGITS))
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (saved["model_type"], saved["attention_pattern"]) == ("llama", "window-within-blocks")
     ids, trained = text(9, 1)[None], load_model(tmp_path / "run")
     expected = Dense(tmp_path / "run").logits(ids[0])
-    torch.testing.assert_close(trained(input_ids=ids).logits[0], expected, atol=1e-5, rtol=0)
+    assert_near(trained(input_ids=ids).logits[0], expected)
     del ATTENTION["window-within-blocks"]
     with pytest.raises(ValueError, match="run: unknown attention 'window-within-blocks': known are full, block-causal"):
         load_model(tmp_path / "run")

@@ -20,6 +20,7 @@ from d1.models.adapters import lora_targets
 from d1.models.head import body_and_head
 from d1.models.packing import packed_two_stream_states, place_packed, take_packed_rows, two_stream_states
 from tests.d1.released import BLOCKS
+from tests.rounding import TOKENS, assert_near, largest
 
 LENGTHS = [11, 1, 18, 6]
 TEXTS = [(length, 0) for length in LENGTHS]
@@ -49,14 +50,14 @@ def test_a_text_is_what_it_is_alone(kind_dirs, kind, attention):
         return
     expected, at = one_by_one(model), HIDDEN.nonzero().T
     take_packed_rows(model)
-    torch.testing.assert_close(in_one_row(model), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(in_one_row(model, at), expected[HIDDEN], atol=1e-5, rtol=0)
+    assert_near(in_one_row(model), expected)
+    assert_near(in_one_row(model, at), expected[HIDDEN])
     torch.testing.assert_close(one_by_one(model), expected, atol=0, rtol=0)  # plain rows as before
     if kind in BLOCKS:
         pairs = zip(IDS.split(LENGTHS), NOISED.split(LENGTHS), strict=True)
         alone = torch.cat([two_stream_states(model, a[None], b[None], None)[0] for a, b in pairs])[HIDDEN]
         found = packed_two_stream_states(model, IDS[None], NOISED[None], LENGTHS, HIDDEN[None])
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+        assert_near(found, alone)
 
 
 @pytest.mark.parametrize("kind", ["llada", "Dream", "lladamoe", "roberta"])
@@ -75,9 +76,9 @@ def test_gradients_through_checkpointed_layers_and_an_adapter(kind_dirs, kind):
         states = in_one_row(model) if packed else one_by_one(model)
         states.square().sum().backward()
         found.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
-    scale = max(gradient.abs().max() for gradient in found[0].values())
+    scale = largest([*found[0].values()])
     for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, atol=1e-6 * float(scale), rtol=1e-4)
+        assert_near(found[1][name], gradient, least=scale, terms=TOKENS)
 
 
 def slow_twin(module, query, key, value, attention_mask, scaling=None, **kwargs: Any) -> tuple[Tensor, None]:
@@ -104,7 +105,7 @@ def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
     _, told = place_packed(flash, (), {"input_ids": IDS[None], "segments": TEXTS})
     AttentionInterface.register("slow_twin", slow_twin)
     model.set_attn_implementation("slow_twin")
-    torch.testing.assert_close(body_and_head(model)[0](**told)[0], expected, atol=1e-5, rtol=0)
+    assert_near(body_and_head(model)[0](**told)[0], expected)
 
 
 def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):
@@ -147,11 +148,11 @@ def test_two_streams_are_the_blocks_one_by_one(kind_dirs, name, attention):
     part = two_stream_states(model, ids, copies[:, -17:], masks)
     for row in range(size):
         expected = block_by_block(model, clean[row], noised[row])
-        torch.testing.assert_close(whole[row, row : row + WHOLE], expected, atol=1e-5, rtol=0)
+        assert_near(whole[row, row : row + WHOLE], expected)
         # The copy begins at column 11 and so in the middle of a block, unless row + 4 n is 11.
         first = next(k for k in range(WHOLE) if k % size == 0 and row + k >= WHOLE + PADDING - 17)
-        torch.testing.assert_close(part[row, first + row - 11 : WHOLE + row - 11], expected[first:], atol=1e-5, rtol=0)
+        assert_near(part[row, first + row - 11 : WHOLE + row - 11], expected[first:])
         alone = two_stream_states(model, clean[row : row + 1], noised[row : row + 1], None)[0]
-        torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
+        assert_near(alone, expected)
     assert whole.isfinite().all()
     assert part.isfinite().all()

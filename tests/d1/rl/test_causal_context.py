@@ -14,6 +14,7 @@ from d1.rl.checks import check_config
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
 from tests.d1.serve.serving import serving
+from tests.rounding import TOKENS, assert_near
 from tests.tiny_grpo import logged, make_method
 
 RUN: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.01, "block_length": None}
@@ -76,7 +77,7 @@ def test_a_server_samples_the_same_rollouts(tiny_causal_dir, tmp_path, way):
     for name in alone:
         assert torch.equal(alone[name], shared[name]), name
     for one, other in zip(weights, others, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+        assert_near(one, other, terms=TOKENS)
 
 
 def test_what_does_not_suit_it_is_refused(tiny_causal_dir, tmp_path):

@@ -395,9 +395,10 @@ def test_what_a_loss_counts_is_an_average_over_micro_batches_and_at_least_one_in
     for counted, expected in (((4, 3, 20), (4 / 6, 3 / 6, 20 / 6)), ((0, 0, 0), (1 / 6, 1 / 6, 1 / 6))):
         active, views, tokens = map(torch.tensor, counted)
         batch |= {"active_rows": active[None], "scoring_views": views[None, None], "num_items_in_batch": tokens}
-        batch["scored_pairs"] = 2 * tokens[None, None]
+        batch |= {"scored_pairs": 2 * tokens[None, None], "repeated_tokens": 3 * tokens[None, None]}
         inputs = loss_inputs(batch, scores, 0, parts=6)
         assert inputs.scored_pairs.item() == pytest.approx(max(2 * tokens.item(), 1) / 6)
+        assert inputs.repeated_tokens.item() == pytest.approx(max(3 * tokens.item(), 1) / 6)
         found = [inputs.active_rows.item(), inputs.scoring_views.item(), inputs.tokens.item()]
         assert found == pytest.approx(expected, rel=1e-6)
     assert torch.equal(inputs.reveal_steps, batch["reveal_steps"])

@@ -19,6 +19,7 @@ from d1.models import load_model
 from d1.rl.methods import METHODS
 from tests import forks
 from tests.d1.rl.train_methods import train_methods
+from tests.rounding import LOGITS, TOKENS, assert_near
 from tests.tiny_grpo import PER_MICRO_BATCH, clockless, logged, train_a_little, weights
 
 ROOT = Path(__file__).parents[3]
@@ -141,7 +142,7 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
     start = load_file(tiny_model_dir / "model.safetensors")
     for name, value in one.items():
         assert (value - start[name]).abs().max() > 1e-3
-        torch.testing.assert_close(two[name], value, rtol=0, atol=2e-5)
+        assert_near(two[name], value, least=LOGITS)  # Adam enlarges the rounding of a small gradient
     again = tmp_path / "resumed"
     shutil.copytree(tmp_path / "two" / "checkpoint-26", again / "checkpoint-26")  # cycles end at 24, 27
     run(tiny_model_dir, again, "--resume_from_checkpoint", "true", launcher=launcher)
@@ -198,7 +199,7 @@ def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_meth
             unused = name.endswith("self_conditioning.pre_norm.weight")  # RL has no self-conditioning
             assert (value - start[name]).abs().max() > 5e-5 or unused, name
             where = {"msg": lambda text, of=method: f"{of}: {text}"}
-            torch.testing.assert_close(several[name], value, rtol=1e-4, atol=2e-6, **where)
+            assert_near(several[name], value, terms=TOKENS, **where)
         for entry, other in zip(logged(one), record["logged"], strict=True):
             # With accumulation the other metrics are means over micro-batches, each of which spans all processes.
             for name in {*(["reward"] if method in ACCUMULATED else AGREE)} & entry.keys():

@@ -23,6 +23,8 @@ from d1.scoring import Scores
 from tests.tiny_grpo import by_letter, make_method
 
 ENDS, G, BATCHES = (2, 25, 28, 32), 8, 4
+BLOCK = 4  # tokens per block of the models with block-causal attention
+IN_BLOCKS = ("dipo",)  # a release whose rounds are those of such a model
 DOCUMENT = Path(__file__).parents[3] / "docs" / "methods.md"
 
 
@@ -71,6 +73,7 @@ def rows_of(part, number, trainer):
             group=tuple(batch["prompt_ids"][row].tolist()),
             reward=batch["completion_reward"][row].double(),
             ids=ids,
+            prompt=int(batch["prompt_mask"][row].sum()),
             length=ends[0] + 1 if ends else G,
             text=[k for k in range(ends[0] + 1 if ends else G) if ids[k] != trainer.text_tokenizer.pad_token_id],
             unpadded=[k for k in range(G) if ids[k] != trainer.text_tokenizer.pad_token_id],
@@ -443,14 +446,33 @@ def rldf(rows):
     return mean(batches)
 
 
+def rounds_of(row):
+    """The positions that each round scores: of every block those of its earliest step that is left, up to the EOS
+    (`generate_training_samples_for_one`). A round without any is left out."""
+    left = {k: step for k, step in enumerate(row.steps) if step >= 0}
+    rounds = []
+    for _ in range(BLOCK):
+        blocks = {}
+        for k in left:
+            blocks.setdefault((row.prompt + k) // BLOCK, []).append(k)
+        now = [k for block in blocks.values() for k in block if left[k] == min(left[i] for i in block)]
+        left = {k: step for k, step in left.items() if k not in now}
+        rounds.append([k for k in now if k < row.length])
+    return [positions for positions in rounds if positions]
+
+
 def dipo(rows):
+    """Every round is a training sample with all labels of its completion. The labels are counted over all samples, and
+    their number is divided by the block (`group_token_counts`)."""
     set_advantages(rows, "z of n")
-    gains = [
-        token_ratios(row, view, revealed(row, view, range(row.length)), low=0.2, high=0.28)
-        for row in rows
-        for view in row.used
-    ]
-    return -total(gains) / sum(row.length for row in rows)
+    gains, labels = [], 0
+    for row in rows:
+        rounds = rounds_of(row)
+        assert len(rounds) == len(row.used)
+        for view, positions in zip(row.used, rounds, strict=True):
+            gains.append(token_ratios(row, view, positions, low=0.2, high=0.28))
+            labels += row.length
+    return -total(gains) / max(labels / BLOCK, 1)
 
 
 def ebpo(rows):
@@ -503,9 +525,9 @@ def test_every_published_method_has_its_formula_and_its_row_in_the_document():
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
-def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tmp_path, method):
+def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tiny_block_dir, tmp_path, method):
     trainer = make_method(
-        tiny_model_dir,
+        tiny_block_dir if method in IN_BLOCKS else tiny_model_dir,
         tmp_path,
         method,
         Recorder,

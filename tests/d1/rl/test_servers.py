@@ -34,6 +34,7 @@ from tests.faults import (
     with_short_blocks,
     with_token,
 )
+from tests.rounding import LOGITS, rounding
 from tests.tiny_grpo import make_method
 
 
@@ -205,7 +206,7 @@ def test_rows_of_several_processes_share_requests_unless_they_are_to_be_equal_to
         own = rollout(trainer.model.eval(), prompts.ids, prompts.mask, trainer.sampling, **options)
         assert torch.equal(sampled.ids, own.ids)
         assert sampled.sources == ((served.url, "float32"),) * len(prompts.ids)
-        torch.testing.assert_close(sampled.logps, own.logps, rtol=0, atol=0 if own_batch else 1e-5)
+        torch.testing.assert_close(sampled.logps, own.logps, rtol=0, atol=0 if own_batch else rounding(LOGITS))
 
 
 def test_an_adapter_goes_to_no_other_base(tiny_model_dir, tmp_path):

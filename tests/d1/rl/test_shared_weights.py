@@ -16,6 +16,7 @@ from d1.runs.cli import leave
 from d1.sampling import rollout
 from tests import forks
 from tests.d1.rl.fleet import LIMIT, Fleet
+from tests.rounding import LOGITS, assert_near, rounding
 from tests.tiny_grpo import logged, make_method, weights
 
 pytestmark = pytest.mark.usefixtures("server_key")
@@ -67,7 +68,7 @@ def test_servers_get_the_weights_that_processes_share(tiny_model_dir, folder, tm
         fleet.close()
     kind, processes, found = json.loads((run / "logged.json").read_text())
     assert (kind, processes) == ("FSDP" if launcher == "fsdp2" else "DEEPSPEED", 2)
-    assert [entry["ratio_max"] for entry in found] == pytest.approx([1] * 4, abs=1e-5)
+    assert [entry["ratio_max"] for entry in found] == pytest.approx([1] * 4, abs=rounding(LOGITS))
     file = "adapter_model.safetensors" if adapter else "model.safetensors"
     saved, sent = (load_file(run / name / file) for name in ("saved", "sent"))
     assert saved.keys() == sent.keys()
@@ -79,7 +80,7 @@ def test_servers_get_the_weights_that_processes_share(tiny_model_dir, folder, tm
     after = dict(model.named_parameters())
     for name, weight in weights(here.model).items():
         assert (weight - before[name]).abs().max() > 1e-4, name
-        torch.testing.assert_close(after[name], weight, rtol=0, atol=2e-5)
+        assert_near(after[name], weight, least=LOGITS)  # Adam enlarges the rounding of a small gradient
     for rank in range(2):
         rows = load_file(run / f"{rank}.safetensors")
         draws = [keyed_generator(*KEY, 4 * rank + row) for row in range(4)]

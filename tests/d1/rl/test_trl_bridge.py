@@ -65,6 +65,7 @@ def tensors() -> tuple[Scores, dict[str, Any]]:
         "reveal_steps": torch.zeros(4, 8, dtype=torch.long),
         "scoring_views": torch.full((4, 2), 4),
         "scored_pairs": torch.full((4, 2), 4),
+        "repeated_tokens": torch.full((4, 2), 4),
         "active_rows": torch.full((4,), 4),
         "view_noise": torch.zeros(4, 2, 1, 11, dtype=torch.bool),
         "view_weights": torch.ones(4, 2, 1, 8),

@@ -18,11 +18,13 @@ from tests.d1.sampling.reference import (
     GIVEN,
     MASK,
     SAMPLERS,
+    SHARP_LOGITS,
     WITHOUT_CACHE,
     cases,
     check_against_the_reference,
     make_prompts,
 )
+from tests.rounding import assert_near
 
 LENGTHS = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 6}
 
@@ -125,7 +127,7 @@ def test_the_exact_cache_changes_nothing_but_the_tokens_computed_which_are_count
         for name in ("ids", "reveal_steps", "passes"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         for name in ("logps", "entropies"):
-            torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=2e-5)
+            assert_near(getattr(got, name), getattr(expected, name), least=SHARP_LOGITS)
     lengths = torch.tensor(case["widths"]) + case["settings"].gen_length
     assert torch.equal(got.forward_tokens, got.passes * lengths * (2 if case["settings"].cfg_scale else 1))
 
@@ -183,7 +185,7 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
                 for name in ("ids", "reveal_steps", "passes"):
                     assert torch.equal(getattr(found, name), getattr(other, name)), (cut, turn, name)
                 for name in ("logps", "entropies"):
-                    torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=0, atol=2e-5)
+                    assert_near(getattr(found, name), getattr(other, name), least=SHARP_LOGITS)
             saved = torch.tensor([min(of, width - 1) // whole * whole for of, width in zip(known, widths, strict=True)])
             assert torch.equal(without.forward_tokens - found.forward_tokens, saved)
             with fed_tokens(model) as fed:
@@ -193,13 +195,13 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
             part = sample(ids, mask, turn, [1, 3], columns=[some[1], some[3]])
             for name in ("ids", "reveal_steps", "forward_tokens"):
                 assert torch.equal(getattr(part, name), getattr(found, name)[[1, 3]]), name
-            torch.testing.assert_close(part.logps, found.logps[[1, 3]], rtol=0, atol=2e-5)
+            assert_near(part.logps, found.logps[[1, 3]], least=SHARP_LOGITS)
             texts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
             asked = [(text, keyed_generator(turn, row), None, streamed[row]) for row, text in enumerate(texts)]
             for numbers, of in rollout_stream(model, asked, settings, batch_size=2, **options):
                 assert torch.equal(of.ids[:, -length:], found.ids[numbers, -length:])
                 assert torch.equal(of.forward_tokens, found.forward_tokens[numbers])
-                torch.testing.assert_close(of.logps, found.logps[numbers], rtol=0, atol=2e-5)
+                assert_near(of.logps, found.logps[numbers], least=SHARP_LOGITS)
             # What is left: the prompt and the finished blocks; the last block was never processed whole.
             texts = [row[-(width + length) :].tolist() for row, width in zip(found.ids, widths, strict=True)]
             for row, (one, width) in enumerate(zip(held, widths, strict=True)):
@@ -207,7 +209,7 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
                 assert one.tokens <= blocks_before_the_last(width)
                 assert ends or one.tokens == blocks_before_the_last(width)
                 for layer, other in zip(one.layers, streamed[row].layers, strict=True):
-                    torch.testing.assert_close(layer, other, rtol=0, atol=1e-4)
+                    assert_near(layer, other, least=SHARP_LOGITS)
             if turn:
                 assert saved.sum() > 0
             for one, width in zip(held, widths, strict=True):

@@ -26,6 +26,7 @@ from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of
+from tests.rounding import LOGITS, assert_near
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
 COMPLETIONS = [[1, 3, 2, 1], [2, 1, EOS, 3], [EOS, 1, 2, 2], [3, 1, 2, 1]]
@@ -229,7 +230,7 @@ def gradient(model: Any, values: Tensor) -> Tensor:
 
 def assert_same(model: Any, found: Tensor, expected: Tensor) -> None:
     """Checks that values and gradients are equal. Weights of views are fp32, everything else is fp64."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    assert_near(found, expected, least=LOGITS)
     torch.testing.assert_close(gradient(model, found), gradient(model, expected), rtol=1e-5, atol=2e-6)
 
 

@@ -17,6 +17,7 @@ from d1.rl.batch import accepted_flips
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, ViewSettings, score
 from tests.d1.diffusion_gemma import needs_class, write_tiny
+from tests.rounding import LOGITS, assert_near
 
 pytestmark = needs_class
 VOCAB, SIZE, PASSES, LEVEL = 3, 2, 2, 1.02
@@ -131,9 +132,7 @@ def test_values_and_gradient_equal_the_enumerated_expectation(model):
     rows = rows_of(rollouts, takes)
     found = scored(model, rows, views_of(rows), views_at_once=2)
     noise = SIZE + torch.tensor([SIZE - counts[first].item() for first, _, _ in rollouts])
-    torch.testing.assert_close(
-        found.logps.sum(1) - noise * torch.tensor(float(VOCAB)).log(), totals, atol=1e-6, rtol=0, check_dtype=False
-    )
+    assert_near(found.logps.sum(1) - noise * torch.tensor(float(VOCAB)).log(), totals, least=LOGITS, check_dtype=False)
     rewards = torch.tensor([reward(STATES[states[-1]]) for states in rollouts], dtype=totals.dtype)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     by_score = torch.autograd.grad((totals.exp() * rewards * found.logps.sum(1)).sum(), weights, allow_unused=True)
@@ -202,7 +201,7 @@ def test_a_rollout_scored_anew_has_the_record_of_the_sampler_over_several_canvas
     )
     views = views_of(rows, gen_length=how.gen_length, steps=how.steps)
     again = scored(model, rows, views, with_entropies=True)
-    torch.testing.assert_close(again.logps.float(), writes.logps.sum(-1), atol=1e-5, rtol=0)
+    assert_near(again.logps.float(), writes.logps.sum(-1), least=LOGITS)
     flips = accepted_flips(views, again.canvas_entropies, LEVEL, SIZE, lambda values: values)
     assert flips == {"accepted/flipped_passes": 0.0, "accepted/flipped_positions": 0.0}
     # With another bound, the pass that accepted one position accepts both.

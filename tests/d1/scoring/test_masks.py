@@ -30,6 +30,7 @@ from tests.d1.scoring.enumeration import (
     subsets,
     sum_over_sets,
 )
+from tests.rounding import assert_near
 
 P_MASK = 0.3
 
@@ -116,7 +117,7 @@ def test_the_mean_over_all_draws_is_the_definition_and_not_the_any_order_bound(d
         assert_same(model, found, definition(model))
         assert (found.sum(1) - any_order_bound(model).sum(1))[:2].abs().min() > 0.1
     expected = torch.tensor([float(sum_of_weights(length)) for length in LENGTHS], dtype=torch.float64)
-    torch.testing.assert_close(views.weights.sum((1, 2)), expected, rtol=0, atol=1e-6)
+    assert_near(views.weights.sum((1, 2)), expected)
 
 
 # --- Draws ------------------------------------------------------------------------------------------------------------

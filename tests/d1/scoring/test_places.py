@@ -18,6 +18,7 @@ from d1.scoring.rollouts import blocks_of
 from tests.d1.scoring.enumeration import EOS, MASK, canvas_logits, randomness, scores, settings, some_rows, tiny
 from tests.d1.scoring.test_replay import EDITORS, LENGTH, SAMPLERS, sample
 from tests.d1.scoring.test_replay import model as model
+from tests.rounding import LOGITS, assert_near
 
 PLACES = ESTIMATORS["places"]
 
@@ -156,9 +157,9 @@ def test_replayed_steps_have_the_probability_that_the_sampler_recorded(model, sa
         sampled = completed(replace(sampled, ranks=taken.ranks))
         got, views = places_of(model, sampled, sampling)
         assert got.place_logps.isfinite().all()
-        torch.testing.assert_close(got.logps, taken.logps.double() * sampled.scored, rtol=0, atol=1e-5)
+        assert_near(got.logps, taken.logps.double() * sampled.scored, least=LOGITS)
         own = torch.where(views.weights != 0, taken.step_logps.unsqueeze(1), 0.0).sum(-1)
-        torch.testing.assert_close(got.view_logps.sum(-1) + got.place_logps, own.double(), rtol=0, atol=2e-5)
+        assert_near(got.view_logps.sum(-1) + got.place_logps, own.double(), least=LOGITS)
         # Which blocks have steps left: without rivals, a view's choice of places is certain.
         last = (views.rivals != 0).sum(-1) == (views.weights != 0).sum(-1)
         if not sampling.noise:
@@ -177,13 +178,13 @@ def test_probabilities_of_places_depend_on_no_other_row_and_on_no_padding(model)
     for row in range(5):
         alone, views = places_of(model, some_rows(sampled, [row]), sampling)
         count = views.weights.shape[1]
-        torch.testing.assert_close(alone.place_logps[0], whole.place_logps[row, :count], rtol=0, atol=1e-5)
+        assert_near(alone.place_logps[0], whole.place_logps[row, :count], least=LOGITS)
         assert not whole.place_logps[row, count:].any()
     wide = torch.zeros(5, 3, dtype=torch.long)
     padded = {name: torch.cat([wide, getattr(sampled, name)], dim=1) for name in ("prompt_ids", "attention_mask")}
     padded["maskable"] = torch.cat([wide.bool(), sampled.maskable], dim=1)
     found, _ = places_of(model, replace(sampled, **padded), sampling)
-    torch.testing.assert_close(found.place_logps, whole.place_logps, rtol=0, atol=1e-5)
+    assert_near(found.place_logps, whole.place_logps, least=LOGITS)
 
 
 def test_blocks_of_a_view_add_up(model):
@@ -197,7 +198,7 @@ def test_blocks_of_a_view_add_up(model):
             own = views.rivals == number
             alone = replace(views, rivals=views.rivals * own, weights=views.weights * own)
             parts = parts + scores(model, alone, sampled, sampling=sampling).place_logps
-    torch.testing.assert_close(parts, whole.place_logps, rtol=0, atol=1e-5)
+    assert_near(parts, whole.place_logps, least=LOGITS)
 
 
 @pytest.mark.parametrize("editor", [{**EDITORS[0], "temperature": 0.9}, EDITORS[2]], ids=str)

@@ -17,7 +17,7 @@ from d1.models.distribution import OWN
 from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
-from d1.scoring.replay import chances, drawn
+from d1.scoring.replay import chances, drawn, scheduled
 from d1.scoring.rollouts import blocks_of, strata
 from tests.d1.scoring.enumeration import (
     CANVAS,
@@ -38,9 +38,32 @@ from tests.d1.scoring.enumeration import (
     state_logps,
     tiny,
 )
+from tests.rounding import LOGITS, assert_near, rounding
 
 REPLAY = ESTIMATORS["replay"]
 LEFT_TO_RIGHT = ESTIMATORS["left_to_right"]
+
+
+# --- The schedule ---------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_leaves_what_later_steps_of_a_block_reveal():
+    """Two blocks of four tokens in six steps reveal 2, 1 and 1 tokens. In a block-causal model with prompts of 0, 1 and
+    3 tokens, the first block has 4, 3 or 1 tokens on the canvas."""
+    canvas = {"reveal_steps": torch.zeros(3, 8, dtype=torch.long), "canvas_ids": torch.ones(3, 8, dtype=torch.long)}
+    canvas["scored"] = torch.ones(3, 8, dtype=torch.bool)
+    prompts = torch.tensor([[0, 0, 0], [0, 0, 1], [1, 1, 1]])
+    sampled = replace(SAMPLED, prompt_ids=prompts, attention_mask=prompts, maskable=prompts.bool(), **canvas)
+    block, later = scheduled(sampled, SamplingSettings(8, 4, 6))
+    assert block.tolist() == [[0] * 4 + [1] * 4] * 3
+    assert later.tolist() == [[[2, 1, 0, 0]] * 2] * 3
+    block, later = scheduled(replace(sampled, blocks=blocks_of(prompts, 8, 4)), SamplingSettings(8, 4, 8))
+    assert block.tolist() == [[0] * 4 + [1] * 4, [0] * 3 + [1] * 4 + [2], [0] + [1] * 4 + [2] * 3]
+    assert later.tolist() == [
+        [[3, 2, 1, 0, 0], [3, 2, 1, 0, 0], [0] * 5],
+        [[2, 1, 0, 0, 0], [3, 2, 1, 0, 0], [0] * 5],
+        [[0] * 5, [3, 2, 1, 0, 0], [2, 1, 0, 0, 0]],
+    ]
 
 
 # --- States rebuilt by hand ------------------------------------------------------------------------------------------
@@ -284,7 +307,7 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
     torch.testing.assert_close(uniform, expected, rtol=0, atol=1e-7)
     entropy = chances(segments, SAMPLED.scored, SAMPLED.entropies, "entropy")
     expected = torch.tensor([[0.15, 0.55, 0, 0.3], [4 / 15, 9 / 15, 2 / 15, 0], [0, 1, 0, 0], [1, 0, 0, 0]]).double()
-    torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-5)
+    assert_near(entropy, expected)
     torch.testing.assert_close(entropy.sum(-1), torch.ones(4).double())
     assert ((entropy > 0) == (uniform > 0)).all()
     # Rounding below zero does not reduce the probability of others, and gives no negative probability.
@@ -415,12 +438,12 @@ def test_replayed_log_probs_are_those_the_sampler_recorded(model, sampler, tempe
     assert torch.equal((views.weights != 0).sum(1), sampled.scored.long())  # each token once
     most = 4 if block_size(model.config) else LENGTH  # a view shows a step of every block
     assert views.noise.shape[1] <= most
-    torch.testing.assert_close(replayed(model, sampled, views).logps, expected, rtol=0, atol=1e-5)
+    assert_near(replayed(model, sampled, views).logps, expected, least=LOGITS)
     for draw_steps in ("uniform", "entropy"):  # wherever a drawn view scores a token
         views = REPLAY(sampled, randomness(5), settings(num_views=3, draw_steps=draw_steps))
         found, seen = replayed(model, sampled, views).view_logps, views.weights != 0
         assert seen.any()
-        torch.testing.assert_close(found[seen], expected.unsqueeze(1).expand_as(found)[seen], rtol=0, atol=1e-5)
+        assert_near(found[seen], expected.unsqueeze(1).expand_as(found)[seen], least=LOGITS)
 
 
 @pytest.mark.parametrize("model", [None], indirect=True)
@@ -478,11 +501,11 @@ def test_what_was_recorded_as_sampled_is_replayed_under_the_same_distribution(mo
     sampled, _ = sample(model, record_as_sampled=True, **options)
     views = REPLAY(sampled, randomness(5), settings())
     found = replayed(model, sampled, views, recorded)
-    torch.testing.assert_close(found.logps, sampled.logps.double() * sampled.scored, rtol=0, atol=1e-5)
+    assert_near(found.logps, sampled.logps.double() * sampled.scored, least=LOGITS)
     own, _ = sample(model, **options)
     assert torch.equal(own.canvas_ids, sampled.canvas_ids)
     found = replayed(model, own, views)
-    torch.testing.assert_close(found.logps, own.logps.double() * own.scored, rtol=0, atol=1e-5)
+    assert_near(found.logps, own.logps.double() * own.scored, least=LOGITS)
     assert (own.logps - sampled.logps).abs().max() > 0.1
 
 
@@ -490,7 +513,7 @@ def test_what_was_recorded_as_sampled_is_replayed_under_the_same_distribution(mo
 def test_a_sampler_with_blocks_of_one_token_recorded_the_log_probs_of_the_chain_rule(model):
     sampled, _ = sample(model, block_length=1, steps=LENGTH, temperature=1.0)
     found = replayed(model, sampled, LEFT_TO_RIGHT(sampled, randomness(5), settings(gen_length=LENGTH))).logps
-    torch.testing.assert_close(found, sampled.logps * sampled.scored, rtol=0, atol=1e-5)
+    assert_near(found, sampled.logps * sampled.scored, least=LOGITS)
 
 
 # --- Rollouts with edits: every written token in the state that the sampler wrote it in -------------------------------
@@ -507,7 +530,7 @@ def test_the_log_prob_of_a_trajectory_is_the_sum_over_written_tokens(model, edit
     expected = taken.writes.logps.sum(-1) * sampled.scored
     views = REPLAY(sampled, randomness(5), settings())
     found = replayed(model, sampled, views)
-    torch.testing.assert_close(found.logps, expected, rtol=0, atol=2e-5)
+    assert_near(found.logps, expected, least=LOGITS)
     times = (taken.writes.steps >= 0).sum(-1) * sampled.scored
     assert torch.equal((views.weights != 0).sum(1), times)  # each written token once
     # With last writes alone, views show final tokens where drafts were, and earlier edits are lost.
@@ -524,7 +547,7 @@ def test_drawn_steps_score_what_these_wrote(model, draw_steps):
     assert seen.any()
     for row, view, k in seen.nonzero().tolist():
         same = taken.writes.ids[row, k] == views.targets[row, view, k]
-        close = (taken.writes.logps[row, k] - found[row, view, k]).abs() < 2e-5
+        close = (taken.writes.logps[row, k] - found[row, view, k]).abs() < rounding(LOGITS)
         assert (same & close & (taken.writes.steps[row, k] >= 0)).any()
 
 

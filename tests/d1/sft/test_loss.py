@@ -19,6 +19,7 @@ from d1.runs.data import IGNORED
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
+from tests.rounding import rounding
 
 ROWS, MASK = 8, 3
 SPLITS_OF_TWO = [(4, 1), (2, 2)]  # (batch, accumulation)
@@ -161,8 +162,8 @@ def by_hand(model_dir, folder, noise=None, eos_padding="batch", **way):
     return total.item(), {name: cast(Tensor, weight.grad) for name, weight in model.named_parameters()}
 
 
-def assert_same(result, expected, atol=1e-07):
-    assert result[0] == pytest.approx(expected[0], rel=1e-6)
+def assert_same(result, expected, atol=1e-07, rel=1e-6):
+    assert result[0] == pytest.approx(expected[0], rel=rel)
     assert result[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(result[1][name].to(gradient.dtype), gradient, rtol=1e-6, atol=atol)
@@ -266,4 +267,5 @@ def test_two_processes_of_deepspeed(tiny_model_dir, tmp_path, expected, kind):
     step_in_processes(kind, tiny_model_dir, tmp_path)
     for name, eos_padding, (batch, _) in CASES_OF_TWO:
         result = found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}")
-        assert_same(result, expected[name, eos_padding], atol=1e-6)  # weights and gradients in fp32
+        # Weights and gradients are in fp32, and gradients are below 1.
+        assert_same(result, expected[name, eos_padding], atol=rounding(1.0), rel=rounding(1.0))

@@ -23,6 +23,7 @@ from d1.sft.train import main, make_parser
 from tests import forks
 from tests.d1.released import write_wide
 from tests.faults import edit_json, flip_bit
+from tests.rounding import LOGITS, assert_near, rounding
 
 SFT = Path(__file__).parents[3] / "SFT"
 start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
@@ -133,7 +134,7 @@ def test_two_processes_of_d1s_configuration(flags, tmp_path):
     assert_two_processes(tmp_path, "DEEPSPEED")
     run([*odd, "--max_steps", "1"], tmp_path / "alone")
     first = history(tmp_path, "eval_loss")[0]
-    assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
+    assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], abs=rounding(LOGITS))
 
 
 @pytest.mark.parametrize("kind", [["--full_finetuning"], []], ids=["all weights", "lora"])
@@ -151,15 +152,15 @@ def test_two_processes_that_share_the_weights_equal_one(flags, tmp_path, kind):
     two(tmp_path / "two")
     found, expected = history(tmp_path / "two", "eval_loss"), history(tmp_path / "one", "eval_loss")
     assert len(found) == 4
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected, abs=rounding(LOGITS))
     one, both = weights(tmp_path / "one/job"), weights(tmp_path / "two/job")
     for name, weight in one.items():
-        torch.testing.assert_close(both[name], weight, rtol=0, atol=2e-5)
+        assert_near(both[name], weight, least=LOGITS)  # Adam enlarges the rounding of a small gradient
     shutil.copytree(tmp_path / "two/job/checkpoint-4", tmp_path / "again/job/checkpoint-4")
     two(tmp_path / "again", "--resume")
     assert_same_weights(tmp_path / "again/job", tmp_path / "two/job")
     export(tmp_path / "two/job", tmp_path / "released", "llada")
-    torch.testing.assert_close(logits(tmp_path / "released"), logits(tmp_path / "two/job"), rtol=0, atol=1e-6)
+    assert_near(logits(tmp_path / "released"), logits(tmp_path / "two/job"))
 
 
 def assert_two_processes(folder, kind):
