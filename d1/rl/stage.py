@@ -134,7 +134,7 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
             raise ValueError(f"task {args.dataset} has no rows to {what} on (--{flag} {getattr(args, flag)})")
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
-    return with_shots(task, train, args.data_file, evaluation)
+    return with_shots(task, train, args.data_file, evaluation, args.few_shot)
 
 
 def longest_prompt(
@@ -176,9 +176,15 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
 
 
 def next_command(args: DiffuGRPOConfig) -> str:
-    """The command that evaluates the model on the task of the run, with its sampling."""
+    """The command that evaluates the model on the task of the run, with its prompts and its sampling. A run with a file
+    of its own needs one of test problems, too."""
     flags = {"model_path": args.output_dir, "dataset": args.dataset, "gen_length": args.max_completion_length}
     flags |= {"block_length": args.block_length, "diffusion_steps": args.diffusion_steps}
+    if args.prompt_protocol != "d1":
+        flags["prompt_protocol"] = args.prompt_protocol
+    flags["few_shot"] = args.few_shot
+    if args.eval_data_file or args.data_file:
+        flags["data_file"] = args.eval_data_file or "TEST_FILE"
     words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
     return shlex.join(["python", "-m", "d1", "eval", *words])
 
