@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_the_model_has_a_causal_context_and_both_stages_move_it(tiny):
         config = model.config
         assert (config.attention_pattern, config.block_size, config.predicts_next_token) == ("causal-context", 8, True)
         states.append(model.state_dict())
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
 
 
