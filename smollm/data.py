@@ -43,14 +43,15 @@ class Problems:
 def problems_of(name: str) -> Problems:
     """The problems of an entry of `NAMES`."""
     if name == "words":
-        files = [os.path.relpath(ROOT / "dataset" / f"arithmetic_{split}.jsonl") for split in ("train", "test")]
-        return Problems("gsm8k", *files)
+        train, test = (os.path.relpath(ROOT / "dataset" / f"arithmetic_{split}.jsonl") for split in ("train", "test"))
+        return Problems("gsm8k", train, test)
     if name == "svamp":
         return Problems("svamp")
     folder = Path(os.environ.get("D1_FILES", "")) / "gsm8k"
-    files = [str(folder / f"{split}.jsonl") for split in ("train", "test")]
-    found = files if os.environ.get("D1_FILES") and all(map(os.path.isfile, files)) else [None, None]
-    return Problems("gsm8k", *found, completion=160)
+    train, test = (str(folder / f"{split}.jsonl") for split in ("train", "test"))
+    if os.environ.get("D1_FILES") and os.path.isfile(train) and os.path.isfile(test):
+        return Problems("gsm8k", train, test, completion=160)
+    return Problems("gsm8k", completion=160)
 
 
 NAMES = ("svamp", "gsm8k", "words")  # in the order in which they are tried
