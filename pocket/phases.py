@@ -30,13 +30,14 @@ PERCENT = re.compile(r"(\d+)%\|")  # in tqdm's progress bar, which every command
 @dataclass
 class Phase:
     """A command [python, script, *flags]. `weight` is its share of the work (seconds on a laptop core); `needs` names
-    the phases that must finish before it."""
+    the phases that must finish before it; `threads` are those of its products of matrices."""
 
     name: str
     command: Sequence[str]
     folder: Path
     weight: float
     needs: Sequence[str] = ()
+    threads: int = 1
 
 
 class PhaseError(RuntimeError):
@@ -111,7 +112,8 @@ def _contents(phase: Phase, state_dir: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _start(phase: Phase, log: Path) -> subprocess.Popen:
-    given: dict[str, Any] = {"cwd": phase.folder, "env": os.environ | ENVIRONMENT, "stdin": subprocess.DEVNULL}
+    environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(phase.threads)}
+    given: dict[str, Any] = {"cwd": phase.folder, "env": environment, "stdin": subprocess.DEVNULL}
     with open(log, "ab", buffering=0) as file:
         file.write(f"\n$ {' '.join(phase.command)}\n".encode())
         # In its own session, so that Ctrl-C reaches only this process, which then stops the others.

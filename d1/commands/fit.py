@@ -209,6 +209,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
     flags = {name: getattr(args, name) for name in ("model_path", "method", "beta", *names)}
     flags |= {"stage": "rl", "batch": args.per_device_train_batch_size, "length": length}
+    flags["block_length"] = args.block_length
     flags["dtype"] = "bfloat16" if settings.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
     flags |= {"steps_per_generation": args.steps_per_generation // gpus, "load_in_4bit": model.load_in_4bit}
     flags["lora_targets"] = [targets] if isinstance(targets, str) else targets

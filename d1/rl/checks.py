@@ -573,7 +573,7 @@ ON_RESUME = OnResume(
     fixed=dict.fromkeys(
         (
             # The task, the order of its rows, and random numbers
-            *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
+            *("dataset", "data_file", "prompt_protocol", "few_shot", "seed", "shuffle_dataset", "world_size"),
             # The rollout in the checkpoint and its position in the cycle of updates
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
             *("num_generations", "num_iterations", "max_completion_length", "mask_id", "rollout_staleness"),

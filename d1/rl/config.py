@@ -96,6 +96,9 @@ class DiffuGRPOConfig(GRPOConfig):
     model_path: str | None = setting(None, "Base or merged model, or SFT adapter.", aliases=["--model_name"])
     dataset: str = setting("gsm8k", f"Task: {', '.join(TASKS)}, or the path of your own task file.", aliases=["--task"])
     prompt_protocol: str = setting("d1", f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}.")
+    few_shot: Annotated[int | None, NATURAL | None] = setting(
+        None, "Solved training problems shown before each prompt; unset: the protocol's number."
+    )
     reward_file: str | None = setting(None, "A .py file whose functions are rewards, in addition to the task's.")
     data_file: str | None = setting(
         None,

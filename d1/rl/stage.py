@@ -157,7 +157,7 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
             raise ValueError(f"task {args.dataset} has no rows to {what} on (--{flag} {getattr(args, flag)})")
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
-    return with_shots(task, train, args.data_file, evaluation)
+    return with_shots(task, train, args.data_file, evaluation, args.few_shot)
 
 
 def longest_prompt(
@@ -220,8 +220,9 @@ def next_command(args: DiffuGRPOConfig, config: Any) -> str:
         flags |= {"split": "train", "data_file": args.data_file}
     if args.prompt_protocol != "d1":
         flags["prompt_protocol"] = args.prompt_protocol
-        if args.data_file:  # the training problems that its examples come from
+        if args.data_file and args.few_shot != 0:  # the training problems that its examples come from
             flags["few_shot_file"] = args.data_file
+    flags["few_shot"] = args.few_shot
     for name in ("plain_chat_template", "chat_template_kwargs", *(OF_TURNS if args.tools else ())):
         if (value := getattr(args, name)) not in (None, False, getattr(TurnSettings, name, None)):
             flags[name] = value

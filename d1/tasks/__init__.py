@@ -160,14 +160,19 @@ def shots_of(task: ModuleType, asked_for: int | None = None) -> int:
 
 
 def with_shots(
-    task: ModuleType, train: Dataset, data_file: str | None, validation: Dataset | None
+    task: ModuleType,
+    train: Dataset,
+    data_file: str | None,
+    validation: Dataset | None,
+    asked_for: int | None = None,
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and validation rows, each with the examples of the task's protocol before its prompt.
+    """Training and validation rows, each with examples before its prompt: `asked_for`, or by default the number of the
+    task's protocol.
 
     The problems of the examples are removed from the training rows.
     """
     held_out = [] if validation is None else validation["question"]
-    shots = few_shot_messages(task, shots_of(task), SHOT_SEED, data_file, held_out)
+    shots = few_shot_messages(task, shots_of(task, asked_for), SHOT_SEED, data_file, held_out)
     if not shots:
         return train, validation
     shown = [message["content"] for message in shots if message["role"] == "user"]

