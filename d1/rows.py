@@ -276,9 +276,10 @@ class JsonText:
 def json_rows(path: Path) -> Iterator[Placed]:
     """The rows of a .json file: a list, one object after the other, or one object that has a list of rows."""
     with open_text(path) as file:
-        values = JsonText(file.read()).values()
+        text = JsonText(file.read())
+    in_list, values = text.peek() == "[", text.values()
     first = list(islice(values, 2))
-    if len(first) == 1 and isinstance(first[0][1], dict) and (name := wrapped_in(first[0][1])):
+    if len(first) == 1 and not in_list and isinstance(first[0][1], dict) and (name := wrapped_in(first[0][1])):
         first = [(f"{name}[{number}]", row) for number, row in enumerate(first[0][1][name])]
     yield from first
     yield from values

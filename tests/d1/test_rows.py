@@ -151,6 +151,7 @@ def test_an_object_with_messages_is_one_row(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     for number, row in enumerate([{"messages": turns}, {"question": "?", "test": "t", "test_info": [{"name": "f"}]}]):
         assert list(read(tmp_path, f"{number}.json", json.dumps(row, indent=1))) == [row]
+    assert list(read(tmp_path, "list.json", '[{"data": [{"a": 1}]}]')) == [{"data": [{"a": 1}]}]
 
 
 ERRORS = {
