@@ -5,7 +5,6 @@
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make test-versions  models, sampling, scoring, SFT and RL with the oldest and the newest versions (14 GB); an hour
 # make test-sglang     SGLang on a CPU, and models, sampling and scoring, in an environment with SGLang (6 GB); half an hour
-# make leaderboard     every RL method at the same compute, 13 hours; ARGS="--hours 8" starts no run after 8 hours
 # make studies         the tables of the studies' pages, from the data in studies/*/data
 # make bench           the benchmarks, which print the tables of benchmarks/RESULTS.md; below 13 minutes
 # make docs            the site of documents and docstrings, in build/site; a dead link or unknown name is an error
@@ -20,13 +19,13 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo smollm test test-versions test-sglang bench leaderboard studies docs lint clean
+.PHONY: demo smollm test test-versions test-sglang bench studies docs lint clean
 
 # One thread is fastest for models this small; do not access the network.
-demo test test-versions test-sglang bench leaderboard: export OMP_NUM_THREADS = 1
-demo test test-versions test-sglang bench leaderboard: export OMP_WAIT_POLICY = PASSIVE
-demo test test-versions test-sglang bench leaderboard: export HF_HUB_OFFLINE = 1
-demo test test-versions test-sglang bench leaderboard: export WANDB_MODE = disabled
+demo test test-versions test-sglang bench: export OMP_NUM_THREADS = 1
+demo test test-versions test-sglang bench: export OMP_WAIT_POLICY = PASSIVE
+demo test test-versions test-sglang bench: export HF_HUB_OFFLINE = 1
+demo test test-versions test-sglang bench: export WANDB_MODE = disabled
 
 demo: .venv/.demo
 	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
@@ -58,9 +57,6 @@ test-sglang: .venv-sglang/.made
 
 bench: .venv/.demo
 	python -m benchmarks.bench all
-
-leaderboard: .venv/.demo
-	python -m studies.leaderboard.run $(ARGS)
 
 studies: .venv/.demo
 	python -m studies.write

@@ -10,8 +10,6 @@ Arithmetic: word problems of three steps; a start and its three operands belong 
 Programs: the 3,125 functions, each in one split.
 Products: two numbers of three digits; a pair belongs to one split only. The SFT set has conversations for the first
 training problems: a quarter of them call a calculator, the others answer at once.
-
-With --sealed it writes the problems that are used only for the final table of studies/leaderboard/.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ PROGRAMS = {"train": 2101, "validation": 512, "test": 512}
 PRODUCTS = {"train": 4000, "validation": 512, "test": 512}
 SHOWN = 1000  # training problems in the SFT set of products
 WITH_CALL = 4  # every fourth of them has a call
-SEALED = 1024
 Row = dict[str, str]
 
 
@@ -152,24 +149,6 @@ def splits_of(rows: Iterator[Row], counts: dict[str, int]) -> dict[str, list[Row
     return {split: [*islice(rows, count)] for split, count in counts.items()}
 
 
-def sealed_problems(seed: int) -> dict[str, list[Row]]:
-    """Task -> 1,024 problems that are in no split, except for Pocket Countdown.
-
-    Arithmetic: other starts with their operands. Sudoku: the splits use all 288 solution grids, so these are other
-    puzzles on the grids of the test split, on which no model is trained or tuned. Pocket Countdown: the splits use all
-    sets of numbers with all targets, so these are the 475 problems of the test split.
-    """
-    rng, grids, folder = random.Random(seed), solution_grids(), Path(__file__).parent
-    shares = rng.sample(grids, len(grids))  # the same order as in `main`
-    drawn = sudoku_puzzles(shares[-SUDOKU_GRIDS["test"] :], 2 * SEALED, grids, random.Random(seed + 1))
-    asked = (folder / "sudoku_test.csv").read_text()
-    return {
-        "sudoku": [row for row in drawn if row["Puzzle"] not in asked][:SEALED],
-        "pocket_countdown": pocket_countdown_problems(random.Random(seed))["test"],
-        "arithmetic": splits_of(arithmetic_problems(seed), ARITHMETIC_PROBLEMS | {"sealed": SEALED})["sealed"],
-    }
-
-
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
@@ -178,16 +157,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--sealed", action="store_true", help="write only the sealed problems")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    if args.sealed:
-        for task, rows in sealed_problems(args.seed).items():
-            write_rows(args.output_dir / f"{task}.jsonl", rows)
-        return
     grids, rng = solution_grids(), random.Random(args.seed)
     shuffled = iter(rng.sample(grids, len(grids)))
     for split, share in SUDOKU_GRIDS.items():

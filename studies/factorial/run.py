@@ -19,9 +19,8 @@ from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from dataset.make_problems import write_rows
 from studies.json_lines import complete, read_lines
-from studies.leaderboard.plan import SETUPS, TASKS, best_rate
-from studies.leaderboard.run import commit, evaluate, logs_of, make_start, train_from
 from studies.samplers.measure import NEW
+from studies.training import SETUPS, TASKS, best_rate, commit, evaluate, logs_of, make_start, train_from
 
 DATA = Path(__file__).parent / "data"
 STUDIED = ("sudoku-sft", "arithmetic-sft")

@@ -13,7 +13,6 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS
 from studies.reports import percent, points
-from studies.samplers import rollouts_report
 from studies.samplers.frontier import (
     EXACT,
     MARGIN,
@@ -137,5 +136,5 @@ def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     missing = f"{left()} parts are not measured yet; `python -m studies.samplers.frontier` continues.\n"
     tables = [part for task in TASKS for part in of_task(task)]
-    tables += [missing if left() else areas(), rollouts_report.of_stage("trial")]
+    tables.append(missing if left() else areas())
     return {PAGE: chosen_table(), README: "\n".join(tables)}

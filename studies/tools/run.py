@@ -29,7 +29,7 @@ from pocket.make_base import build_model
 from pocket.recipes import ROOT
 from pocket.tokenizer import build_tokenizer
 from studies.json_lines import append_line, read_lines
-from studies.leaderboard.plan import accuracy
+from studies.training import accuracy
 
 logger = logging.getLogger(__name__)
 

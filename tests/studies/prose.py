@@ -20,6 +20,7 @@ from pathlib import Path
 
 WORDS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 VALUE = rf"(?<!\w)[-+]?[\d,]*\.?\d+(?: \[[^\]]*\])?|\b(?:{'|'.join(WORDS)})"
+# A comment with a space is none: claims (studies/claims.py) and other marks have one.
 TAG = re.compile(rf"(?P<value>(?:{VALUE})%?)?<!--(?P<tag>[^\s>]+)-->", re.IGNORECASE)
 ORDER = re.compile(r"\b(above|below|highest|lowest|ahead|better|worse|separated)\b")
 Table = tuple[str, list[str], list[list[str]]]  # slugs of the heading and of the columns; rows

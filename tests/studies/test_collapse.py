@@ -1,21 +1,20 @@
-"""The study of collapses: its arms are settings of RL, and its tests are those that the protocol names."""
+"""The study of fast rollouts: its arms are settings of RL, and its tests are those that the protocol names."""
 
-import json
+from itertools import product
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 
 from d1.rl.train import make_parser
 from pocket.recipes import ROOT
 from studies.collapse import report
-from studies.collapse.run import ARMS, BEST, CHEAPER, DATA, RATES, SINGLE, STAGES, flags_of, runs, setting_of
-from studies.json_lines import read_lines
-from studies.samplers import rollouts
+from studies.collapse.run import ARMS, STAGES, THIRD, flags_of, runs
 
 
 def arguments(arm, folder):
     places = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), "--model_path", str(ROOT), "--output_dir"]
-    flags = flags_of(arm, 80, 2e-4, ["--max_steps", 96])
+    flags = flags_of(arm, 80, ["--max_steps", 96])
     return make_parser().parse_args_and_config([*places, str(folder), *flags])[0]
 
 
@@ -35,51 +34,47 @@ def test_each_arm_is_what_the_protocol_says(arm, tmp_path):
     assert args.num_iterations == 1
 
 
-@pytest.mark.parametrize("arm", CHEAPER)
-def test_each_cheaper_arm_scores_single_steps(arm, tmp_path):
-    args, shared, drawn = arguments(arm, tmp_path), arm.endswith("-2"), arm.endswith("-v")
-    assert (args.estimator, args.segment_steps) == ("replay", 1)
-    assert args.sampling_settings().cache == {"P": None, "C": "prefix", "L": "lasting"}[arm[0]]
-    assert (args.num_iterations, args.split_views, args.loss_type) == (
-        (2, True, "views") if shared else (1, False, "sum")
-    )
-    assert args.num_views == (2 if drawn else None)
+@pytest.mark.parametrize("arm", THIRD)
+def test_each_arm_at_a_third_of_the_tokens_is_what_its_name_says(arm, tmp_path):
+    args, (letter, steps, _, *loss) = arguments(arm, tmp_path), arm
+    sampling = args.sampling_settings()
+    assert sampling.rule == (None if letter == "E" else "threshold")
+    assert sampling.cache == {"E": None, "P": None, "C": "prefix", "D": "dual"}[letter]
+    assert args.segment_steps == int(steps)
+    assert args.loss_type == {"mean": "views", "sum": "sum"}["".join(loss)]
+    assert (args.estimator, args.num_iterations) == ("replay", 1)
 
 
-def test_the_best_setting_has_the_highest_mean_of_the_search(tmp_path, monkeypatch):
-    """Merged steps and noise on the order are not eligible; a search that lacks a run chooses nothing."""
-    monkeypatch.setattr("studies.collapse.run.DATA", tmp_path)
-    solved = {("C8", 1e-4): 9, ("G", 1e-4): 9, ("C", 2e-4): 6, ("L-v", 4e-4): 7}
-    lines = [{**run, "right": "1" * solved.get((run["arm"], run["rate"]), 5) + "0" * 5} for run in runs("rates")]
-    assert len(lines) == 2 * len(RATES) * (len(SINGLE) + 3)
-    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert setting_of("goal", {"arm": BEST}) == ("L-v", 4e-4)
-    assert setting_of("seconds", {"arm": "C"}) == ("C", 2e-4)
-    assert setting_of("tokens", {"arm": "C"}) == ("C", 2e-4)
-    assert setting_of("rates", {"arm": "C", "rate": 1e-4}) == ("C", 1e-4)
-    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
-    with pytest.raises(ValueError, match="not complete"):
-        setting_of("goal", {"arm": BEST})
+def test_the_eight_cells_differ_in_three_factors_alone(tmp_path):
+    """Each cell's arm has the settings of its three levels: rollouts, steps per view, loss."""
+    assert set(report.CELLS) == set(product(("exact", "fast"), ("merged", "single"), ("mean", "sum")))
+    for (rollouts, steps, loss), arm in report.CELLS.items():
+        args = arguments(arm, tmp_path)
+        assert (args.sampling_settings().rule is None) == (rollouts == "exact"), arm
+        assert args.segment_steps == (8 if steps == "merged" else 1), arm
+        assert args.loss_type == ("views" if loss == "mean" else "sum"), arm
+        assert args.sampling_settings().cache is None, arm
 
 
-def test_the_best_setting_is_one_more_arm_of_the_goal():
-    """Holm's correction counts it, if at most one of its runs has collapsed."""
+def test_effects_are_those_of_a_model_with_an_interaction():
+    generator = np.random.default_rng(0)
+    level = generator.normal(size=(8, 1)) * 0.1 + generator.uniform(size=(1, 30))
+    of_rollouts = 0.1 + 0.02 * generator.normal(size=(8, 1))
+    cells = {}
+    for cell in report.CELLS:
+        fast, single = cell[0] == "fast", cell[1] == "single"
+        cells[cell] = level + of_rollouts * fast - 0.05 * single + 0.04 * (fast and single)
+    found = report.effects(cells)
+    rollouts = found["rollouts: fast, not exact"]
+    assert rollouts.value == pytest.approx(of_rollouts.mean() + 0.02)
+    assert rollouts[1:3] == pytest.approx(ttest_1samp(of_rollouts[:, 0] + 0.02, 0).confidence_interval())
+    assert found["views: single steps, not merged"].value == pytest.approx(-0.03)
+    assert found["loss: sum, not mean"][:3] == pytest.approx((0, 0, 0), abs=1e-12)
+    assert found["rollouts x views"].value == pytest.approx(0.02)
+    assert len(found) == 6
 
-    def line(arm, seed, solved):
-        return {"arm": arm, "seed": seed, "error": None, "right": "1" * solved + "0" * (512 - solved)}
 
-    reference = [line("exact", seed, 450 + seed % 3) for seed in range(20)]
-    lines = [line("C", seed, 450 + seed % 3 + (10, -14)[seed % 2]) for seed in range(20)]
-    lines += [line(arm, seed, 400) for arm in ("P8", "P", "P+", "C8", "C+", "C+w", "G") for seed in range(20)]
-    one = report.goal(lines + [line(BEST, seed, 300) for seed in range(20)], reference)
-    two = report.goal(lines + [line(BEST, seed, 450 + (5, -19)[seed % 2]) for seed in range(20)], reference)
-    p = {text: float(text.split("`C`: p ")[1].split(",")[0].rstrip(".\n")) for text in (one, two)}
-    assert "best" not in one
-    assert "`best`: p " in two
-    assert 1e-4 < p[two] == pytest.approx(2 * p[one], rel=0.05)
-
-
-def test_collapses_are_counted_and_compared_as_registered():
+def test_runs_below_the_limit_are_counted_and_compared_as_registered():
     """13 against 3 of 20 is beyond chance after Holm's correction over seven tests, 6 against 1 is not."""
     bad = {"P8": 13, "P": 3, "C8": 6, "C": 1}
     lines = []
@@ -87,34 +82,30 @@ def test_collapses_are_counted_and_compared_as_registered():
         solved = 413 - (run["seed"] - 80 < bad.get(run["arm"], 0))  # of 512: 80.7% or 80.5%
         lines.append({**run, "error": None, "right": "1" * solved + "0" * (512 - solved)})
     assert len(lines) == 160
-    assert report.collapsed({"error": "not finite", "right": "1" * 512})
+    assert report.below_limit({"error": "not finite", "right": "1" * 512})
     rows = [row.split("|")[1:-1] for row in report.verdicts(lines).splitlines()[2:]]
     found = {tuple(cell.strip() for cell in row[:3]): float(row[3]) for row in rows}
     assert found["merging", "P: 3", "P8: 13"] == pytest.approx(7 * 0.00154, rel=0.05)
     assert found["merging, with a cache", "C: 1", "C8: 6"] > 0.05
     assert rows[0][4].strip().startswith("+0.1 ")  # ten of 20 runs solve one of 512 problems more
-    assert {(what, few, many) for what, few, many in report.TESTS} == {
-        (what, few.split(":")[0], many.split(":")[0]) for what, few, many in found
-    }
-    assert {run["seed"] for run in runs("logs")} == {*range(40, 60)}
-    assert not {*STAGES["rates"].seeds} & {*STAGES["test"].seeds}
 
 
-def test_rollouts_without_trajectories_are_left_out_where_they_were():
-    series = {"places/tokens_nll": [2.0, 0.0, 1.0, 3.0], "places/nll": [0.5, 0.0, 0.0, 0.7]}
-    series |= {"places/effective": [0.9, 0.5, 0.7], "rewards/accuracy/mean": [0.1, 0.0, 0.2, 0.3]}
-    line = {"series": {name: values * 16 for name, values in series.items()}}
-    curves = {name: report.curve(line, name)[:4].tolist() for name in series}
-    assert curves["places/nll"] == pytest.approx([0.5, np.nan, 0.0, 0.7], nan_ok=True)
-    assert curves["places/effective"] == pytest.approx([0.9, np.nan, 0.5, 0.7], nan_ok=True)
-    assert curves["rewards/accuracy/mean"] == [0.1, 0.0, 0.2, 0.3]
-    assert report.early(line, "nll") == pytest.approx(0.4)  # of the first 32 rollouts, 24 have trajectories
-    assert report.early(line, "effective") == pytest.approx(0.3)
+def test_the_goal_counts_the_arms_with_at_most_one_run_below_the_limit():
+    """Holm's correction counts these alone."""
+
+    def line(arm, seed, solved):
+        return {"arm": arm, "seed": seed, "error": None, "right": "1" * solved + "0" * (512 - solved)}
+
+    reference = [line("exact", seed, 450 + seed % 3) for seed in range(20)]
+    lines = [line("C", seed, 450 + seed % 3 + (10, -14)[seed % 2]) for seed in range(20)]
+    lines += [line(arm, seed, 400) for arm in ("P8", "P", "C8") for seed in range(20)]
+    one = report.goal(lines + [line("D8-sum", seed, 300) for seed in range(20)], reference)
+    two = report.goal(lines + [line("D8-sum", seed, 450 + (5, -19)[seed % 2]) for seed in range(20)], reference)
+    p = {text: float(text.split("`C`: p ")[1].split(",")[0].rstrip(".\n")) for text in (one, two)}
+    assert "D8-sum" not in one
+    assert "`D8-sum`: p " in two
+    assert 1e-4 < p[two] == pytest.approx(2 * p[one], rel=0.05)
 
 
-def test_the_runs_of_logs_solve_what_those_of_the_first_study_did():
-    """`--log_places` changes no update: to the problem."""
-    first = {line["seed"]: line["right"]["exact"] for line in read_lines(rollouts.DATA) if line["arm"] == "prefix"}
-    again = {line["seed"]: line["right"] for line in read_lines(DATA / "logs.jsonl")}
-    assert {seed: first[seed] for seed in again} == again
-    assert len(again) == 20
+def test_all_stages_have_the_same_seeds():
+    assert {stage.seeds for stage in STAGES.values()} == {range(80, 100)}

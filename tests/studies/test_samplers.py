@@ -1,4 +1,4 @@
-"""The studies of samplers, editing and staleness: fresh problems, frontiers, counted work."""
+"""The study of samplers: fresh problems, frontiers, counted work."""
 
 import random
 import re
@@ -8,10 +8,8 @@ import pytest
 from d1.models import load_model, load_tokenizer
 from d1.tasks import load_task
 from pocket.recipes import ROOT
-from studies.editing.search import gains
 from studies.samplers import frontier
 from studies.samplers.measure import FRESH, measured
-from studies.staleness.run import free_seconds
 
 BASE = ROOT / "pocket" / "arithmetic_base"
 
@@ -66,32 +64,3 @@ def test_the_frontier_is_what_no_other_setting_beats_in_the_mean_of_the_seeds():
     assert {(points[name][2], points[name][0]) for name in best} == unbeaten
     assert 1 < len(best) < 20
     assert frontier.mean_over(lines, "s7", "passes") == points["s7"][1] + 1
-
-
-def test_gains_of_edits_are_over_the_best_that_is_as_fast():
-    def result(solved, passes):
-        return {"solved": solved, "passes": passes}
-
-    unedited = [{0: result("0011", 2.0), 1: result("0001", 2.2)}, {0: result("1000", 1.0)}, {0: result("1111", 3.0)}]
-    both = gains({1: result("0010", 2.5), 0: result("1011", 2.5)}, unedited)
-    assert both.tolist() == [[0, 0, 1, -1], [1, 0, 0, 0]]
-    assert gains({0: result("1011", 2.0)}, unedited).tolist() == [[0, 0, 1, 1]]  # 2.1 passes are more than 2
-    assert gains({0: result("1111", 0.5)}, unedited).size == 0
-
-
-def schedule(rollout, update, rollouts, staleness):
-    """When the last update ends: rollout k needs the weights before update max(0, k - staleness)."""
-    sampled, updated = [], []
-    for number in range(rollouts):
-        weights = max(0, number - staleness)
-        ready = updated[weights - 1] if weights else 0.0
-        sampled.append(max(ready, sampled[-1] if sampled else 0.0) + rollout)
-        updated.append(max(sampled[-1], updated[-1] if updated else 0.0) + update)
-    return updated[-1]
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("rollout", [0.25, 1.0, 4.0])
-def test_seconds_on_two_free_cores_are_those_of_the_schedule(rollout, staleness):
-    found = free_seconds(20 * 1.0, 20 * rollout, 20, staleness)
-    assert found == pytest.approx(schedule(rollout, 1.0, 20, staleness))

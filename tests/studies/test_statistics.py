@@ -5,14 +5,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from scipy.stats import beta, bootstrap, norm, ttest_1samp, ttest_rel
+from scipy.stats import beta, ttest_1samp, ttest_rel
 from scipy.stats import t as student
 
 from pocket.uncertainty import half_width, mean_of, p_values
-from studies.estimators.report import difference, influences, mean_over, rank_correlation
+from studies.collapse.report import share
 from studies.reports import gain, holm, points
 from studies.samplers.measure import area, aup
-from studies.samplers.rollouts_report import share
 
 
 def written_out(scores):
@@ -128,55 +127,3 @@ def test_aup_is_the_weighed_area_under_the_points():
     assert area([(2.0, 80.0), (4.0, 74.9)], 80.0) == 160.0
     found = {"solved": "1" * 80 + "0" * 20, "tokens": 20.0}
     assert aup({"slow": found | {"passes": 10}, "fast": found | {"passes": 5}}) == pytest.approx(320.0)
-
-
-# --- Measures that are no means over problems -------------------------------------------------------------------------
-
-
-def left_out(values, measure):
-    return [measure(np.delete(values, place, axis=0)) for place in range(len(values))]
-
-
-def cosine(pairs):
-    """Of the mean gradients of (problems, 2, weights)."""
-    a, b = pairs.mean(0)
-    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
-
-
-def noisy(rng, problems):
-    """Pairs of gradients whose means have the cosine .6."""
-    means = np.array([[1.0, 0, 0], [0.6, 0.8, 0]])
-    return means + rng.normal(size=(problems, 2, 3))
-
-
-def test_the_influences_of_a_mean_are_its_values_and_those_of_a_cosine_have_the_error_of_scipys_bootstrap():
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=7)
-    np.testing.assert_allclose(influences(values.mean(), left_out(values, np.mean)), values)
-    pairs = noisy(rng, 80)
-    found = influences(cosine(pairs), left_out(pairs, cosine))
-    assert found.mean() == pytest.approx(cosine(pairs))
-    places = (np.arange(80),)
-    drawn = bootstrap(places, lambda some: cosine(pairs[some]), n_resamples=600, vectorized=False, rng=rng)
-    assert found.std(ddof=1) / 80**0.5 == pytest.approx(drawn.standard_error, rel=0.15)
-
-
-def test_intervals_are_over_seeds_and_problems_and_differences_are_paired():
-    def line(value, without):
-        return {"x": value, "without": {"x": without}}
-
-    own = {seed: line(2.0 + seed, [1.0 + seed, 3.0 + seed]) for seed in (1, 2)}  # influences 3, 1 and 4, 2
-    assert mean_over(own, "x") == mean_of(np.array([[4.0, 2.0], [5.0, 3.0]]))
-    shifted = {seed: line(1.5 + seed, [0.5 + seed, 2.5 + seed]) for seed in (2, 3)}
-    assert difference(own, shifted, "x")[:3] == (0.5, 0.5, 0.5)  # of seed 2
-    assert difference(own, {}, "x") is None
-    assert mean_over({1: line(None, [None, None])}, "x") is None
-
-
-def test_a_rank_correlation_has_the_interval_of_bonett_and_wright():
-    found = rank_correlation([1, 2, 3, 4, 5, 6], [2, 1, 4, 3, 6, 5])  # squared differences of ranks sum to 6
-    value = 1 - 6 * 6 / (6 * 35)
-    half = norm.ppf(0.975) * ((1 + value**2 / 2) / 3) ** 0.5
-    assert found == pytest.approx((value, np.tanh(np.arctanh(value) - half), np.tanh(np.arctanh(value) + half)))
-    assert rank_correlation([1, 2, 3, 4], [1, 2, 3, 4]) is None
-    assert rank_correlation([1] * 6, range(6)) is None

@@ -1,0 +1,72 @@
+"""The table of README.md: what each stage of the demo solves, and the range in which a further run is expected.
+
+The means are those of three seeds (pocket/RESULTS.md). The range is the 95% prediction interval of one further run:
+mean +- t s sqrt(1 + 1/3), with the standard deviation s of the three seeds (two degrees of freedom). For SFT, s is that
+of eight other seeds (pocket/sft_seeds.jsonl), which vary more.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy import stats
+
+from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
+from studies.claims import pocket_rows
+from studies.json_lines import read_lines
+from studies.training import accuracy
+
+SEEDS = 3
+# Task, lengths, and what the base solves of the test problems at each of them, in percent (greedy, so without seeds).
+BASES = {"sudoku": {32: 27.3, 40: 23.8}, "countdown": {24: 22.9, 32: 25.1}, "arithmetic": {32: 37.9, 40: 39.3}}
+OTHER_SEEDS = ROOT / "pocket" / "sft_seeds.jsonl"
+
+
+def differences(task: str, length: int, name: str) -> list[float]:
+    """A paired difference of pocket/RESULTS.md, per seed."""
+    for row in pocket_rows(task):
+        if row[:2] == [name, str(length)]:
+            return [float(cell) for cell in row[2 : 2 + SEEDS]]
+    raise ValueError(f"pocket/RESULTS.md has no {name} of {task} at {length}")
+
+
+def solved(task: str, length: int) -> dict[str, list[float]]:
+    """What each arm solves, in percent, per seed."""
+    base = BASES[task][length]
+    sft = [base + gain for gain in differences(task, length, "sft - base")]
+    grpo = [base + gain for gain in differences(task, length, "grpo - base")]
+    both = [start + gain for start, gain in zip(sft, differences(task, length, "sft_grpo - sft"), strict=True)]
+    return {"sft": sft, "grpo": grpo, "sft_grpo": both}
+
+
+def expected(values: list[float], spread: float, freedom: int) -> tuple[float, float]:
+    """The 95% prediction interval of one further run, within 0 and 100."""
+    half = stats.t.ppf(0.975, freedom) * spread * math.sqrt(1 + 1 / len(values))
+    return max(0.0, fmean(values) - half), min(100.0, fmean(values) + half)
+
+
+def table() -> str:
+    others: dict[str, list[float]] = {}
+    for line in read_lines(OTHER_SEEDS):
+        others.setdefault(line["task"], []).append(100 * accuracy(line["right"]))
+    rows = []
+    for task, bases in BASES.items():
+        for length, base in bases.items():
+            cells = [f"{task}, length {length}", f"{base:.1f}"]
+            for arm, values in solved(task, length).items():
+                spread, freedom = stdev(values), len(values) - 1
+                if arm == "sft":
+                    spread, freedom = stdev(others[task]), len(others[task]) - 1
+                low, high = expected(values, spread, freedom)
+                cells.append(f"{fmean(values):.1f} ({low:.0f} to {high:.0f})")
+            rows.append(cells)
+    head = ["solved, % of test problems", "base", "+ SFT", "+ diffu-GRPO", "+ SFT + diffu-GRPO (d1)"]
+    return markdown_table(head, rows)
+
+
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    return {ROOT / "README.md": table()}
