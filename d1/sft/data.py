@@ -53,8 +53,8 @@ def to_conversation(
     """Convert a row to chat messages and what the chat template gets besides; ValueError says why it cannot be used.
 
     The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
-    task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns. The
-    columns of `conversation_of` belong to all but the template and s1K's.
+    task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns.
+    The columns of `conversation_of` belong to all but the template and s1K's.
     """
     if function is not None:
         made = function(row)
