@@ -11,11 +11,16 @@ from datasets import Dataset
 
 from d1.runs.data import load_rows
 from d1.sft.columns import way_for
-from d1.sft.data import to_messages
+from d1.sft.data import to_conversation
 from tests.commands import ROOT
 from tests.d1.sft.test_data import TOKENIZERS, parts, prepare
 
 REAL = ROOT / "tests/real_files"
+
+
+def to_messages(row: dict[str, Any], function: Any, template: Any) -> list[Any]:
+    messages, _ = to_conversation(row, function, template)
+    return messages
 
 
 def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
