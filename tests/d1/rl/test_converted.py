@@ -10,10 +10,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from d1.__main__ import make_parser as command_parser
+from d1.commands.fit import of_method, with_config
 from d1.eval import evaluate
 from d1.models import load_model, load_tokenizer
 from d1.models.convert import a2d
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.stage import load_problems, next_command
 from d1.sft.train import main, make_parser
+from d1.tasks import load_task, under_protocol
 from tests.d1.rl.test_methods import ALL_KEPT, first_rollout, logged
 from tests.tiny_grpo import make_method
 
@@ -81,3 +86,33 @@ def test_sft_teaches_and_the_result_is_evaluated(converted, tmp_path, how):
         options: dict[str, Any] = {"gen_length": [8], "sampler": sampler, "limit": 2, "dont_save": True}
         [found] = evaluate(tmp_path / "a", "sudoku", **options)
         assert found
+
+
+def test_the_command_after_rl_asks_as_the_run_did_and_shots_are_those_asked_for(tmp_path):
+    own: dict[str, Any] = {"output_dir": str(tmp_path), "dataset": "gsm8k", "use_cpu": True, "bf16": False}
+    plain = next_command(DiffuGRPOConfig(**own))
+    assert not {"--prompt_protocol", "--few_shot", "--data_file"} & {*plain.split()}
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"question": f"{i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(8)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = DiffuGRPOConfig(**own, prompt_protocol="llada", few_shot=0, data_file=str(rows))
+    assert next_command(args).endswith("--prompt_protocol llada --few_shot 0 --data_file TEST_FILE")
+    args.eval_data_file = "validation.jsonl"
+    assert next_command(args).endswith("--data_file validation.jsonl")
+    task = under_protocol(load_task("gsm8k"), "llada")
+    for asked_for, turns in ((None, 9), (0, 1), (2, 5)):
+        args.few_shot = asked_for
+        found, _ = load_problems(task, args)
+        assert {len(prompt) for prompt in found["prompt"]} == {turns}
+
+
+def test_fit_computes_an_rl_recipe_with_its_own_blocks(converted, tmp_path):
+    """Also if the default, 32, does not divide the completion."""
+    recipe = tmp_path / "rl.yaml"
+    recipe.write_text(
+        f"# Hardware: 1 GPU with 24 GB (RTX 4090)\nmodel_path: {converted}\ndataset: gsm8k\nblock_length: 8\n"
+        "max_completion_length: 48\ndiffusion_steps: 48\nmax_prompt_length: 64\nmax_steps: 4\noutput_dir: runs/a\n"
+    )
+    args, _ = with_config(command_parser().parse_args(["fit", "--config", str(recipe), "--rows", "64"]))
+    assert args.block_length == 8
+    assert of_method(args, None)["canvas"] == 48
