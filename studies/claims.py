@@ -121,16 +121,15 @@ def effect(source: str, name: str) -> Contrast:
         from studies.factorial.report import CELLS, effects
 
         arms = arms_of(source)
-        found = effects({cell: scores(arms[cell]) for cell in CELLS})[tuple(name.split(" x "))]
-        idea = name.split(" x ")
-        sides = [
-            [line for cell in CELLS if (idea[0] in cell.split("+")) == there for line in arms[cell]]
-            for there in (True, False)
-        ]
-        costs = {
-            name: (fmean(line[column] for line in sides[0]), fmean(line[column] for line in sides[1]))
-            for name, column in COSTS.items()
-        }
+        ideas = tuple(name.split(" x "))
+        found = effects({cell: scores(arms[cell]) for cell in CELLS})[ideas]
+        with_it, without = [], []
+        for cell in CELLS:
+            side = with_it if ideas[0] in cell.split("+") else without
+            side += arms[cell]
+        costs = {}
+        for cost, column in COSTS.items():
+            costs[cost] = (fmean(line[column] for line in with_it), fmean(line[column] for line in without))
         return Contrast(100 * found.value, 100 * found.low, 100 * found.high, costs)
     if study == "collapse":
         from studies.collapse.report import cells_of, effects, third_lines

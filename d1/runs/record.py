@@ -2,8 +2,8 @@
 
 A path says where something was, a fingerprint what it was (`d1/models/fingerprints.py`): a model, an adapter and a
 tokenizer, the values of rows, and files of data and code. A user's `.py` file counts with the local files that its
-`import` statements name. Not covered: other files that it reads, which count by the rows that they make, and versions of
-libraries.
+`import` statements name. Not covered: other files that it reads, which count by the rows that they make, and the
+versions of libraries.
 """
 
 from __future__ import annotations

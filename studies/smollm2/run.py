@@ -3,8 +3,8 @@
     python -m studies.smollm2.run --model SmolLM2-135M-Instruct.Q4_1.gguf --minutes 10 --workers 8    # on a GPU
     python -m studies.smollm2.run --model runs/tiny --tiny --workers 1                                # all jobs, tiny
 
-$D1_FILES names the folder with svamp/ (and gsm8k/). Jobs are taken in the order of the protocol; none starts that is not expected to end
-in the time that is left. If the command is killed, run it again: finished jobs are skipped.
+$D1_FILES names the folder with svamp/. Jobs are taken in the order of the protocol; none starts that is not expected to
+end in the time that is left. If the command is killed, run it again: finished jobs are skipped.
 """
 
 from __future__ import annotations
@@ -605,11 +605,11 @@ def main(args: argparse.Namespace) -> None:
 
 def work_alone(study: Study, until: float | None, number: int) -> None:
     """`work` in a process of its own, with a log."""
-    log = open(study.path(f"worker{number}.log"), "a", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    work(study, until)
+    with study.path(f"worker{number}.log").open("a", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        work(study, until)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""SVAMP as a task file: word problems of one or two steps (Patel et al., arXiv 2103.07191; MIT licence), without examples in the prompt.
+"""SVAMP as the study asks it: word problems (Patel et al., arXiv 2103.07191; MIT licence), without examples.
 
-$D1_FILES/svamp/ has `train.csv` (3,138 problems of MAWPS and ASDiv-A) and `test.csv` (SVAMP's 1,000), as in arkilpatel/SVAMP: `Question` with
-number0, number1, ... in place of the numbers, `Numbers`, `Equation` in prefix notation, `Answer`.
+$D1_FILES/svamp/ has `train.csv` (3,138 problems of MAWPS and ASDiv-A) and `test.csv` (SVAMP's 1,000), as in
+arkilpatel/SVAMP: `Question` with number0, number1, ... in place of the numbers, `Numbers`, `Equation` in prefix
+notation, `Answer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Archived studies: their commits exist, their tables are those of the pages there, the ladder's slopes are recomputed."""
+"""Archived studies: their commits exist, their tables are those of the pages there, the slopes are recomputed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_slopes_of_the_ladder_have_the_six_bases_as_units():
 
 
 def test_most_ladders_without_an_effect_of_size_have_a_significant_slope_if_runs_are_the_unit():
-    """The share that docs/studies.md states, simulated with the variation of bases and seeds that the archived runs have."""
+    """The share that docs/studies.md states, simulated with the variation of bases and seeds of the archived runs."""
     section = next(section for section in sections() if "studies/ladder" in section)
     said = int(re.search(r"about (\d+)% have at least one", section)[1])
     ((commit, _),) = ARCHIVED.findall(section)
