@@ -294,11 +294,11 @@ def untie_adapted(model: PeftModel) -> None:
         if "modules_to_save" not in path.split("."):  # not the copies, which are trained
             for name, weight in module.named_parameters(recurse=False):
                 holders.setdefault(id(weight), []).append((module, name))
-    tied = [places for places in holders.values() if len(places) > 1]
-    if not any(is_on_one_of(model, [module for module, _ in places]) for places in tied):
+    tied = [positions for positions in holders.values() if len(positions) > 1]
+    if not any(is_on_one_of(model, [module for module, _ in positions]) for positions in tied):
         return
-    for places in tied:
-        for module, name in places[1:]:
+    for positions in tied:
+        for module, name in positions[1:]:
             weight = getattr(module, name)
             setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
     base.config.tie_word_embeddings = False

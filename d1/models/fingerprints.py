@@ -113,19 +113,19 @@ def warn_of_other_base(base: str, adapters: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     for number, adapter in enumerate(adapters):
-        recorded = recorded_base(adapter)
-        if recorded is None:
+        trained_on = recorded_base(adapter)
+        if trained_on is None:
             continue
         below = adapters[:number]
         found = {"model": of_folder(base, model_files(base)), "adapter": of_adapters(below) if below else None}
-        if found == recorded or is_copy_of_hub_model(adapters[0], base):
+        if found == trained_on or is_copy_of_hub_model(adapters[0], base):
             continue
         logger.warning(
             "The adapter %s was trained on another model than %s: the fingerprint of its base is %s in %s, and here it "
             "is %s. Load it on its own base, unless both hold the same weights in other files.",
             adapter,
             " with ".join([base, *below]),
-            named(recorded),
+            named(trained_on),
             RECORD,
             named(found),
         )

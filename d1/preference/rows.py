@@ -169,7 +169,7 @@ def split_texts(chosen: str, rejected: str) -> tuple[dict[str, str], dict[str, s
         raise ValueError("chosen and rejected are equal")
     texts = (chosen, rejected)
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    length = next((place for place, (one, other) in pairs if one != other), min(map(len, texts)))
+    length = next((index for index, (one, other) in pairs if one != other), min(map(len, texts)))
     shared = chosen[:length]
     if shared in texts:
         raise ValueError("one text is the beginning of the other, so the prompt is unknown: add a column prompt")
@@ -242,7 +242,7 @@ def with_system(systems: list[Message], messages: list[Message]) -> list[Message
 
 def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
     """The system messages that `messages` begin with, and the others."""
-    start = next((place for place, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES), len(messages))
+    start = next((index for index, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES), len(messages))
     return messages[:start], messages[start:]
 
 
