@@ -116,15 +116,16 @@ def contrast(source: str, first: str, second: str) -> Contrast:
 
 def effect(source: str, name: str) -> Contrast:
     """A contrast that a study's report defines."""
-    study, _, part = source.partition("/")
+    study = source.partition("/")[0]
     if study == "factorial":
-        from studies.factorial.report import CELLS, effects
+        from studies.factorial import report as factorial
 
         arms = arms_of(source)
         ideas = tuple(name.split(" x "))
-        found = effects({cell: scores(arms[cell]) for cell in CELLS})[ideas]
-        with_it, without = [], []
-        for cell in CELLS:
+        found = factorial.effects({cell: scores(arms[cell]) for cell in factorial.CELLS})[ideas]
+        with_it: list[Line] = []
+        without: list[Line] = []
+        for cell in factorial.CELLS:
             side = with_it if ideas[0] in cell.split("+") else without
             side += arms[cell]
         costs = {}
@@ -132,9 +133,9 @@ def effect(source: str, name: str) -> Contrast:
             costs[cost] = (fmean(line[column] for line in with_it), fmean(line[column] for line in without))
         return Contrast(100 * found.value, 100 * found.low, 100 * found.high, costs)
     if study == "collapse":
-        from studies.collapse.report import cells_of, effects, third_lines
+        from studies.collapse import report as collapse
 
-        every = effects(cells_of(third_lines()))
+        every = collapse.effects(collapse.cells_of(collapse.third_lines()))
         (key,) = (key for key in every if key.startswith(name))
         return Contrast(100 * every[key].value, 100 * every[key].low, 100 * every[key].high)
     raise ValueError(f"{source} defines no effects")

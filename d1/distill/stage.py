@@ -62,7 +62,7 @@ def prepare(
     if args.keep == "right" and prompts.judge is None:
         raise ValueError(f"--keep right needs a task that judges completions: {args.train_data} is none; --keep all")
     longest = max(map(len, prompts.ids))
-    check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
+    check_room(config, longest, settings.gen_length, ": lower --max_prompt_length or --max_completion_length")
     judge = prompts.judge if args.keep == "right" else None
     sampler = TraceSampler(prompts, settings, tokenizer, judge)
     if training.should_save:

@@ -158,7 +158,7 @@ class SamplingSettings:
                 continue
             if math.copysign(1, value) < 0:
                 raise ValueError(f"{name} must be {allowed}, got {value!r}: write 0")
-            if value and not SMALLEST <= value <= LARGEST:
+            if value and not SMALLEST <= float(value) <= LARGEST:
                 span = f"from {SMALLEST:g} to {LARGEST:g}, for 32 bits"
                 raise ValueError(f"{name} must be {allowed}, and if it is not 0 {span}; got {value!r}")
         for one in fields(self):

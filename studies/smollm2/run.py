@@ -326,9 +326,10 @@ def judge_ar(study: Study, model: Path) -> dict[str, Any]:
         texts: list[str] = []
         for start in range(0, len(rows), 256):
             prompts = [row["prompt"] for row in rows[start : start + 256]]
-            batch = tokenizer.apply_chat_template(
+            batch: Any = tokenizer.apply_chat_template(
                 prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            ).to(twin.device)
+            )
+            batch = batch.to(twin.device)
             with torch.no_grad():
                 ids = twin.generate(**batch, max_new_tokens=LENGTH, do_sample=False)
             texts += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -68,8 +68,8 @@ WRONG = [
     "At equal processor seconds, C loses 9.9 [6.0, 13.7]<!--claim: collapse/tokens: C < exact--> points.",
     "Merging is the cause: P solves more<!--claim: collapse/tokens: P > P8--> at equal tokens.",
     "Each difference excludes zero: Countdown gains +8.2<!--claim: pocket/countdown-32: sft_grpo > grpo--> points.",
-    "Start with tracerl: its ideas gain more on Sudoku<!--claim: factorial/sudoku-sft: prompt+advantages+rollouts+replay > "
-    "prompt+advantages+rollouts--> than without replay.",
+    "Start with tracerl: with replay, models solve more"
+    "<!--claim: factorial/sudoku-sft: prompt+advantages+rollouts+replay > prompt+advantages+rollouts-->.",
     "Replay is better<!--claim: factorial/sudoku-sft: effect replay > 0--> on Sudoku.",
     "At equal updates, replay loses 3.0<!--claim: factorial/sudoku-sft: effect replay < 0--> points.",
     "Exact is above<!--claim: collapse/test: exact > C--> C.",
