@@ -74,6 +74,13 @@ def arms_of(source: str) -> dict[str, list[Line]]:
         return grouped([*lines, *data("collapse/data/reference.jsonl")], "arm")
     if study == "tools":
         return grouped([line for line in data("tools/data/runs.jsonl") if line["attention"] == part], "arm")
+    if study == "smollm2":
+        found: dict[str, list[Line]] = {}
+        for line in data("smollm2/data/runs.jsonl"):
+            if part in line and line["job"].startswith("sft-"):
+                arm, seed = line["job"].removeprefix("sft-").rsplit("-", 1)
+                found.setdefault(arm, []).append({"seed": int(seed), "right": line[part]["right"]})
+        return found
     raise ValueError(f"no source {source}")
 
 

@@ -16,6 +16,7 @@ from studies.factorial import report as factorial
 from studies.readme import parts as readme
 from studies.reports import write_part
 from studies.samplers import frontier_report
+from studies.smollm2.report import parts as smollm2
 from studies.tools.report import parts as tools
 
 # Each gives the written part of its pages.
@@ -25,6 +26,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     factorial.parts,
     frontier_report.parts,
     readme,
+    smollm2,
     tools,
 )
 

@@ -109,8 +109,10 @@ class Study:
     def lines(self) -> dict[str, dict[str, Any]]:
         return {line["job"]: line for line in read_lines(self.data)}
 
-    def seeds(self) -> tuple[int, ...]:
-        return SEEDS
+    def failed(self) -> set[str]:
+        """The names of the jobs that ended in an error, whose text is in failed/; remove a file to try it again."""
+        folder = self.path("failed")
+        return {file.name for file in folder.iterdir()} if folder.is_dir() else set()
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
@@ -407,9 +409,10 @@ def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
 
 
 def best_arm(study: Study) -> str:
-    """The diffusion arm that solves most validation problems with seed 0."""
+    """The diffusion arm that solves most validation problems with seed 0, of those that ended without an error."""
     lines = study.lines()
-    return max(DIFFUSION, key=lambda name: lines[f"sft-{name}-0"]["validation"]["right"].count("1"))
+    trained = [name for name in DIFFUSION if f"sft-{name}-0" in lines]
+    return max(trained, key=lambda name: lines[f"sft-{name}-0"]["validation"]["right"].count("1"))
 
 
 def best_rate(study: Study) -> float:
@@ -518,12 +521,13 @@ def work(study: Study, until: float | None) -> None:
     """Does jobs that nobody else does, until none is left or startable in the time that is left."""
     while True:
         done = study.lines()
-        missing = [job for job in jobs() if job.name not in done]
+        missing = [job for job in jobs() if job.name not in done and job.name not in study.failed()]
         fits = [job for job in missing if until is None or time.time() + 60 * job.minutes < until]
         if not fits:
             return
+        ended = {*done, *study.failed()}
         for job in fits:
-            if set(job.needs) <= set(done) and try_job(study, job):
+            if ended.issuperset(job.needs) and try_job(study, job):
                 break
         else:
             time.sleep(0.5)
@@ -538,7 +542,7 @@ def try_job(study: Study, job: Job) -> bool:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if job.name in study.lines() or study.path(f"failed/{job.name}").exists():
+        if job.name in study.lines() or job.name in study.failed():
             return False
         logger.info("%s: %s starts", time.strftime("%H:%M:%S"), job.name)
         began = time.monotonic()

@@ -15,7 +15,8 @@ from studies.claims import CLAIM, wrong_claims
 from studies.json_lines import read_lines
 
 PAGES = {
-    "README.md": 4,
+    "README.md": 6,
+    "studies/smollm2/README.md": 3,
     "docs/leaderboard.md": 13,
     "docs/fast_rollouts.md": 6,
     "docs/tools.md": 2,

@@ -1,0 +1,102 @@
+"""The study of a real language model: its problems, its order of jobs, and its table."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from studies.smollm2 import run, svamp
+from studies.smollm2.report import conversion_table
+
+ROW = {
+    "Question": "A has number0 books in each of number1 boxes , and gives number2 away . How many are left ?",
+    "Numbers": "6.0 9.0 4.0",
+    "Equation": "- * number0 number1 number2",
+    "Answer": "50.0",
+}
+
+
+def test_a_problem_has_its_steps_in_the_order_in_which_they_are_computed():
+    assert svamp.own_problem(ROW) == {
+        "question": "A has 6 books in each of 9 boxes, and gives 4 away. How many are left?",
+        "solution": "6 * 9 = 54\n54 - 4 = 50\nThe answer is 50.",
+        "ground_truth": 50.0,
+    }
+    assert svamp.is_consistent(ROW)
+    assert not svamp.is_consistent({**ROW, "Answer": "49.0"})
+
+
+def test_new_numbers_keep_their_digits_and_give_positive_whole_steps():
+    problems = svamp.with_new_numbers([ROW], per_problem=5, seed=3)
+    assert len({problem["question"] for problem in problems}) == 5
+    for problem in problems:
+        steps = [line.split() for line in problem["solution"].splitlines()[:-1]]
+        for left, sign, right, _, result in steps:
+            expected = {"*": int(left) * int(right), "-": int(left) - int(right)}[sign]
+            assert int(result) == expected > 0
+        assert problem["ground_truth"] == float(steps[-1][-1])
+        assert len(steps[0][0]) == len(steps[0][2]) == 1
+    assert problems == svamp.with_new_numbers([ROW], per_problem=5, seed=3)
+
+
+def test_a_division_that_leaves_a_part_is_no_problem():
+    row = {**ROW, "Equation": "/ number0 number1"}
+    assert svamp.problem_of(row, [Fraction(9), Fraction(6), Fraction(1)]) is None
+    assert svamp.problem_of(row, [Fraction(9), Fraction(0), Fraction(1)]) is None
+    assert svamp.problem_of(row, [Fraction(12), Fraction(6), Fraction(1)])["ground_truth"] == 2
+
+
+def test_every_job_is_needed_after_it_is_there_and_pilots_come_first():
+    names = [job.name for job in run.jobs()]
+    assert len({*names}) == len(names)
+    for job in run.jobs():
+        assert set(job.needs) <= set(names[: names.index(job.name)]), job.name
+    pilots = [f"sft-{arm}-0" for arm in run.DIFFUSION]
+    assert max(map(names.index, pilots)) < min(names.index(name) for name in names if name.startswith("rate-"))
+
+
+def test_a_failed_job_does_not_stop_those_that_need_it_and_is_not_tried_again(tmp_path, monkeypatch):
+    done = []
+
+    def fail(study):
+        raise ValueError("no memory")
+
+    def do(study):
+        done.append("second")
+        return {}
+
+    monkeypatch.setattr(run, "jobs", lambda: [run.Job("first", fail), run.Job("second", do, ("first",))])
+    study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
+    run.work(study, until=None)
+    assert done == ["second"]
+    assert study.failed() == {"first"}
+    assert "no memory" in (tmp_path / "failed" / "first").read_text()
+    run.work(study, until=None)
+    assert done == ["second"]
+    assert list(study.lines()) == ["second"]
+
+
+def test_no_job_starts_that_does_not_fit_into_the_time_that_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "jobs", lambda: [run.Job("long", lambda study: {}, minutes=5)])
+    study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
+    run.work(study, until=run.time.time() + 60)
+    assert study.lines() == {}
+
+
+def test_the_table_has_the_shares_of_the_lines_and_differences_paired_by_problem():
+    def line(right):
+        part = {"right": right, "texts": []}
+        return {"validation": part, "test": part, "bits": 0.1, "seconds": 1, "peak_gb": 2, "card": "a card"}
+
+    table = conversion_table({"sft-ar-0": line("1110"), "sft-shift-0": line("1000")})
+    rows = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in table.splitlines()}
+    assert rows["ar"][0].startswith("75.0 [")
+    assert rows["shift"][0].startswith("25.0 [")
+    assert rows["shift"][1].startswith("-50.0 [")
+    assert rows["full"][-1] == "not run"
+
+
+def test_the_files_of_problems_are_named_if_they_are_missing(monkeypatch):
+    monkeypatch.setenv("D1_FILES", str(Path("nowhere")))
+    with pytest.raises(FileNotFoundError, match="D1_FILES"):
+        svamp.read_csv("train")
