@@ -22,7 +22,7 @@ from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
-OPTIONAL += ("uvicorn", "sglang", "tensordict", "verl")
+OPTIONAL += ("gguf", "uvicorn", "sglang", "tensordict", "verl")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("versions",),
@@ -42,6 +42,7 @@ OUTSIDE = {  # folders that use the package like any user -> the other folders f
     "dataset": (),
     "examples": (),
     "pocket": ("dataset",),
+    "smollm": ("pocket",),
     "studies": ("pocket", "dataset", "benchmarks"),
     "benchmarks": ("pocket",),
 }

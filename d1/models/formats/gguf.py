@@ -78,7 +78,7 @@ def load_gguf(file: Path) -> tuple[Any, Any, dict[str, Any]]:
 
     named = {"gguf_file": file.name}
     with reading(file, "Transformers cannot read the weights of the GGUF file"):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
             config=gguf_config(file),
             dtype=torch.float32,
@@ -88,4 +88,5 @@ def load_gguf(file: Path) -> tuple[Any, Any, dict[str, Any]]:
         )
     with reading(file, "Transformers cannot read the tokenizer of the GGUF file"):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, padding_side="left", **named)
+    model, report = loaded
     return model, tokenizer, report
