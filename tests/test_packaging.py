@@ -42,6 +42,7 @@ OUTSIDE = {  # folders that use the package like any user -> the other folders f
     "dataset": (),
     "examples": (),
     "pocket": ("dataset",),
+    "smollm": ("pocket",),
     "studies": ("pocket", "dataset", "benchmarks"),
     "benchmarks": ("pocket",),
 }

@@ -103,7 +103,8 @@ def prepare(
 def check_noise(args: SFTConfig, config: Any) -> None:
     """Raise ValueError for settings of another kind of noise than the model's."""
     uniform, kind = not has_masks(config), config.model_type
-    idle: tuple[str, ...] = ("packing", "complementary_masks", "edit_noise", "eos_padding") if uniform else OF_CANVASES
+    of_masks: tuple[str, ...] = ("packing", "complementary_masks", "edit_noise", "eos_padding")
+    idle = of_masks if uniform else OF_CANVASES
     if has_causal_context(config):
         idle = tuple(name for name in idle if name != "causal_weight")  # which weighs the clean text's loss there
     for name in (name for name in idle if getattr(args, name) != getattr(SFTConfig, name)):
