@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from d1.show.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of
-from studies.collapse.run import ARMS, DATA, STAGES, THIRD, runs
+from studies.collapse.run import ARMS, DATA, STAGES, START, THIRD, runs
 from studies.json_lines import read_lines
 from studies.reports import Interval, gain, holm, p_above, percent, points, scores
 from studies.training import accuracy
@@ -62,7 +62,7 @@ def share(count: int, of: int) -> Interval:
 
 def by_arm(lines: Lines) -> dict[str, list[Line]]:
     """The lines of each arm that has some, in the order of the arms."""
-    found = {arm: [line for line in lines if line["arm"] == arm] for arm in (*ARMS, *THIRD)}
+    found = {arm: [line for line in lines if line["arm"] == arm] for arm in (START, *ARMS, *THIRD)}
     return {arm: own for arm, own in found.items() if own}
 
 
@@ -74,8 +74,10 @@ def table(lines: Lines, reference: Lines) -> str:
     for arm, own in by_arm((*lines, *reference)).items():
         gap = gain(own, reference) if arm != "exact" else ""
         bad = sum(map(below_limit, own))
-        numbers = [fmean(line[name] for line in own) for name in ("steps", "compute", "processor_seconds")]
-        costs = [f"{numbers[0]:.0f}", f"{numbers[1] / 1e6:.2f}", f"{numbers[2]:.1f}"]
+        costs = ["0", "", ""]
+        if arm != START:
+            numbers = [fmean(line[name] for line in own) for name in ("steps", "compute", "processor_seconds")]
+            costs = [f"{numbers[0]:.0f}", f"{numbers[1] / 1e6:.2f}", f"{numbers[2]:.1f}"]
         many = f"{bad}: {percent(share(bad, len(own)))}%"
         rows.append([arm, str(len(own)), percent(mean_of(scores(own))), gap, many, *costs])
     return markdown_table(head, rows)
@@ -158,7 +160,7 @@ def parts() -> dict[Path, str]:
     complete = {stage for stage, lines in found.items() if len(lines) == len(runs(stage))}
     text = f"Runs that are done: {done}.\n"
     reference = found["reference"] if "reference" in complete else []
-    text += f"\n### At equal rollouts\n\n{table(found['test'], reference)}"
+    text += f"\n### At equal rollouts\n\n{table([*found[START], *found['test']], reference)}"
     if "test" in complete:
         text += f"\n{verdicts(found['test'])}"
     lines = third_lines()

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m studies.collapse.run test reference    # at equal rollouts, and exact rollouts
     OMP_NUM_THREADS=1 python -m studies.collapse.run tokens third      # at a third of the tokens, both flags
+    OMP_NUM_THREADS=1 python -m studies.collapse.run start             # the SFT models that all runs start from
     OMP_NUM_THREADS=1 python -m studies.collapse.run test --quick      # one short run of each arm, in another folder
 
 If a command is killed, run it again; several processes share the work of a stage.
@@ -62,6 +63,7 @@ THIRD: dict[str, tuple[str, ...]] = {
     "C8-sum": (*PREFIX, *SUM),
     "D8-sum": (*DUAL, *SUM),
 }
+START = "start"  # the SFT models themselves, on the problems that judge the others
 
 
 class Stage(NamedTuple):
@@ -78,6 +80,7 @@ STAGES = {
     "reference": Stage(range(80, 100), ("exact",), steps=100),
     "tokens": Stage(range(80, 100), FAST),
     "third": Stage(range(80, 100), tuple(THIRD)),
+    "start": Stage(range(80, 100), (START,), steps=0),
 }
 
 
@@ -110,13 +113,14 @@ def trained(stage: str, run: Run, start: Path, folder: Path, quick: bool) -> dic
 
 
 def line(stage: str, folder: Path, quick: bool, run: Run) -> dict[str, Any]:
-    """Trains, and judges by the exact sampler; a model that did not stay finite has solved nothing."""
+    """Trains, and judges by the exact sampler; a model that did not stay finite has solved nothing. The arm `START` is
+    judged without training."""
     own = folder / "-".join(map(str, (stage, *run.values())))
     start = make_start(folder, Setup(TASK, "sft"), run["seed"])
     shutil.rmtree(own, ignore_errors=True)  # left by a killed run
-    found = trained(stage, run, start, own, quick)
+    found = {"error": None} if run["arm"] == START else trained(stage, run, start, own, quick)
     limit = ["--limit", "32"] if quick else []
-    model = start if found["error"] else own
+    model = start if found["error"] or run["arm"] == START else own
     judged = evaluate(TASK, model, own / "judged", ["--split", "test", *limit])
     right = "0" * len(judged["right"]) if found["error"] else judged["right"]
     shutil.rmtree(own)
@@ -134,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("stages", nargs="+", choices=[*STAGES])
     parser.add_argument("--quick", action="store_true", help="one seed, three steps and 32 problems; leaves no data")
     parser.add_argument("--seeds", nargs="+", type=int, help="only these, in this order")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *THIRD], help="only these")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *THIRD, START], help="only these")
     parser.add_argument("--output_dir", default="runs/collapse", help="of the models (default: %(default)s)")
     return parser
 

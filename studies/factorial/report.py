@@ -3,7 +3,7 @@ what each cell solves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -17,14 +17,14 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED, runs
 from studies.json_lines import read_lines
-from studies.reports import holm, percent, points, scores
+from studies.reports import gain, holm, percent, points, scores
 
 TESTED = 2  # effects of at most this many ideas together are tested
 SMALL = 0.02  # an effect whose interval lies within this on both sides is called smaller
 FIGURE = ROOT / "docs" / "factorial.svg"
 
 Effects = dict[tuple[str, ...], Mean]
-Lines = list[dict[str, Any]]
+Lines = Sequence[dict[str, Any]]
 Cells = dict[str, dict[str, np.ndarray]]  # setup -> cell -> (seeds, problems)
 
 
@@ -46,7 +46,7 @@ def effects(cells: Mapping[str, np.ndarray]) -> Effects:
     return found
 
 
-def lines_of(lines: Lines, setup: str, cell: str) -> Lines:
+def lines_of(lines: Lines, setup: str, cell: str) -> list[dict[str, Any]]:
     return [line for line in lines if (line["setup"], line["cell"]) == (setup, cell)]
 
 
@@ -88,7 +88,17 @@ def effect_table(found: Cells) -> str:
     return markdown_table(["setup", "effect", "points [95%]", "Holm's p", "within 2 points"], rows)
 
 
-def tables(lines: Lines) -> str:
+def start_table(lines: Lines, starts: Lines) -> str:
+    """What the SFT models solve of the problems that judge the cells, and the gain of the cell without any idea."""
+    rows = []
+    for setup in STUDIED:
+        own = [line for line in starts if line["setup"] == setup]
+        if own:
+            rows.append([setup, percent(mean_of(scores(own))), gain(lines_of(lines, setup, "none"), own)])
+    return markdown_table(["setup", "start, % [95%]", "none minus start [95%]"], rows) if rows else "Not judged yet.\n"
+
+
+def tables(lines: Lines, starts: Lines = ()) -> str:
     """The tables and the figure's name; how many runs are done, as long as some are missing."""
     found = every_cell(lines)
     if found is None:
@@ -97,6 +107,7 @@ def tables(lines: Lines) -> str:
         f"### Effects\n\n{effect_table(found)}",
         f"![Effects and interactions of two ideas, in points](../../docs/{FIGURE.name})\n",
         f"### Cells, percent solved [95%]\n\n{cell_table(found, lines)}",
+        f"### The start: SFT models on the same problems\n\n{start_table(lines, starts)}",
     ]
     return "\n".join(parts)
 
@@ -120,7 +131,11 @@ def figure(lines: Lines, path: Path = FIGURE) -> None:
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    return {Path(__file__).with_name("README.md"): tables(read_lines(DATA / "runs.jsonl"))}
+    return {
+        Path(__file__).with_name("README.md"): tables(
+            read_lines(DATA / "runs.jsonl"), read_lines(DATA / "starts.jsonl")
+        )
+    }
 
 
 def write_figure() -> None:

@@ -97,6 +97,19 @@ def problems_of(setup: str, folder: Path) -> list[str]:
     return ["--data_file", str(file)]
 
 
+def start_line(run: Mapping[str, Any], folder: Path, judge: list[str]) -> dict[str, Any]:
+    """What the SFT model of a seed solves, from which all cells of the seed start."""
+    setup, own = SETUPS[run["setup"]], folder / "-".join(map(str, ("start", *run.values())))
+    start = make_start(folder, setup, run["seed"])
+    found = evaluate(setup.task, start, own / "judged", judge)
+    shutil.rmtree(own)
+    return {**found, "commit": commit(), **run_record()}
+
+
+def starts() -> list[dict[str, Any]]:
+    return [{"setup": setup, "seed": seed} for seed, setup in product(SEEDS, STUDIED)]
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="runs/factorial", help="of the models (default: %(default)s)")
@@ -114,6 +127,11 @@ def main(args: argparse.Namespace) -> None:
         return line(run, chosen(run["setup"], run["cell"], found), folder, problems_of(run["setup"], folder))
 
     complete(DATA / "runs.jsonl", runs(), folder, tested)
+
+    def started(run: Mapping[str, Any]) -> dict[str, Any]:
+        return start_line(run, folder, problems_of(run["setup"], folder))
+
+    complete(DATA / "starts.jsonl", starts(), folder, started)
 
 
 if __name__ == "__main__":
