@@ -5,7 +5,8 @@ A claim is a comment after the number or the words that it belongs to:
     solve 5.3 [2.4, 8.1]<!--claim: factorial/sudoku-sft: prompt+rollouts > none--> points more
 
 `SOURCE: A OP B` compares two arms of a source, paired by seed and problem; `SOURCE: effect NAME OP 0` is a contrast
-that the source defines. The operators, and what has to hold:
+that the source defines. `archived/HEADING: cell ROW/COLUMN OP 0` is an interval in a table of docs/studies.md. The
+operators, and what has to hold:
 
 - `>` and `<`: the 95% interval of A minus B excludes 0 on that side;
 - `~`: it contains 0;
@@ -104,6 +105,8 @@ def contrast(source: str, first: str, second: str) -> Contrast:
     """
     if source.startswith("pocket/"):
         return pocket_contrast(source.removeprefix("pocket/"), f"{first} - {second}")
+    if source.startswith("archived/"):
+        return archived_cell(source.removeprefix("archived/"), first.removeprefix("cell "))
     if first.startswith("effect "):
         return effect(source, first.removeprefix("effect "))
     arms = arms_of(source)
@@ -146,6 +149,19 @@ def effect(source: str, name: str) -> Contrast:
         (key,) = (key for key in every if key.startswith(name))
         return Contrast(100 * every[key].value, 100 * every[key].low, 100 * every[key].high)
     raise ValueError(f"{source} defines no effects")
+
+
+def archived_cell(heading: str, name: str) -> Contrast:
+    """The interval in a table of an archived study, under a heading of docs/studies.md: ROW/COLUMN. Its table is
+    compared with the archived commit by tests/studies/test_archive.py."""
+    row_name, _, column = name.partition("/")
+    section = (ROOT / "docs" / "studies.md").read_text().partition(f"### {heading}\n")[2].partition("\n### ")[0]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    for row in table[2:]:
+        if row[0] == row_name:
+            values = [float(number) for number in re.findall(r"[-+]?\d*\.?\d+", row[table[0].index(column)])]
+            return Contrast(*values[:3])
+    raise ValueError(f"docs/studies.md has no {name} under {heading}")
 
 
 def pocket_contrast(table: str, name: str) -> Contrast:

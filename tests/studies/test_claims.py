@@ -16,6 +16,7 @@ from studies.json_lines import read_lines
 
 PAGES = {
     "README.md": 6,
+    "docs/studies.md": 2,
     "studies/smollm2/README.md": 3,
     "docs/leaderboard.md": 13,
     "docs/fast_rollouts.md": 6,
@@ -71,6 +72,9 @@ WRONG = [
     "Each difference excludes zero: Countdown gains +8.2<!--claim: pocket/countdown-32: sft_grpo > grpo--> points.",
     "Start with tracerl: with replay, models solve more"
     "<!--claim: factorial/sudoku-sft: prompt+advantages+rollouts+replay > prompt+advantages+rollouts-->.",
+    "Gains shrink with the size: tracerl loses 1.7"
+    "<!--claim: archived/Do gains shrink as models grow?: cell tracerl/points per doubling [95%] < 0--> per doubling.",
+    "Start with vrpo: on Countdown it gains<!--claim: archived/Preferences: cell VRPO/countdown > 0--> over SFT.",
     "Replay is better<!--claim: factorial/sudoku-sft: effect replay > 0--> on Sudoku.",
     "At equal updates, replay loses 3.0<!--claim: factorial/sudoku-sft: effect replay < 0--> points.",
     "Exact is above<!--claim: collapse/test: exact > C--> C.",
