@@ -1,5 +1,7 @@
 """The study of a real language model: its problems, its order of jobs, and its table."""
 
+import hashlib
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -100,3 +102,20 @@ def test_the_files_of_problems_are_named_if_they_are_missing(monkeypatch):
     monkeypatch.setenv("D1_FILES", str(Path("nowhere")))
     with pytest.raises(FileNotFoundError, match="D1_FILES"):
         svamp.read_csv("train")
+
+
+DIGESTS = {  # of the files whose rows the committed results come from
+    "sft.jsonl": "cd2dfb297cf6327c984ae8b4d13d3f8dbce8a30329906724242c41c89fc24d64",
+    "rl.jsonl": "f22fcad388d574aedb24f8b2d020869350fe18fe9f2649cd52fe9ff160d159b1",
+    "validation.jsonl": "5400b24599b865036b2b99f9349270a27db83f205f393000e14986902cf6ba61",
+    "test.jsonl": "b1ca0a94629fadfdc36f56187fd64d1eb6ef2478aa68a13cb14d1022d9e102d2",
+}
+
+
+def test_the_rows_of_the_committed_results_stay_equal_to_the_byte(tmp_path):
+    if not (Path(os.environ.get("D1_FILES", "/nowhere")) / "svamp" / "train.csv").is_file():
+        pytest.skip("D1_FILES names no folder with svamp/train.csv")
+    rows = run.read_lines(run.DATA)[0]
+    counts = run.write_rows(run.Study("", tmp_path, tmp_path / "runs.jsonl"))
+    assert counts == {name: rows[name] for name in DIGESTS}
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()} == DIGESTS
