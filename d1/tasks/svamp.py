@@ -39,8 +39,8 @@ COLUMNS = ("Question", "Numbers", "Equation", "Answer")
 HUB_COLUMNS = ("Body", "Question", "Equation", "Answer")
 ROUNDING = 1e-3  # answers are rounded: the largest difference from the value of the equation, relative
 DRAWS = 300  # of new numbers, before a problem is left without more rows
-_PLACE = re.compile(r"\bnumber(\d+)\b")
-_SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
+PLACE = re.compile(r"\bnumber(\d+)\b")
+SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
 
 
 class Template(NamedTuple):
@@ -109,7 +109,7 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     template = _template(row)
     solution = _shown(_solve(template.equation, template.numbers)[0])
     answer = float(_number(row["Answer"], "Answer"))
-    return problem(_filled(template.text, template.numbers), INSTRUCTIONS, ANSWER, answer, solution=solution)
+    return problem(fill_numbers(template.text, template.numbers), INSTRUCTIONS, ANSWER, answer, solution=solution)
 
 
 def _hub_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _template(row: dict[str, Any]) -> Template:
     """Raises ValueError if the text or the equation names a number that the row lacks, or the equation is none."""
     numbers = [_number(text, "Numbers") for text in str(row["Numbers"]).split()]
     template = Template(text_in(row, "Question"), text_in(row, "Equation"), numbers)
-    used = [int(place) for place in _PLACE.findall(f"{template.text} {template.equation}")]
+    used = [int(place) for place in PLACE.findall(f"{template.text} {template.equation}")]
     if max(used, default=-1) >= len(numbers):
         raise ValueError(f"Numbers must have number{max(used)}, got {row['Numbers']!r}")
     _solve(template.equation, numbers)
@@ -142,9 +142,9 @@ def _written(number: Fraction) -> str:
     return f"{float(number):.15g}"
 
 
-def _filled(text: str, numbers: Sequence[Fraction]) -> str:
+def fill_numbers(text: str, numbers: Sequence[Fraction]) -> str:
     """The text with the numbers in their places."""
-    return _PLACE.sub(lambda place: _written(numbers[int(place[1])]), text)
+    return PLACE.sub(lambda place: _written(numbers[int(place[1])]), text)
 
 
 def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction | None]:
@@ -156,10 +156,10 @@ def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Frac
     steps: list[Step] = []
     values: list[Fraction] = []
     for token in reversed(equation.split()):
-        place = _PLACE.fullmatch(token)
+        place = PLACE.fullmatch(token)
         if place:
             values.append(numbers[int(place[1])])
-        elif token not in _SIGNS:
+        elif token not in SIGNS:
             values.append(_number(token, "Equation"))
         elif len(values) < 2:
             raise ValueError(f"Equation must be in prefix notation, got {equation!r}")
@@ -167,7 +167,7 @@ def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Frac
             left, right = values.pop(), values.pop()
             if token == "/" and right == 0:
                 return steps, None
-            values.append(_SIGNS[token](left, right))
+            values.append(SIGNS[token](left, right))
             steps.append(Step(left, token, right, values[-1]))
     if len(values) != 1:
         raise ValueError(f"Equation must be in prefix notation, got {equation!r}")
@@ -206,7 +206,7 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
         template, made = _template(row), 0
         for _ in range(DRAWS):
             numbers = _new_numbers(template.numbers, rng)
-            text = _filled(template.text, numbers)
+            text = fill_numbers(template.text, numbers)
             solved = _whole_steps(template.equation, numbers)
             if solved is None or text in seen:
                 continue

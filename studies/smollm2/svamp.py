@@ -2,12 +2,12 @@
 
 $D1_FILES/svamp/ has `train.csv` (3,138 problems of MAWPS and ASDiv-A) and `test.csv` (SVAMP's 1,000), as in
 arkilpatel/SVAMP: `Question` with number0, number1, ... in place of the numbers, `Numbers`, `Equation` in prefix
-notation, `Answer`.
+notation, `Answer`. The task `svamp` has the reader of files, the signs and the places of numbers. The draw of new
+numbers, the order of the steps and the form of numbers are the study's own: its committed results come from these rows.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import random
@@ -19,14 +19,14 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, judged
-from d1.tasks.gsm8k import last_number, last_number_reward
+from d1.tasks.data import read_file
+from d1.tasks.gsm8k import PROTOCOLS, last_number, last_number_reward
+from d1.tasks.svamp import COLUMNS, PLACE, SIGNS, Step, fill_numbers
 
 __all__ = ["REWARDS", "extract", "load_rows", "score"]
 
-QUESTION = "Question: {question}\nLet's think step by step.\nAnswer:"
+QUESTION = PROTOCOLS["llada"]["QUESTION"]
 REWARDS = [last_number_reward]
-NUMBER = re.compile(r"number(\d+)")
 MOST_TRIES = 200  # draws of numbers per problem
 
 Problem = dict[str, Any]  # question, solution, ground_truth
@@ -52,46 +52,33 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
     return {"accuracy": float(number is not None and abs(number - row["ground_truth"]) < 1e-4)}
 
 
-def accuracy(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
-    return judged(completions, lambda text, gold: score(text, {"ground_truth": gold})["accuracy"], ground_truth)
-
-
 def read_csv(name: str) -> list[dict[str, str]]:
     """The rows of a file of $D1_FILES/svamp. FileNotFoundError says what is missing."""
     folder = os.environ.get("D1_FILES")
     path = Path(folder or "", "svamp", f"{name}.csv")
     if not folder or not path.is_file():
         raise FileNotFoundError(f"no {path}: set D1_FILES to a folder with svamp/train.csv and svamp/test.csv")
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return list(read_file(str(path), COLUMNS))
 
 
-def computed(equation: str, numbers: Sequence[Fraction]) -> list[tuple[Fraction, str, Fraction, Fraction]]:
-    """The steps of an equation in prefix notation, in the order in which they are computed: left, sign, right, result.
+def computed(equation: str, numbers: Sequence[Fraction]) -> list[Step]:
+    """The steps of an equation in prefix notation, those of a left side before those of its right side.
 
     Raises:
         ZeroDivisionError: a step divides by zero.
     """
     tokens = equation.split()
-    steps: list[tuple[Fraction, str, Fraction, Fraction]] = []
+    steps: list[Step] = []
 
     def value() -> Fraction:
         token = tokens.pop(0)
-        if token not in "+-*/":
-            match = NUMBER.fullmatch(token)
-            return numbers[int(match[1])] if match else Fraction(token)
+        if token not in SIGNS:
+            place = PLACE.fullmatch(token)
+            return numbers[int(place[1])] if place else Fraction(token)
         left = value()
         right = value()
-        if token == "+":
-            result = left + right
-        elif token == "-":
-            result = left - right
-        elif token == "*":
-            result = left * right
-        else:
-            result = left / right
-        steps.append((left, token, right, result))
-        return result
+        steps.append(Step(left, token, right, SIGNS[token](left, right)))
+        return steps[-1].result
 
     value()
     return steps
@@ -108,13 +95,23 @@ def problem_of(row: dict[str, str], numbers: Sequence[Fraction]) -> Problem | No
         steps = computed(row["Equation"], numbers)
     except ZeroDivisionError:
         return None
-    if not steps or any(result.denominator != 1 or result <= 0 for *_, result in steps):
+    if not steps or any(step.result.denominator != 1 or step.result <= 0 for step in steps):
         return None
-    question = NUMBER.sub(lambda match: written(numbers[int(match[1])]), row["Question"])
+    return solved(row, numbers, steps, steps[-1].result)
+
+
+def own_problem(row: dict[str, str]) -> Problem:
+    """A problem with its own numbers and its own answer, which need not be whole."""
+    numbers = numbers_of(row)
+    return solved(row, numbers, computed(row["Equation"], numbers), Fraction(row["Answer"]))
+
+
+def solved(row: dict[str, str], numbers: Sequence[Fraction], steps: Sequence[Step], answer: Fraction) -> Problem:
+    """The problem with these numbers, with the steps and the answer as its solution."""
     lines = [f"{written(a)} {sign} {written(b)} = {written(result)}" for a, sign, b, result in steps]
-    answer = steps[-1][-1]
     solution = "\n".join([*lines, f"The answer is {written(answer)}."])
-    return {"question": tidy(question), "solution": solution, "ground_truth": float(answer)}
+    question = tidy(fill_numbers(row["Question"], numbers))
+    return {"question": question, "solution": solution, "ground_truth": float(answer)}
 
 
 def tidy(text: str) -> str:
@@ -124,17 +121,6 @@ def tidy(text: str) -> str:
 
 def numbers_of(row: dict[str, str]) -> list[Fraction]:
     return [Fraction(text) for text in row["Numbers"].split()]
-
-
-def own_problem(row: dict[str, str]) -> Problem:
-    """A problem with its own numbers and its own answer, which need not be whole."""
-    numbers = numbers_of(row)
-    question = NUMBER.sub(lambda match: written(numbers[int(match[1])]), row["Question"])
-    steps = computed(row["Equation"], numbers)
-    lines = [f"{written(a)} {sign} {written(b)} = {written(result)}" for a, sign, b, result in steps]
-    answer = Fraction(row["Answer"])
-    solution = "\n".join([*lines, f"The answer is {written(answer)}."])
-    return {"question": tidy(question), "solution": solution, "ground_truth": float(answer)}
 
 
 def is_consistent(row: dict[str, str]) -> bool:
