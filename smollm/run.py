@@ -22,16 +22,14 @@ from rich.console import Console
 
 from d1.models.precision import bf16_deviation, bf16_instructions
 from pocket.phases import Phase, PhaseError, run_phases
-from smollm.data import NAMES, PROTOCOL, ROOT, Problems, first_readable, problems_of
+from smollm.data import NAMES, PROTOCOL, ROOT, Problems, check_readable, first_readable, problems_of
 from smollm.report import ARMS, write_report
 
 BLOCK = 8
 CONVERSION = ("--block_size", BLOCK, "--causal_context", "--keep_shift")
 PARAMETERS = 134_515_584
-# Tokens of a whole run in forward and backward passes (a backward pass counts twice): SFT of 750 steps of 32 rows in
-# two streams of 80 tokens; RL of 200 updates of 64 rows in two streams, and rollouts with an exact cache; evaluations.
-TOKENS = {"sft": 3 * 750 * 32 * 160, "rl": 200 * 64 * 3 * 160 + 100 * 64 * 48 * BLOCK, "evaluated": 500 * 48 * BLOCK}
-SHARE = 0.35  # of the speed of large products that a run reaches
+EPOCHS, ROLLOUTS, UPDATES, COMPLETIONS = 2, 100, 2, 64  # of SFT; of RL, per rollout
+SHARE = 0.35  # of the speed of large products that a run reaches, an assumption
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,8 +42,25 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def hours(name: str) -> float:
-    """An estimate of a stage's hours on this machine, from the speed of a product of matrices that is measured."""
+def tokens_of(problems: Problems, limit: int) -> dict[str, int]:
+    """The tokens of each stage in forward passes; a backward pass counts as two.
+
+    SFT trains on a row in two streams, clean and noised; RL on the clean row and a noised canvas. Rollouts and
+    evaluations keep the text before a block in a cache and write one token per pass, each of which computes a block.
+    """
+    row = 2 * (problems.prompt + problems.answer)
+    scored = problems.prompt + 2 * problems.completion
+    written = problems.prompt + problems.completion * BLOCK
+    as_released = problems.prompt + problems.completion  # blocks of one token
+    return {
+        "sft": 3 * EPOCHS * problems.rows * row,
+        "rl": ROLLOUTS * COMPLETIONS * (written + scored + 3 * UPDATES * scored),
+        "evaluated": limit * (as_released + 2 * written),
+    }
+
+
+def speed_of_products() -> float:
+    """Floating-point operations per second of large products of matrices on this machine, measured."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = bf16_instructions() is not None and bf16_deviation() < 0.02
     dtype = torch.bfloat16 if device == "cuda" or small else torch.float32
@@ -54,8 +69,13 @@ def hours(name: str) -> float:
     while time.perf_counter() - started < 0.3:
         _ = float((one @ one)[0, 0])
         products += 1
-    speed = 2 * 1024**3 * products / (time.perf_counter() - started)
-    return 2 * PARAMETERS * TOKENS[name] / (speed * SHARE) / 3600
+    return 2 * 1024**3 * products / (time.perf_counter() - started)
+
+
+def hours_of(problems: Problems, limit: int) -> dict[str, float]:
+    """An estimate of each stage's hours on this machine."""
+    each = 2 * PARAMETERS / (speed_of_products() * SHARE * 3600)
+    return {stage: tokens * each for stage, tokens in tokens_of(problems, limit).items()}
 
 
 def phases_of(folder: Path, problems: Problems, name: str, seed: int, limit: int, tiny: bool) -> list[Phase]:
@@ -69,6 +89,7 @@ def phases_of(folder: Path, problems: Problems, name: str, seed: int, limit: int
 
     sft = ["--config", "recipes/smollm2-135m-sft.yaml", "--model_name", base, "--train_data", rows, "--seed", seed]
     sft += ["--output_dir", folder, "--job_name", "sft", "--debugging", "--resume"]
+    sft += ["--max_length", problems.max_length]
     rl = ["--config", "recipes/smollm2-135m-rl.yaml", "--model_path", folder / "sft", "--seed", seed]
     rl += ["--dataset", problems.task, "--prompt_protocol", PROTOCOL, "--few_shot", 0, "--report", "true"]
     rl += ["--max_completion_length", problems.completion, "--diffusion_steps", problems.completion]
@@ -106,7 +127,11 @@ def phases_of(folder: Path, problems: Problems, name: str, seed: int, limit: int
 def main(args: argparse.Namespace) -> Path:
     console = Console()
     os.chdir(ROOT)
-    name, faults = (args.task, []) if args.task else first_readable()
+    if args.task:
+        check_readable(args.task)
+        name, faults = args.task, list[str]()
+    else:
+        name, faults = first_readable()
     for fault in faults:
         console.print(fault, markup=False)
     problems, limit = problems_of(name), 4 if args.tiny else args.limit
@@ -114,7 +139,7 @@ def main(args: argparse.Namespace) -> Path:
     source = problems.train_file or f"the task {problems.task}"
     console.print(f"SmolLM2-135M, {name}, seed {args.seed}: problems of {source}; results in {folder}", markup=False)
     if not args.tiny:
-        parts = {stage: hours(stage) * (len(ARMS) if stage == "evaluated" else 1) for stage in TOKENS}
+        parts = hours_of(problems, limit)
         told = ", ".join(f"{stage} {value:.1f}" for stage, value in parts.items())
         console.print(f"About {sum(parts.values()):.1f} hours on this machine ({told}), by the speed of its products.")
     phases = phases_of(folder, problems, name, args.seed, limit, args.tiny)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import subprocess
 import zipfile
@@ -22,7 +23,7 @@ from pocket import phases
 from pocket.phases import ENVIRONMENT
 from smollm import model as smollm_model
 from smollm import run as smollm_run
-from smollm.data import first_readable, problems_of, sft_rows
+from smollm.data import NAMES, first_readable, problems_of, sft_rows
 from smollm.report import ARMS
 from smollm.run import main, make_parser, phases_of
 from tests import forks
@@ -146,6 +147,38 @@ def test_problems_fall_back_to_those_of_the_repository(monkeypatch, tmp_path):
     ]
 
 
+def test_problems_that_cannot_be_read_end_a_run_before_it_starts(monkeypatch, tmp_path):
+    """By the name, what is missing and where it is looked for; also if only the test problems are missing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(smollm_run, "run_phases", lambda *words: pytest.fail("a stage started"))
+    columns = "Question,Numbers,Equation,Answer\n"
+    (tmp_path / "svamp").mkdir()
+    (tmp_path / "svamp" / "train.csv").write_text(
+        columns
+        + "".join(
+            f"Add number0 to number1 in case {case} .,{case} 2,+ number0 number1,{case + 2}\n" for case in range(520)
+        )
+    )
+    for folder in ("nowhere", tmp_path):
+        monkeypatch.setenv("D1_FILES", str(folder))
+        args = make_parser().parse_args(["--tiny", "--task", "svamp", "--output_dir", str(tmp_path / "runs")])
+        with pytest.raises(OSError, match=r"^svamp cannot be read: .* with svamp/train\.csv and svamp/test\.csv$"):
+            main(args)
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "svamp" / "test.csv").write_text(columns + "Add number0 to number1 .,3 2,+ number0 number1,5\n")
+    assert first_readable() == ("svamp", [])
+    rows = list(sft_rows(problems_of("svamp")))
+    assert len(rows) > 20, "new numbers make several rows"
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sizes_for_the_estimate_are_those_of_the_rows(name):
+    if name != "words" and not (Path(os.environ.get("D1_FILES", "/nowhere")) / name).is_dir():
+        pytest.skip(f"D1_FILES names no folder with {name}/")
+    assert sum(1 for _ in sft_rows(problems_of(name))) == problems_of(name).rows
+
+
 def test_the_model_comes_from_the_wheel_once_and_conversion_starts_again(monkeypatch, tmp_path):
     asked = []
 
@@ -177,14 +210,43 @@ def test_the_model_comes_from_the_wheel_once_and_conversion_starts_again(monkeyp
     assert load_model(tmp_path / "base").config.block_size == 8
 
 
-def test_the_recipes_are_accepted_and_hours_are_told(tmp_path):
+def test_the_recipe_of_sft_has_the_losses_and_the_rate_of_the_protocol():
+    page = " ".join((ROOT / "studies" / "smollm2" / "PROTOCOL.md").read_text().split())
+    args = sft_parser().parse_args(["--config", str(ROOT / "recipes" / "smollm2-135m-sft.yaml")])
+    assert "masks / t, plus 0.3 of the clean text's" in page
+    assert "peak rate 3e-4, cosine to 0, warm-up 5%, weight decay 0" in page
+    assert (args.masked_weight, args.causal_weight) == (1.0, 0.3)
+    assert (args.learning_rate, args.lr_scheduler_type, args.warmup_steps, args.weight_decay) == (
+        3e-4,
+        "cosine",
+        0.05,
+        0,
+    )
+
+
+def test_hours_are_the_operations_divided_by_a_share_of_the_measured_speed(monkeypatch):
+    """SVAMP: 8,737 rows of 80 + 23 tokens; 100 rollouts of 64 completions of 48 tokens in blocks of 8, two updates."""
+    monkeypatch.setattr(smollm_run, "speed_of_products", lambda: 1e12)
+    tokens = {"sft": 2 * 8737 * 2 * 103 * 3, "evaluated": 500 * (80 + 48) + 2 * 500 * (80 + 48 * 8)}
+    tokens["rl"] = 6400 * (80 + 48 * 8) + 6400 * 176 * (1 + 2 * 3)
+    expected = {stage: count * 2 * 134_515_584 / (0.35e12 * 3600) for stage, count in tokens.items()}
+    assert smollm_run.hours_of(problems_of("svamp"), 500) == pytest.approx(expected)
+
+
+def test_the_recipes_are_accepted(tmp_path):
     sft = sft_parser().parse_args(["--config", str(ROOT / "recipes" / "smollm2-135m-sft.yaml")])
     rl, _ = rl_parser().parse_args_and_config(
         ["--config", str(ROOT / "recipes" / "smollm2-135m-rl.yaml"), "--use_cpu", "true"]
     )
     assert rl.model_path == f"runs/{sft.job_name}"
     assert (rl.few_shot, rl.prompt_protocol, rl.block_length) == (0, "llada", smollm_run.BLOCK)
-    assert all(smollm_run.hours(stage) > 0 for stage in smollm_run.TOKENS)
+    epochs, rollouts = sft.num_epochs, rl.max_steps / rl.num_iterations
+    assert (epochs, rollouts, rl.num_iterations, rl.rollout_batch_size) == (
+        smollm_run.EPOCHS,
+        smollm_run.ROLLOUTS,
+        smollm_run.UPDATES,
+        smollm_run.COMPLETIONS,
+    )
     whole = phases_of(tmp_path, problems_of("words"), "words", 0, 500, tiny=False)
     assert [phase.name for phase in whole] == ORDER
     assert all(phase.threads >= 1 for phase in whole)
