@@ -34,7 +34,11 @@ PER_STAGE: dict[str, dict[str, Any]] = {
 WITH_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? with \d+ GB(?: each)? \((.+)\)$", re.MULTILINE)
 LAUNCH = re.compile(r"--config_file (\S+)")
-ROWS = {"gsm8k": 7473, "simplescaling/s1K": 1000, "allenai/tulu-3-sft-mixture": 939343}  # to train on, by data set
+ROWS = {  # to train on, by data set
+    **{"gsm8k": 7473, "simplescaling/s1K": 1000, "allenai/tulu-3-sft-mixture": 939343},
+    # Of its folder in $D1_FILES, and of these problems with new numbers, as the recipe of SmolLM2 makes them
+    **{"svamp": 2211, "runs/svamp.jsonl": 8737},
+}
 TRIAL = 2.0  # hours
 # Peak of dense matrix products in bf16 with sums in fp32, TFLOP/s, by the makers' data sheets.
 PEAKS = {"RTX 4090": 165.0, "A100": 312.0, "L40S": 362.0, "H100": 989.0, "H200": 989.0}
@@ -253,7 +257,12 @@ def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float]
     total = sum(hours.values())
     trial = int(TRIAL * recipe.steps / total) // recipe.steps_per_rollout * recipe.steps_per_rollout
     trial = min(max(trial, recipe.steps_per_rollout), recipe.steps)
-    shown = f"{total:.0f}" if total >= 10 else f"{total:.1f}"
+    digits = 2
+    if total >= 0.1:
+        digits = 1
+    if total >= 10:
+        digits = 0
+    shown = f"{total:.{digits}f}"
     return hours, f"Time: {shown} hours for {recipe.steps} steps; a trial of two hours: --max_steps {trial}"
 
 

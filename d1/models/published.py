@@ -94,6 +94,13 @@ A2D = {  # Qwen2.5-0.5B after `d1 a2d`
     **{"intermediate_size": 4864, "vocab_size": 151936, "max_position_embeddings": 32768, "mask_token_id": 151665},
     "tie_word_embeddings": True,
 }
+SMOLLM2 = {  # SmolLM2-135M after `d1 a2d --block_size 8 --causal_context --keep_shift`
+    "model_type": "llama",
+    **{"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
+    **{"intermediate_size": 1536, "vocab_size": 49153, "max_position_embeddings": 8192, "mask_token_id": 49152},
+    **{"attention_pattern": "causal-context", "block_size": 8, "predicts_next_token": True},
+    "tie_word_embeddings": True,
+}
 CONFIGS: dict[str, dict[str, Any]] = {  # the path of a model in recipes/ -> its config.json
     **dict.fromkeys(("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), LLADA),
     "Dream-org/Dream-v0-Instruct-7B": DREAM,
@@ -105,4 +112,5 @@ CONFIGS: dict[str, dict[str, Any]] = {  # the path of a model in recipes/ -> its
     "google/diffusiongemma-26B-A4B-it": DIFFUSION_GEMMA,
     "Efficient-Large-Model/Fast_dLLM_v2_7B": FAST_DLLM,
     **dict.fromkeys(("runs/qwen2.5-0.5b-a2d", "runs/qwen2.5-0.5b-sft"), A2D),
+    **dict.fromkeys(("runs/smollm2-135m-a2d", "runs/smollm2-135m-sft"), SMOLLM2),
 }

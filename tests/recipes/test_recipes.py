@@ -30,8 +30,8 @@ from tests.d1.diffusion_gemma import HAS_CLASS, needs_class
 from tests.d1.released import config_of
 
 FOLDER = ROOT / "recipes"
-# Those for a CPU have tests of their own.
-RECIPES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith(("pocket-", "smollm2-")))
+# Those of the pocket models, for a CPU, have tests of their own.
+RECIPES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("pocket-"))
 # On a machine without a GPU, bf16 would be refused.
 HERE = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
 
@@ -47,6 +47,9 @@ MOE = {"num_experts": 64, "expert_intermediate_size": 1024, "dense_intermediate_
 MOE |= {"num_experts_per_tok": 8, "moe_layer_freq": [1] * 16}
 SMALL = {"model_type": "qwen2", "mask_token_id": 151665, "tie_word_embeddings": True}
 SMALL |= shape(24, 896, 14, 2, 4864, 151936)
+SMOLLM2 = {"model_type": "llama", "mask_token_id": 49152, "tie_word_embeddings": True}
+SMOLLM2 |= {"attention_pattern": "causal-context", "block_size": 8, "predicts_next_token": True}
+SMOLLM2 |= shape(30, 576, 9, 3, 1536, 49153)
 TEXT = shape(30, 2816, 16, 8, 2112, 262144, model_type="diffusion_gemma_text", head_dim=256, global_head_dim=512)
 TEXT |= {"num_global_key_value_heads": 2, "sliding_window": 1024, "num_experts": 128, "top_k_experts": 8}
 TEXT |= {"moe_intermediate_size": 704, "use_bidirectional_attention": "vision", "tie_word_embeddings": True}
@@ -66,6 +69,7 @@ CONFIGS = {  # path of the model -> its config.json
         "Fast_dLLM_Qwen", **shape(28, 3584, 28, 4, 18944, 152064, bd_size=32)
     ),
     **dict.fromkeys(("runs/qwen2.5-0.5b-a2d", "runs/qwen2.5-0.5b-sft"), SMALL),
+    **dict.fromkeys(("runs/smollm2-135m-a2d", "runs/smollm2-135m-sft"), SMOLLM2),
 }
 DOCUMENTED = {  # row of docs/models.md -> path
     "LLaDA-8B, LLaDA-1.5": "GSAI-ML/LLaDA-8B-Instruct",
@@ -140,6 +144,15 @@ class Recipe:
         return rl_parser().parse_args_and_config(["--config", str(self.path), *HERE])
 
 
+def rows_per_step(recipe: Recipe, full: bool) -> int:
+    """The rows of an optimizer step: d1's, more where SFT trains all weights, and fewer for a CPU."""
+    if recipe.path.stem.startswith("smollm2-"):
+        return {"sft": 32, "rl": 64}[recipe.stage]
+    if recipe.stage == "rl":
+        return 96
+    return 256 if full else 8
+
+
 def expected_fit(recipe: Recipe) -> dict[str, Any]:
     """The flags of `d1 fit` that describe the run, from its settings and its launch line."""
     gpus, zero = recipe.launch.num_processes, recipe.launch.zero_stage
@@ -149,7 +162,7 @@ def expected_fit(recipe: Recipe) -> dict[str, Any]:
         found["batch"] = args.batch_size * (2 if args.complementary_masks else 1)
         found |= {"model_path": args.model_name, "length": args.max_length}
         full = args.full_finetuning
-        assert gpus * args.batch_size * args.grad_accum_steps == (256 if full else 8)
+        assert gpus * args.batch_size * args.grad_accum_steps == rows_per_step(recipe, full)
     else:
         args, model = recipe.settings()
         found |= {"model_path": args.model_path, "batch": args.per_device_train_batch_size}
@@ -161,7 +174,7 @@ def expected_fit(recipe: Recipe) -> dict[str, Any]:
         names = ("max_completion_length", "diffusion_steps", "steps_per_generation", "views_at_once")
         found |= {name: getattr(args, name) for name in names}
         full = not model.use_peft
-        assert gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps == 96
+        assert gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps == rows_per_step(recipe, full)
         assert args.rollout_batch_size == args.per_device_train_batch_size  # else a rollout samples more rows at once
     found |= {"load_in_4bit": model.load_in_4bit, "gradient_checkpointing": bool(args.gradient_checkpointing)}
     targets = model.lora_target_modules  # TRL turns a list of one name into a text
@@ -172,6 +185,11 @@ def expected_fit(recipe: Recipe) -> dict[str, Any]:
 def of_config(recipe: Recipe, *words: str) -> tuple[Any, Any]:
     """The flags that `d1 fit --config` finds for a recipe, and its run."""
     return with_config(make_parser().parse_args(["fit", "--config", str(recipe.path), *words]))
+
+
+def memory_of(shown: str) -> float:
+    """The GB per GPU in the output of `d1 fit`."""
+    return float(re.search(r"^total at batch \d+ +([\d.]+) GB$", shown, re.MULTILINE)[1])
 
 
 def marks(path: Path) -> list[Any]:
@@ -191,9 +209,12 @@ def test_fit_of_a_shipped_recipe_needs_no_hub(tmp_path: Path, monkeypatch: pytes
     """In a folder without any model, and without the network, as all tests are."""
     monkeypatch.chdir(tmp_path)
     assert {Recipe(path).found(r"^model_(?:path|name): (\S+)")[0] for path in RECIPES} <= PUBLISHED.keys()
-    recipe = Recipe(FOLDER / "llada-8b-instruct-rl.yaml")
-    main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
-    assert capsys.readouterr().out.splitlines()[-1] == recipe.time
+    for name in ("llada-8b-instruct-rl.yaml", "smollm2-135m-sft.yaml", "smollm2-135m-rl.yaml"):
+        recipe = Recipe(FOLDER / name)
+        main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
+        shown = capsys.readouterr().out
+        assert recipe.memory == pytest.approx(memory_of(shown), rel=0.02)
+        assert shown.splitlines()[-1] == recipe.time
     with pytest.raises(FileNotFoundError, match="mine/model is no folder here"):
         main(make_parser().parse_args(["fit", "--model_path", "mine/model", "--stage", "sft"]))
 
@@ -232,8 +253,7 @@ def test_fit_shows_the_memory_and_the_hours_at_the_head_of_the_recipe(
 ) -> None:
     main(make_parser().parse_args(["fit", "--config", str(recipe.path)]))
     shown = capsys.readouterr().out
-    total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", shown, re.MULTILINE)[1])
-    assert recipe.memory == pytest.approx(total, rel=0.02)
+    assert recipe.memory == pytest.approx(memory_of(shown), rel=0.02)
     assert shown.splitlines()[-1] == recipe.time
 
 
@@ -300,7 +320,7 @@ def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() ->
     assert sorted(found) == sorted(hours)
     found = re.findall(r"^\| .* \| (\w+) \| .* \| \[(.+?)\]\(\2\) \| (.*) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert sorted(found) == sorted(models)
-    assert len(found) == 22
+    assert len(found) == 24
     names = [path.stem.rpartition("-") for path in RECIPES]
     assert {(name, stage) for name, _, stage in names} == {(name, s) for name, *_ in names for s in ("sft", "rl")}
     assert {expected_fit(Recipe(path))["model_path"] for path in RECIPES} == {*CONFIGS}
@@ -316,6 +336,9 @@ def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None
     total, _ = total_and_active(native_config(str(models / "runs/qwen2.5-0.5b-a2d"))[0])
     layer = 2 * 896 * 896 + 2 * 896 * 128 + 896 + 2 * 128 + 3 * 896 * 4864 + 2 * 896  # q, o, k, v, biases, mlp, norms
     assert total == 151936 * 896 + 24 * layer + 896
+    total, _ = total_and_active(native_config(str(models / "runs/smollm2-135m-a2d"))[0])
+    layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576  # q, o, k, v, mlp, norms
+    assert total == 49153 * 576 + 30 * layer + 576 == 134_515_584
 
 
 def test_the_recipes_of_llada_8b_are_d1s_runs() -> None:
