@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from smollm import run as smollm_run
 from smollm.data import NAMES, first_readable, problems_of, sft_rows
 from smollm.report import ARMS
 from smollm.run import main, make_parser, phases_of
+from studies.json_lines import read_lines
+from studies.smollm2.run import DATA
 from tests import forks
 
 ROOT = Path(__file__).parents[1]
@@ -254,3 +257,28 @@ def test_the_recipes_are_accepted(tmp_path):
         for word in phase.command:
             if word.endswith(".yaml"):
                 assert yaml.safe_load((ROOT / word).read_text())
+
+
+def test_the_page_has_the_studys_seconds_and_the_tokens_of_the_estimate():
+    page = (ROOT / "docs" / "smollm2.md").read_text()
+    lines = {line["job"]: line for line in read_lines(DATA)}
+    sft = lines["sft-shift-0"]
+    judged = sft["wall"] - sft["seconds"]
+    steps = 4 * math.ceil(lines["rows"]["sft.jsonl"] / 128)
+    expected = [
+        f"| the GGUF file to fp32 | {lines['source']['wall']:.0f} | on the CPU |",
+        f"| conversion | {lines['convert-shift']['wall']:.0f} | on the CPU |",
+        f"evaluations | {lines['rows']['wall']:.0f} | on the CPU |",
+        f"| SFT, {steps} steps of 128 rows | {sft['seconds']:.0f} | {sft['peak_gb']:.1f} |",
+        f"| evaluation of 1,300 problems, and bits per byte | {judged:.0f} |",
+    ]
+    tokens = smollm_run.tokens_of(problems_of("svamp"), 500)
+    names = {"sft": "`sft`", "rl": "`rl`", "evaluated": "all evaluations"}
+    for stage, name in names.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} | ") and line.endswith(" |")][-1:]
+        assert row.split("|")[-2].strip() == f"{tokens[stage] / 1e6:.1f}"
+    for text in expected:
+        assert text in page
+    for name in NAMES:
+        of = problems_of(name)
+        assert f"{of.prompt}, {of.answer} and {of.completion} on" in page
