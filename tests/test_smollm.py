@@ -259,6 +259,20 @@ def test_the_recipes_are_accepted(tmp_path):
                 assert yaml.safe_load((ROOT / word).read_text())
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "canvas", "max_length"), [("svamp", "svamp", 48, 256), ("gsm8k", "gsm8k", 160, 512)]
+)
+def test_the_stages_of_real_problems_are_accepted_with_their_lengths(name, task, canvas, max_length, tmp_path):
+    stages = {one.name: [*one.command][4:] for one in phases_of(tmp_path, problems_of(name), name, 0, 500, tiny=False)}
+    sft = sft_parser().parse_args(stages["sft"])
+    rl, _ = rl_parser().parse_args_and_config(stages["rl"])
+    assert (sft.max_length, sft.train_data) == (max_length, str(tmp_path / "rows.jsonl"))
+    assert (rl.dataset, rl.max_completion_length, rl.diffusion_steps) == (task, canvas, canvas)
+    evaluated = stages["rl_evaluated"]
+    assert evaluated[evaluated.index("--dataset") + 1] == task
+    assert evaluated[evaluated.index("--gen_length") + 1] == str(canvas)
+
+
 def test_the_page_has_the_studys_seconds_and_the_tokens_of_the_estimate():
     page = (ROOT / "docs" / "smollm2.md").read_text()
     lines = {line["job"]: line for line in read_lines(DATA)}
