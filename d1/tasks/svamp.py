@@ -19,6 +19,7 @@ import math
 import os
 import random
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -248,6 +249,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    from d1.runs.cli import run_script
-
-    run_script("python -m d1.tasks.svamp", lambda: main(make_parser().parse_args()))
+    try:
+        main(make_parser().parse_args())
+    except (ValueError, OSError) as error:
+        sys.exit(f"python -m d1.tasks.svamp: {error}")
