@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,17 @@ def test_problems_that_cannot_be_read_end_a_run_before_it_starts(monkeypatch, tm
     rows = list(sft_rows(problems_of("svamp")))
     assert len(rows) > 20, "new numbers make several rows"
     assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+
+
+def test_problems_without_places_for_numbers_are_trained_on_as_they_are(tmp_path):
+    """The columns of the hub's copy of SVAMP."""
+    file = tmp_path / "hub.csv"
+    file.write_text("Body,Question,Equation,Answer\nAnn has 8 pens and loses 3 .,How many are left ?,( 8.0 - 3.0 ),5\n")
+    (row,) = sft_rows(replace(problems_of("svamp"), train_file=str(file)))
+    assert [turn["content"] for turn in row["messages"]] == [
+        "Question: Ann has 8 pens and loses 3 . How many are left ?\nLet's think step by step.\nAnswer:",
+        "8 - 3 = 5\nThe answer is 5.",
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
