@@ -125,7 +125,8 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of_tool(tool: Mapping[str, Any]) -> str:
-    name = (tool.get("function") or tool).get("name")
+    function = tool.get("function") or tool
+    name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("an entry of tools has no name of a function")
     return name
@@ -137,7 +138,8 @@ def name_of_tool(tool: Mapping[str, Any]) -> str:
 def read_messages(messages: Any) -> list[Message]:
     """The messages as chat templates read them. Reading them twice changes nothing."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("messages is not a list of {role, content}")
+        todo = ", but a text: write it as a list, in .jsonl or .parquet" if isinstance(messages, str) else ""
+        raise ValueError(f"messages is not a list of {{role, content}}{todo}")
     return [read_message(message) for message in messages]
 
 

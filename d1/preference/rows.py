@@ -270,7 +270,7 @@ def tokenize_row(
 
 def sign_of(label: Any) -> int:
     """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
-    sign = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}.get(str(label).lower())
+    sign = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}.get(str(label).strip().lower())
     if sign is None:
         raise ValueError(f"the label is {label!r}, neither true nor false")
     return sign

@@ -123,7 +123,7 @@ def test_each_shape_of_completions_with_a_label(name, tokenizer):
     assert [one["label"] for one in rows] == [1, -1]
 
 
-@pytest.mark.parametrize(("yes", "no"), [(1, 0), ("True", "false"), ("1", "0"), (1.0, 0.0)])
+@pytest.mark.parametrize(("yes", "no"), [(1, 0), ("True", "false"), ("1", "0"), (1.0, 0.0), (" TRUE", "0 ")])
 def test_labels_as_files_have_them(yes, no):
     assert (sign_of(yes), sign_of(no)) == (1, -1)
 
