@@ -170,8 +170,8 @@ def with_role(message: Message) -> Message:
         require_text(message["role"], "a message's role")
         known = SENDERS.get(message["role"].lower())
         # A template may have a role of its own, such as `observation`.
-        is_other = known in ("user", "assistant") or known == message["role"].lower()
-        return {**message, "role": known} if is_other else message
+        is_known = known in ("user", "assistant") or known == message["role"].lower()
+        return {**message, "role": known} if is_known else message
     if "from" not in message:
         raise ValueError(f"a message has no role, but {', '.join(message) or 'no field at all'}")
     sender = message["from"]

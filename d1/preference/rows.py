@@ -256,6 +256,10 @@ def tokenize_row(
         turns, given = conversations(row, columns), template_options(row)
         prompts, completions = zip(*(ids_of(turns[name], name, tokenizer, given) for name in turns), strict=True)
         if prompts[0] != prompts[-1]:
+            if [*map(spoken, turns["chosen"][:-1])] == [*map(spoken, turns["rejected"][:-1])]:
+                raise ValueError(
+                    "the chat template begins chosen and rejected differently: give both thoughts, or none"
+                )
             raise ValueError("chosen and rejected differ before the last turn: they answer different prompts")
         if paired and completions[0] == completions[1]:
             raise ValueError("chosen and rejected are equal")

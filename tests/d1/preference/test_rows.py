@@ -314,6 +314,15 @@ def test_what_the_template_leaves_out_is_refused(tokenizer):
         rows_of(row | {"chosen": [RIGHT | {"reasoning": "hm"}], "rejected": [WRONG]}, tokenizer)
 
 
+def test_one_answer_with_thoughts_where_the_prompt_opens_some():
+    row = {"prompt": ASKED, "chosen": [message("assistant", f"<think>\nhm\n</think>\n\n{GOOD}")], "rejected": [WRONG]}
+    tokenizer = byte_tokenizer("deepseek_r1_distill")
+    with pytest.raises(
+        ValueError, match="the chat template begins chosen and rejected differently: give both thoughts"
+    ):
+        rows_of(row, tokenizer)
+
+
 def test_a_prompt_with_another_call_than_the_conversation_is_refused():
     other = CALLED | {"tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {"x": 1}}}]}
     row = {"prompt": [USER, other], "chosen": [USER, CALLED, RESULT, RIGHT], "rejected": [USER, CALLED, RESULT, WRONG]}
