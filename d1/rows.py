@@ -25,7 +25,7 @@ import pyarrow as pa
 from datasets import ArrowBasedBuilder, Dataset, DatasetInfo, Features, Json, List, SplitGenerator, Value
 from datasets.features.features import register_feature
 
-LAYOUT = "rows-1"  # of the table in the cache: another layout needs another name
+LAYOUT = "rows-2"  # of the table in the cache: another layout, or other rows of a file, need another name
 ROWS_PER_TABLE = 1000
 MAX_DEPTH = 100  # of a row, in nested lists and objects
 
@@ -340,27 +340,45 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def csv_rows(path: Path) -> Iterator[Placed]:
-    """The rows of a .csv file, with cells as text. ValueError for a row with more or fewer cells than the header."""
+    """The rows of a .csv file, with cells as text. ValueError for a row with more or fewer cells than the header, and
+    for a quotation mark that nothing closes."""
     csv.field_size_limit(MAX_CELL)
     with open_text(path) as lines:
-        first = lines.readline()
-        separator, skipped = separator_of(first), int(first.startswith("sep="))
-        if not skipped:
+        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        skipped, first = next(numbered, (0, ""))
+        separator = separator_of(first)
+        if not first.startswith("sep="):
+            skipped = 0
             lines.seek(0)
-        table = csv.reader(lines, delimiter=separator)
-        header = next(table, [])
+        records = csv_records(lines, separator, skipped)
+        _, header = next(records, (0, []))
         if twice := [name for name in header if header.count(name) > 1]:
             raise ValueError(f"the header has the column {twice[0]!r} twice: give each column a name of its own")
-        number, end = 0, table.line_num
-        for cells in table:
-            line, end = end + 1 + skipped, table.line_num
-            if not cells:
-                continue
-            number += 1
+        for number, (line, cells) in enumerate(records, start=1):
             if len(cells) != len(header):
                 counts = f"line {line}: row {number} has {len(cells)} cells, the header {len(header)}"
                 raise ValueError(f"{counts}: quote texts with {SEPARATORS[separator]}")
             yield f"line {line}", dict(zip(header, cells, strict=True))
+
+
+def csv_records(lines: TextIO, separator: str, skipped: int) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each line that is not empty, after the line in which they begin.
+
+    The reader is strict: otherwise a quotation mark that nothing closes makes one cell of the rest of the file.
+    """
+    table, end = csv.reader(lines, delimiter=separator, strict=True), 0
+    while True:
+        line = end + 1 + skipped
+        try:
+            cells = next(table, None)
+        except csv.Error:
+            problem = "a cell in quotation marks does not end before a separator or the end of its line"
+            raise ValueError(f'line {line}: {problem}: write a quotation mark inside it twice, as ""') from None
+        if cells is None:
+            return
+        end = table.line_num
+        if cells:
+            yield line, cells
 
 
 def separator_of(first: str) -> str:

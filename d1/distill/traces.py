@@ -21,7 +21,7 @@ from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.kinds import block_size
 from d1.models.messages import CONVERSATION_COLUMNS, as_messages, conversation_of
-from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.models.tokenizer import encode_question
 from d1.runs.data import load_rows, problem_of, usable_rows
 from d1.runs.record import of_rows, of_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
@@ -70,7 +70,7 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
     """The ids of a row's prompt and an empty text, or no ids and what is wrong with the row."""
     try:
         messages, given = conversation_of(row, as_messages(row, "prompt", "user"))
-        ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **given))
+        ids = encode_question(tokenizer, messages, given)
         if len(ids) > longest:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
     except Exception as error:  # a chat template may raise anything

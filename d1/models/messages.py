@@ -1,8 +1,8 @@
 """Conversations as rows of data hold them: the fields of a message, and the columns that belong to a conversation.
 
 A message becomes what chat templates read (https://huggingface.co/docs/transformers/chat_extras): `role`, `content` as
-text, `reasoning_content`, and `tool_calls` whose arguments are objects. All its other fields stay. A field or a column
-that says something which no chat template reads is an error that names it.
+text, `reasoning_content`, and `tool_calls` whose arguments are objects. ShareGPT's `from` and `value` are read, too.
+Its other fields stay. A field or a column that says something which no chat template reads is an error that names it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from d1.ranges import nearest
+
 Message = dict[str, Any]
 Options = Mapping[str, Any]  # what a chat template gets besides the messages
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
 WEIGHTS = ("weight", "train", "training", "loss")  # whether a turn is trained on: OpenAI's name, Axolotl's, ms-swift's
+SENDERS = {  # ShareGPT's names of roles
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+CALLS = ("function_call", "tool_call")  # senders of a turn whose `value` is a call, or calls, in JSON
 SYSTEM = ("system", "system_prompt")  # columns with the text of a system message
 OF_TEMPLATES = ("tools", "documents")  # columns that templates read under the same names
 NO_TEXT = "models here read text alone"
@@ -24,7 +33,9 @@ UNREAD_FIELDS = {
     **dict.fromkeys(("train_detail", "training_detail"), "a turn is trained on as a whole: use weight"),
     **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
     "refusal": "give the text as content",
+    **dict.fromkeys(("reasoning_details", "thinking_blocks", "thoughts", "thought"), "give it as reasoning_content"),
 }
+UNREAD_ARGUMENTS = ("parameters", "args", "input")  # names of a call's arguments that no chat template reads
 UNREAD_COLUMNS = {
     "functions": "give them as tools",
     **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
@@ -41,7 +52,8 @@ RESERVED = (
 
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text (in SFT, --template turns numbers into text)")
+        todo = " (in SFT, --template turns numbers into text)" if isinstance(value, int | float) else ""
+        raise ValueError(f"{name} is {type(value).__name__}, not text{todo}")
     if not empty_ok and not value.strip():
         raise ValueError(f"{name} is empty")
 
@@ -61,9 +73,6 @@ def conversation_of(row: Mapping[str, Any], messages: Any) -> tuple[list[Message
     Raises:
         ValueError: a message, or a column that belongs to the conversation, is malformed, or nothing reads it.
     """
-    for name, todo in UNREAD_COLUMNS.items():
-        if row.get(name):
-            raise ValueError(f"the column {name} would be lost: {todo}")
     return with_system(row, read_messages(messages)), template_options(row)
 
 
@@ -95,6 +104,10 @@ def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template gets besides the messages of a row; ValueError for a column that nothing reads."""
+    for name, todo in UNREAD_COLUMNS.items():
+        if row.get(name):
+            raise ValueError(f"the column {name} would be lost: {todo}")
     options = from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise ValueError(f"chat_template_kwargs is {type(options).__name__}, not an object")
@@ -112,7 +125,8 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of_tool(tool: Mapping[str, Any]) -> str:
-    name = (tool.get("function") or tool).get("name")
+    function = tool.get("function") or tool
+    name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("an entry of tools has no name of a function")
     return name
@@ -124,19 +138,22 @@ def name_of_tool(tool: Mapping[str, Any]) -> str:
 def read_messages(messages: Any) -> list[Message]:
     """The messages as chat templates read them. Reading them twice changes nothing."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("messages is not a list of {role, content}")
+        todo = ", but a text: write it as a list, in .jsonl or .parquet" if isinstance(messages, str) else ""
+        raise ValueError(f"messages is not a list of {{role, content}}{todo}")
     return [read_message(message) for message in messages]
 
 
 def read_message(given: Message) -> Message:
     # A table's rows have all fields of all messages; those that a message lacks are null.
-    message = {name: value for name, value in given.items() if value is not None}
-    role = message.get("role")
-    require_text(role, "a message's role")
+    message = with_role({name: value for name, value in given.items() if value is not None})
+    role = message["role"]
     for name, todo in UNREAD_FIELDS.items():
         if message.get(name):
             raise ValueError(f"{name} of the {role} message would be lost: {todo}")
-    calls = [read_call(call) for call in from_json(message.pop("tool_calls", None), "tool_calls") or ()]
+    listed = from_json(message.pop("tool_calls", None), "tool_calls") or []
+    if not isinstance(listed, list):
+        raise ValueError(f"tool_calls of the {role} message is {type(listed).__name__}, not a list: {listed!r:.80}")
+    calls = [read_call(call) for call in listed]
     if calls:
         message |= {"tool_calls": calls, "content": message.get("content", "")}
     message["content"] = joined_text(message.get("content"), f"the {role} message")
@@ -145,6 +162,29 @@ def read_message(given: Message) -> Message:
         message |= {"reasoning_content": thoughts, "thinking": thoughts}  # gpt-oss reads the second
     check_weight(message)
     return message
+
+
+def with_role(message: Message) -> Message:
+    """A message with the name of its role that chat templates know, also if it has ShareGPT's `from` and `value`."""
+    if "role" in message:
+        require_text(message["role"], "a message's role")
+        known = SENDERS.get(message["role"].lower())
+        # A template may have a role of its own, such as `observation`.
+        is_known = known in ("user", "assistant") or known == message["role"].lower()
+        return {**message, "role": known} if is_known else message
+    if "from" not in message:
+        raise ValueError(f"a message has no role, but {', '.join(message) or 'no field at all'}")
+    sender = message["from"]
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    if sender in CALLS:
+        calls = from_json(message.get("value"), f"the value of {sender}")
+        if not calls:
+            raise ValueError(f"the value of {sender} has no call")
+        return {**others, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if not isinstance(sender, str) or sender.lower() not in SENDERS:
+        known_names = ", ".join((*SENDERS, *CALLS))
+        raise ValueError(f"from {sender!r:.80} has no role{nearest(str(sender), SENDERS)}: use one of {known_names}")
+    return {**others, "role": SENDERS[sender.lower()], "content": message.get("value")}
 
 
 def joined_text(content: Any, name: str) -> Any:
@@ -186,6 +226,10 @@ def read_call(given: Any) -> dict[str, Any]:
     function = {name: value for name, value in object_of(nested, "a call's function").items() if value is not None}
     if not isinstance(function.get("name"), str):
         raise ValueError("an entry of tool_calls has no name of a function")
+    for name in (*UNREAD_ARGUMENTS, "arguments"):
+        if call.get(name) or (name in UNREAD_ARGUMENTS and function.get(name)):
+            todo = "give them as arguments of its function"
+            raise ValueError(f"{name} of the call to {function['name']} would be lost: {todo}")
     arguments = function.get("arguments")
     if not isinstance(arguments, dict):
         arguments = object_of(arguments or {}, f"the arguments of the call to {function['name']}")

@@ -18,7 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from d1.files import OF_TOKENIZER, read_object, reading
 from d1.models.adapters import adapter_chain, check_there
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
-from d1.models.messages import REASONING, Message, Options, joined_text, map_texts, name_of_tool, texts_in, weight_of
+from d1.models.messages import (
+    OF_TEMPLATES,
+    REASONING,
+    Message,
+    Options,
+    joined_text,
+    map_texts,
+    name_of_tool,
+    texts_in,
+    weight_of,
+)
 from d1.models.messages import as_messages as as_messages
 from d1.models.messages import conversation_of as conversation_of
 from d1.models.messages import require_text as require_text
@@ -266,6 +276,8 @@ THOUGHTS = ("<think>", "</think>")
 OTHER_PROMPT = "the training text differs from the generation prompt, and the answer begins where they part"
 CUT_OFF = "messages after the assistant's last turn are left out"
 ONE_TURN = "a weight is on an earlier turn, and the last alone is trained on (--assistant_only_loss trains on all)"
+NO_NAMES = "the chat template does not write the name of a message, which is left out"
+NO_VARIABLE = "the chat template reads no {} of chat_template_kwargs, which changes nothing"
 NO_STOP = "the chat template ends earlier turns of the assistant without a token for it, so they do not teach to stop"
 
 
@@ -320,6 +332,7 @@ def encode_turns(
     parts, notes = trained_parts(messages, tokenizer, chosen, options or {}, all_turns)
     if not all_turns and any(weight_of(message) for message in messages[:-1] if message["role"] == "assistant"):
         notes.append(ONE_TURN)
+    notes += left_out(messages, tokenizer, options or {})
 
     ids, trained, start = list[int](), list[bool](), 0
     before = ""
@@ -329,8 +342,6 @@ def encode_turns(
         if is_trained:
             start = known
         trained += [is_trained] * (len(ids) - known)
-    if tokenizer.mask_token_id in ids:
-        raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
     if start == len(ids):
         raise ValueError(f"{answer} has no tokens")
     if ids[-1] != tokenizer.eos_token_id:
@@ -522,6 +533,36 @@ def marked_spans(
 # --- Nothing of a row is lost -----------------------------------------------------------------------------------------
 
 
+def left_out(messages: list[Message], tokenizer: Any, options: Options) -> list[str]:
+    """Notes about what the template leaves out, but which some rows have in vain: names of messages, and variables.
+    The name of a tool's message is that of its call."""
+    notes = []
+    if any("name" in message and message["role"] != "tool" for message in messages):
+        nameless = [{name: value for name, value in message.items() if name != "name"} for message in messages]
+        texts = [render_prompt(tokenizer, given, **options) for given in (messages, nameless)]
+        if texts[0] == texts[1]:
+            notes.append(NO_NAMES)
+    for name in options:
+        if name not in OF_TEMPLATES and name not in tokenizer.get_chat_template():
+            notes.append(NO_VARIABLE.format(name))
+    return notes
+
+
+def encode_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: Options) -> list[int]:
+    """The ids of a conversation up to where the model answers; `messages` and `options` are those of `conversation_of`.
+    ValueError as `encode_prompt`, and if the template leaves out a part of it; thoughts of earlier turns may be."""
+    text = render_prompt(tokenizer, messages, **options)
+    copies, given, marks = marked(messages, options, chosen=())
+    try:
+        written = render_prompt(tokenizer, copies, **given)
+    except ValueError:  # a template that reads its messages refuses the words
+        written = ""
+    for mark in marks:
+        if mark.word not in written:
+            check_not_left_out(mark, messages, tokenizer, options, chosen=())
+    return encode_prompt(tokenizer, text)
+
+
 @dataclass(frozen=True)
 class Mark:
     """A word that is added to one part of a conversation, to find the part in the template's text."""
@@ -595,16 +636,20 @@ def check_complete(
         if places and (True in places) != wanted:
             verb = "is not" if wanted else "would be"
             raise ValueError(f"{mark.part} {verb} trained on: the chat template writes it in another turn's place")
-        if not places and is_left_out(mark, messages, tokenizer, options, chosen):
-            todo = "remove it from the row, or use a model whose template writes it"
-            raise ValueError(f"the chat template leaves out {mark.part}: {todo}")
+        if not places:
+            check_not_left_out(mark, messages, tokenizer, options, chosen)
 
 
-def is_left_out(mark: Mark, messages: list[Message], tokenizer: Any, options: Options, chosen: Sequence[int]) -> bool:
-    """Whether the template writes the same text if another word replaces this part."""
+def check_not_left_out(
+    mark: Mark, messages: list[Message], tokenizer: Any, options: Options, chosen: Collection[int]
+) -> None:
+    """Raise ValueError if the template writes the same text when another word replaces this part."""
     copies, given, _ = marked(messages, options, chosen, only=mark)
     whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
     try:
-        return render_prompt(tokenizer, copies, **given, add_generation_prompt=False) == whole
+        is_same = render_prompt(tokenizer, copies, **given, add_generation_prompt=False) == whole
     except ValueError:
-        return False
+        return
+    if is_same:
+        todo = "remove it from the row, or use a model whose template writes it"
+        raise ValueError(f"the chat template leaves out {mark.part}: {todo}")

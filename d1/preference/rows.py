@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Features, Value
 
-from d1.models.messages import Message, require_text, whole_turns
+from d1.models.messages import SYSTEM, Message, Options, read_messages, require_text, template_options, whole_turns
 from d1.models.tokenizer import render_prompt, trained_ids
 from d1.runs.data import problem_of
 
@@ -23,13 +23,8 @@ ANSWERS = {  # an answer -> the columns that may hold it; the first one counts
     "completion": ("completion",),
 }
 PROMPTS = ("prompt", "question", "instruction", "input", "messages", "conversations")
-SYSTEM = ("system", "system_prompt")  # columns with the text of a system message
 SYSTEM_ROLES = ("system", "developer")
-UNSUPPORTED = ("history", "image", "images", "videos", "audios", "tools", "chat_template_kwargs")
-UNSUPPORTED_FIELDS = (  # of a message
-    *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "images", "audio"),
-)
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+UNSUPPORTED = ("history",)
 TRANSCRIPT = re.compile(r"\s*(Human|Assistant): ?")  # how HH-RLHF writes the turns of a conversation into one text
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -94,7 +89,10 @@ def cell_messages(cell: Any, name: str, role: str) -> list[Message]:
         raise ValueError(f"{name} is {type(cell).__name__}, not text or messages")
     if not messages:
         raise ValueError(f"{name} is empty")
-    return [chat_message(message, name) for message in messages]
+    try:
+        return read_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def text_messages(text: str, name: str, role: str) -> list[Message]:
@@ -112,28 +110,6 @@ def text_messages(text: str, name: str, role: str) -> list[Message]:
     if not messages[-1]["content"].strip():  # a prompt may end where the assistant's text begins
         messages.pop()
     return messages
-
-
-def chat_message(message: dict[str, Any], name: str) -> Message:
-    """A message with `role` and `content`, also of ShareGPT's `from` and `value`, without fields that are null."""
-    filled = {field: value for field, value in message.items() if value is not None}
-    if "role" not in filled and "from" in filled:
-        speaker = filled.pop("from")
-        filled = {"role": ROLES.get(speaker, speaker), "content": filled.pop("value", None)} | filled
-    if "role" not in filled:
-        fields = ", ".join(message) or "no field"
-        raise ValueError(f"{name} has a message with {fields}, without role and content")
-    for field in UNSUPPORTED_FIELDS:
-        if filled.get(field) not in EMPTY:
-            raise ValueError(f"a message of {name} has {field}, which preference training does not support")
-    return filled
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
 
 
 # --- Prompt and answer ------------------------------------------------------------------------------------------------
@@ -186,13 +162,16 @@ def split_texts(chosen: str, rejected: str) -> tuple[dict[str, str], dict[str, s
 
 def conversation(row: Mapping[str, Any], cell: Any, name: str) -> list[Message]:
     """The conversation that ends with the answer in `cell`, the column `name`."""
-    answer = cell_messages(cell, name, "assistant")
+    answer = cell_messages(continued_transcript(row.get("prompt"), cell), name, "assistant")
     if answer[-1]["role"] != "assistant":
         raise ValueError(f"{name} does not end with a message of the assistant")
     filled = [column for column in PROMPTS if row.get(column) not in EMPTY]
     has_prompt = answer[0]["role"] in ("user", *SYSTEM_ROLES) or (len(answer) > 1 and not filled)
     if not has_prompt:
-        messages = prompt_messages(row, filled) + answer
+        messages = prompt_messages(row, filled)
+        if messages[-1]["role"] == answer[0]["role"] == "assistant":
+            raise ValueError(f"the prompt ends with a message of the assistant, and {name} begins with one: remove one")
+        messages = messages + answer
     elif "prompt" in filled:
         messages = check_prompt(cell_messages(row["prompt"], "prompt", "user"), answer, name)
     else:
@@ -202,6 +181,15 @@ def conversation(row: Mapping[str, Any], cell: Any, name: str) -> list[Message]:
             require_text(row[column], column)
             messages = with_system([{"role": "system", "content": row[column]}], messages)
     return messages
+
+
+def continued_transcript(prompt: Any, cell: Any) -> Any:
+    """The cell, as a transcript if it goes on with that of the prompt and has further turns: those of the user are no
+    part of the answer."""
+    if not isinstance(prompt, str) or not isinstance(cell, str):
+        return cell
+    goes_on = TRANSCRIPT.match(prompt) and TRANSCRIPT_TURN.search(cell)
+    return f"Assistant:{cell}" if goes_on and not TRANSCRIPT.match(cell) else cell
 
 
 def prompt_messages(row: Mapping[str, Any], filled: Sequence[str]) -> list[Message]:
@@ -246,9 +234,9 @@ def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]
     return messages[:start], messages[start:]
 
 
-def spoken(message: Message) -> tuple[str, str]:
-    """The role and the text of a message, to compare with those of another."""
-    return message["role"], text_of(message.get("content")).strip()
+def spoken(message: Message) -> tuple[str, str, Any]:
+    """The role, the text and the calls of a message, to compare with those of another."""
+    return message["role"], message["content"].strip(), message.get("tool_calls")
 
 
 # --- Tokens -----------------------------------------------------------------------------------------------------------
@@ -265,9 +253,13 @@ def tokenize_row(
     paired = len(columns) == 2
     try:
         label = 1 if paired else sign_of(row["label"])
-        turns = conversations(row, columns)
-        prompts, completions = zip(*(ids_of(turns[name], name, tokenizer) for name in turns), strict=True)
+        turns, given = conversations(row, columns), template_options(row)
+        prompts, completions = zip(*(ids_of(turns[name], name, tokenizer, given) for name in turns), strict=True)
         if prompts[0] != prompts[-1]:
+            if [*map(spoken, turns["chosen"][:-1])] == [*map(spoken, turns["rejected"][:-1])]:
+                raise ValueError(
+                    "the chat template begins chosen and rejected differently: give both thoughts, or none"
+                )
             raise ValueError("chosen and rejected differ before the last turn: they answer different prompts")
         if paired and completions[0] == completions[1]:
             raise ValueError("chosen and rejected are equal")
@@ -282,16 +274,19 @@ def tokenize_row(
 
 def sign_of(label: Any) -> int:
     """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
-    sign = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}.get(str(label).lower())
+    sign = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}.get(str(label).strip().lower())
     if sign is None:
         raise ValueError(f"the label is {label!r}, neither true nor false")
     return sign
 
 
-def ids_of(messages: list[Message], name: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of a conversation's prompt and of its last turn, the answer `name`, which ends with EOS."""
+def ids_of(
+    messages: list[Message], name: str, tokenizer: Any, options: Options | None = None
+) -> tuple[list[int], list[int]]:
+    """Ids of a conversation's prompt and of its last turn, the answer `name`, which ends with EOS; `options` go to the
+    chat template."""
     check_plain(messages, tokenizer)
-    ids, start = trained_ids(whole_turns(messages), tokenizer, name)
+    ids, start = trained_ids(whole_turns(messages), tokenizer, name, options)
     return ids[:start], ids[start:]
 
 
@@ -302,7 +297,7 @@ def check_plain(messages: list[Message], tokenizer: Any) -> None:
     ends = (tokenizer.bos_token, tokenizer.eos_token, getattr(tokenizer, "eot_token", None))
     tokens = [token for token in tokenizer.all_special_tokens if token in sample or token in ends]
     for message in messages:
-        role, text = spoken(message)
+        role, text, _ = spoken(message)
         for token in tokens:
             if text.startswith(token) or text.endswith(token):
                 raise ValueError(

@@ -7,35 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from d1.models.messages import Message, require_text
-from d1.ranges import nearest
 from d1.rows import json_text
 
 Row = dict[str, Any]
 
 ALPACA, SHAREGPT = {"instruction", "output"}, {"conversations"}
-ROLES = {  # of ShareGPT's `from`
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
-}
 
 
 def as_conversation(row: Row) -> Row:
     """A row with Alpaca's or ShareGPT's columns as one with `messages`; any other row unchanged. ValueError says what
     is wrong with a cell."""
     if row.keys() >= SHAREGPT:
-        messages, used = sharegpt_messages(row["conversations"]), {"conversations", "system"}
+        turns, used = row["conversations"], {"conversations"}
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise ValueError("conversations is not a list of {from, value}")
     elif row.keys() >= ALPACA:
-        messages, used = alpaca_messages(row), {"instruction", "input", "output", "history", "system"}
+        turns, used = alpaca_messages(row), {"instruction", "input", "output", "history"}
     else:
         return row
-    if row.get("system"):
-        require_text(row["system"], "system")
-        if messages[:1] and messages[0].get("role") == "system":
-            raise ValueError("the column system and the first turn are both a system message: keep one")
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return {name: cell for name, cell in row.items() if name not in used} | {"messages": messages}
+    return {name: cell for name, cell in row.items() if name not in used} | {"messages": turns}
 
 
 def alpaca_messages(row: Row) -> list[Message]:
@@ -59,24 +49,6 @@ def turns_of(asked: Any, answer: Any, asked_in: str, answer_in: str) -> list[Mes
     require_text(asked, asked_in)
     require_text(answer, answer_in)
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-
-
-def sharegpt_messages(turns: Any) -> list[Message]:
-    """Turns with `from` and `value` as messages, whose other members stay; messages stay as they are."""
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError("conversations is not a list of {from, value}")
-    messages = []
-    for turn in turns:
-        sender = turn.get("from")
-        if sender is None:
-            messages.append(turn)
-            continue
-        if sender not in ROLES:
-            known = ", ".join(ROLES)
-            raise ValueError(f"from {sender!r} has no role{nearest(sender, ROLES)}: use one of {known}")
-        others = {name: cell for name, cell in turn.items() if name not in ("from", "value") and cell is not None}
-        messages.append(others | {"role": ROLES[sender], "content": turn.get("value")})
-    return messages
 
 
 # --- Templates --------------------------------------------------------------------------------------------------------

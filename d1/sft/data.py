@@ -19,7 +19,15 @@ from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.lazy import fresh_imports
 from d1.masking import draw_noise, keyed_generator, noise_level, token_ids
-from d1.models.messages import Message, Options, as_messages, conversation_of, require_text, whole_turns
+from d1.models.messages import (
+    Message,
+    Options,
+    as_messages,
+    conversation_of,
+    read_messages,
+    require_text,
+    whole_turns,
+)
 from d1.models.tokenizer import CUT_OFF, encode_turns
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
@@ -38,6 +46,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 S1K = {"question", "thinking_trajectories", "attempt"}
+SHAPES = (S1K, {"messages"}, {"prompt", "completion"}, SHAREGPT, ALPACA)  # columns that make a conversation
 SYSTEM_PROMPT = ask("", "Solve the problem.", "the answer")[0]["content"].rstrip()  # before a question of s1K
 FEATURES = Features(
     {"input_ids": List(Value("int32")), "answer": List(Value("bool"))}
@@ -54,8 +63,10 @@ def to_conversation(
 
     The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
     task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns.
-    The columns of `conversation_of` belong to all but the template and s1K's.
+    The columns of `conversation_of` belong to all but the template and s1K's. Columns of another shape may be null.
     """
+    if function is None and template is None:
+        row = of_one_shape(row)
     if function is not None:
         made = function(row)
         row = made if isinstance(made, dict) else {"messages": made}
@@ -75,8 +86,17 @@ def to_conversation(
     if "messages" in row:
         messages = row["messages"]
     else:
-        messages = as_messages(row, "prompt", "user") + as_messages(row, "completion", "assistant")
+        asked, answer = as_messages(row, "prompt", "user"), as_messages(row, "completion", "assistant")
+        if all(message["role"] != "assistant" for message in read_messages(answer)):
+            raise ValueError("completion has no message of the assistant")
+        messages = asked + answer
     return conversation_of(row, messages)
+
+
+def of_one_shape(row: Row) -> Row:
+    """A row of a file with several shapes without its null columns, which other rows have; any other row unchanged."""
+    filled = {name: cell for name, cell in row.items() if cell is not None}
+    return filled if any(shape <= filled.keys() for shape in SHAPES) else row
 
 
 def tokenize_row(
@@ -162,7 +182,7 @@ def preprocess_dataset(
         ValueError: the columns are not understood, rows are bad, or nothing is left to train on.
     """
     names = set(data.column_names)
-    understood = any(needed <= names for needed in (S1K, {"messages"}, {"prompt", "completion"}, SHAREGPT, ALPACA))
+    understood = any(shape <= names for shape in SHAPES)
     if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(names))}; supported are question + thinking_trajectories + "

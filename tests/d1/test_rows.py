@@ -171,6 +171,8 @@ ERRORS = {
     "splits.json": ('{"train": [{"a": 1}], "test": [{"a": 2}]}', "several lists of rows, train, test: write one"),
     "cells.csv": ('a,b\n"x\ny",1\n\n1,2,3\n', "line 5: row 2 has 3 cells, the header 2: quote texts with commas"),
     "semicolons.csv": ("a;b\n1;2;3\n", "line 2: row 1 has 3 cells, the header 2: quote texts with semicolons"),
+    "open.csv": ('a,b\n1,"x\n2,y\n', "line 2: a cell in quotation marks does not end"),
+    "after.csv": ('sep=,\na,b\n1,2\n"x" y,2\n', "line 4: a cell in quotation marks does not end"),
     "header.csv": ("a,b,a\n1,2,3\n", "the header has the column 'a' twice"),
 }
 
@@ -216,6 +218,7 @@ def test_cells_of_csv_are_texts(kind: str, tmp_path: Path) -> None:
 def test_a_header_with_commas_decides(tmp_path: Path) -> None:
     assert read(tmp_path, "rows.csv", "a,b;c;d\n1,2\n").to_list() == [{"a": "1", "b;c;d": "2"}]
     assert read(tmp_path, "one.csv", "text\na;b\n").to_list() == [{"text": "a;b"}]
+    assert read(tmp_path, "empty.csv", '\n\na;b\n1;say "hi"\n').to_list() == [{"a": "1", "b": 'say "hi"'}]
 
 
 # --- Files that look as others make them ------------------------------------------------------------------------------

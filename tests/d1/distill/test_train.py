@@ -211,7 +211,9 @@ def test_bad_prompts_are_an_error_or_counted(flags: list[str], tmp_path: Path, c
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1+1=", "<mask>", "1" * 40)))
     own = [*flags, "--train_data", str(file), "--method", "t3d", "--max_steps", "1"]
-    with pytest.raises(ValueError, match=r"(?s)2 of 3 rows cannot .*row 1: the mask token.*row 2: the prompt has 43 "):
+    with pytest.raises(
+        ValueError, match=r"(?s)2 of 3 rows cannot .*line 2: the mask token.*line 3: the prompt has 43 "
+    ):
         run(own, tmp_path / "error")
     run(own, tmp_path / "skip", "--bad_rows", "skip")
     assert "skipped 2 of 3 rows" in caplog.text

@@ -3,6 +3,8 @@
 The table has one question and two answers in every shape. The expected tokens are the chat template's own.
 """
 
+import json
+
 import pytest
 from datasets import Dataset
 from trl import extract_prompt
@@ -10,6 +12,7 @@ from trl import extract_prompt
 from d1.models import load_tokenizer
 from d1.preference.data import token_rows
 from d1.preference.rows import answer_columns, conversations, sign_of
+from tests.d1.sft.templates import byte_tokenizer
 
 LIMITS = {"max_prompt_length": 200, "max_completion_length": 200}
 ASKED, GOOD, BAD, RULE = "what is 1+1", "it is 2", "it is 3", "be short"
@@ -120,7 +123,7 @@ def test_each_shape_of_completions_with_a_label(name, tokenizer):
     assert [one["label"] for one in rows] == [1, -1]
 
 
-@pytest.mark.parametrize(("yes", "no"), [(1, 0), ("True", "false"), ("1", "0"), (1.0, 0.0)])
+@pytest.mark.parametrize(("yes", "no"), [(1, 0), ("True", "false"), ("1", "0"), (1.0, 0.0), (" TRUE", "0 ")])
 def test_labels_as_files_have_them(yes, no):
     assert (sign_of(yes), sign_of(no)) == (1, -1)
 
@@ -211,7 +214,7 @@ def test_the_prompt_column_counts_before_other_columns():
         (BOTH_MESSAGES | {"prompt": "q", "chosen": [message("assistant", None)]}, "the assistant message is NoneType"),
         (
             {"prompt": "q", "chosen": {"text": "a"}, "rejected": {"text": "b"}},
-            "chosen has a message with text, without",
+            "chosen: a message has no role, but text",
         ),
         (TEXTS | {"prompt": "q", "chosen": str([RIGHT])}, "chosen is a text that holds a list of messages"),
         (
@@ -219,7 +222,9 @@ def test_the_prompt_column_counts_before_other_columns():
             "chosen is a text that holds a list of messages",
         ),
         (TEXTS | {"prompt": "q", "history": [["a", "b"]]}, "the column history is not supported"),
-        (TEXTS | {"prompt": "q", "images": ["a.png"]}, "the column images is not supported"),
+        (TEXTS | {"prompt": "q", "images": ["a.png"]}, "the column images would be lost"),
+        (TEXTS | {"prompt": "q", "functions": [{"name": "f"}]}, "the column functions would be lost"),
+        (TEXTS | {"messages": [USER, RIGHT]}, "the prompt ends with a message of the assistant, and chosen begins"),
         (
             {"chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG], "system": "other"},
             "differs from that of",
@@ -256,8 +261,78 @@ def test_texts_with_a_chat_template_in_them_are_refused(change, tokenizer):
         rows_of(TEXTS | {"prompt": ASKED} | change, tokenizer)
 
 
-@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
-def test_fields_of_messages_with_a_meaning_are_refused_by_name(field, tokenizer):
-    row = BOTH_MESSAGES | {"prompt": ASKED, "chosen": [RIGHT | {field: "x"}]}
-    with pytest.raises(ValueError, match=f"a message of chosen has {field}"):
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLED = message("assistant", "") | {"tool_calls": [CALL]}
+RESULT = message("tool", "2")
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CARRIED = {  # name -> a row, the messages before its answers, and the answers
+    "a call as the answer": ({"chosen": [CALLED], "rejected": [WRONG]}, [USER], CALLED, WRONG),
+    "a call before the answers": (
+        {"chosen": [CALLED, RESULT, RIGHT], "rejected": [CALLED, RESULT, WRONG]},
+        [USER, CALLED, RESULT],
+        RIGHT,
+        WRONG,
+    ),
+    "thoughts": (
+        {"chosen": [RIGHT | {"reasoning": "hm"}], "rejected": [WRONG | {"thinking": "oh"}]},
+        [USER],
+        RIGHT | {"reasoning_content": "hm"},
+        WRONG | {"reasoning_content": "oh"},
+    ),
+    "ShareGPT's call": (
+        {
+            "chosen": sharegpt("function_call", '{"name": "f", "arguments": {"x": 1}}'),
+            "rejected": sharegpt("bing", BAD),
+        },
+        [USER],
+        CALLED,
+        WRONG,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_tools_calls_and_thoughts_reach_the_template(name):
+    answers, before, *expected = CARRIED[name]
+    tokenizer = byte_tokenizer("qwen3")
+    row = answers | {"prompt": ASKED, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"enable_thinking": True}}
+    (pair,) = token_rows(
+        Dataset.from_list([row]), tokenizer, max_prompt_length=2000, max_completion_length=200, paired=True
+    )
+    for ids, answer in zip(pair["completions"], expected, strict=True):
+        text = tokenizer.apply_chat_template([*before, answer], tools=TOOLS, tokenize=False)
+        assert tokenizer.decode(pair["prompt_ids"] + ids) == f"{text.rstrip()}<eos>"
+    prompt = tokenizer.apply_chat_template(before, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(pair["prompt_ids"]) == prompt
+
+
+def test_what_the_template_leaves_out_is_refused(tokenizer):
+    row = TEXTS | {"prompt": ASKED}
+    with pytest.raises(ValueError, match=r"the chat template leaves out tools \(f\)"):
+        rows_of(row | {"tools": TOOLS}, tokenizer)
+    with pytest.raises(ValueError, match="the chat template leaves out reasoning_content of the assistant message"):
+        rows_of(row | {"chosen": [RIGHT | {"reasoning": "hm"}], "rejected": [WRONG]}, tokenizer)
+
+
+def test_one_answer_with_thoughts_where_the_prompt_opens_some():
+    row = {"prompt": ASKED, "chosen": [message("assistant", f"<think>\nhm\n</think>\n\n{GOOD}")], "rejected": [WRONG]}
+    tokenizer = byte_tokenizer("deepseek_r1_distill")
+    with pytest.raises(
+        ValueError, match="the chat template begins chosen and rejected differently: give both thoughts"
+    ):
         rows_of(row, tokenizer)
+
+
+def test_a_prompt_with_another_call_than_the_conversation_is_refused():
+    other = CALLED | {"tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {"x": 1}}}]}
+    row = {"prompt": [USER, other], "chosen": [USER, CALLED, RESULT, RIGHT], "rejected": [USER, CALLED, RESULT, WRONG]}
+    with pytest.raises(ValueError, match="chosen is a conversation without the prompt"):
+        turns_of(row)
+
+
+def test_an_answer_that_goes_on_with_a_transcript_ends_with_its_last_turn():
+    more = f" hello\n\nHuman: {ASKED}\n\nAssistant: "
+    row = {"prompt": "\n\nHuman: hi\n\nAssistant:", "chosen": more + GOOD, "rejected": more + BAD}
+    assert turns_of(row) == {"chosen": [*HISTORY[1:], USER, RIGHT], "rejected": [*HISTORY[1:], USER, WRONG]}
+    story = "Here:\n\nHuman: hi\n\nAssistant: hello"
+    assert turns_of({"prompt": ASKED, "chosen": story, "rejected": BAD})["chosen"][1]["content"] == story

@@ -135,7 +135,7 @@ def test_a_function_may_return_such_columns() -> None:
         ({"instruction": "a", "output": "b", "system": 3}, "system is int, not text"),
         (
             {"system": "s", "conversations": [{"from": "system", "value": "t"}, {"from": "gpt", "value": "b"}]},
-            "the column system and the first turn are both a system message",
+            "the column system and the system message differ",
         ),
     ],
 )

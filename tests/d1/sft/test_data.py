@@ -257,7 +257,7 @@ def test_bad_rows_are_named_or_skipped(problem, caplog):
         ({"prompt": 3, "completion": "a"}, "prompt is int, not text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
         ({"messages": "text"}, "messages is not a list"),
-        ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
+        ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message has no role, but content"),
     ],
 )
 def test_malformed_rows(row, problem):

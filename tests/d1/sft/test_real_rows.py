@@ -67,6 +67,16 @@ def test_the_prompts_of_distillation_have_the_columns_of_their_rows():
     )
 
 
+def test_a_prompt_of_distillation_that_loses_a_part_is_refused():
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    row = {"prompt": [*user("a"), *assistant("<think>\nhm\n</think>\n\nb"), *user("c")], "tools": tools}
+    problems = [prompt_ids(row, tokenizer_of(name), 10_000)[1] for name in ("qwen3", "gemma")]
+    todo = "remove it from the row, or use a model whose template writes it"
+    assert problems == ["", f"the chat template leaves out tools (get_weather): {todo}"]
+    row = {"prompt": "What is <mask>?"}
+    assert prompt_ids(row, tokenizer_of("qwen3"), 10_000)[1].startswith("the mask token <mask> is in the text")
+
+
 def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
@@ -80,7 +90,11 @@ def test_what_a_user_should_know_is_counted(caplog):
     turns = [*user("a"), *assistant("b", weight=1), *user("c"), *assistant("d")]
     rows = [{"messages": turns}, {"messages": [*turns, *user("thanks")]}]
     plain = [{"messages": [*user("a"), *assistant("<think>\nhm\n</think>\n\nb")]}]
+    plain[0]["messages"][0]["name"] = "Ada"
+    rows[0]["chat_template_kwargs"] = {"enable_thinking": True}
     preprocess_dataset(Dataset.from_list([*rows, *plain]), tokenizer, 1000, 0.0, num_proc=1)
+    assert "1 of 3 rows: the chat template does not write the name of a message" in caplog.text
+    assert "1 of 3 rows: the chat template reads no enable_thinking of chat_template_kwargs" in caplog.text
     assert "1 of 3 rows: messages after the assistant's last turn are left out" in caplog.text
     assert "2 of 3 rows: a weight is on an earlier turn" in caplog.text
     assert "2 of 3 rows: the training text differs from the generation prompt" in caplog.text
