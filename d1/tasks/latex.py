@@ -438,7 +438,7 @@ _DESCENDING = re.compile(r"([^<>=]+?)(>|\\ge(?![a-z])) ?([A-Za-z])(>|\\ge(?![a-z
 _ONE_SIDED = re.compile(r"[A-Za-z](<|>|\\le(?![a-z])|\\ge(?![a-z]))([^<>=]+)")
 _BOUND_FIRST = re.compile(r"([^<>=A-Za-z]+)(<|>|\\le(?![a-z])|\\ge(?![a-z])) ?([A-Za-z])")
 _REVERSED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-_SET_BUILDER = re.compile(r"\\\{([A-Za-z])(?:\\in\\mathbb(?:\{R\}|R))?(?:\||:|\\mid ?)(.*)\\\}")
+_SET_BUILDER = re.compile(r"\\?\{([A-Za-z])(?:\\in\\mathbb(?:\{R\}|R))?(?:\||:|\\mid ?)(.*)\\?\}")
 _BASES = {
     **{"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"},
     **{"ten": "10", "twelve": "12", "sixteen": "16"},
