@@ -82,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the file, and name it and its use on stderr."""
     file = args.file
+    if not file.name:
+        raise ValueError("FILE is empty: name the Python file to write, such as my_task.py")
     if file.suffix != ".py":
         raise ValueError(f"{file}: a task is a Python file: name it {file.with_suffix('.py')}")
     if not file.parent.is_dir():

@@ -68,6 +68,8 @@ def check_there(path: str) -> None:
         return
     if Path(path).suffix == ".gguf" and Path(path).is_file():
         raise ValueError(f"{path} is a GGUF file, which d1 reads to convert it: d1 a2d {path} OUT")
+    if Path(path).is_file():
+        raise ValueError(f"{path} is a file: name the folder of the model, which has config.json")
     if is_path(path):
         raise FileNotFoundError(f"there is no model folder {path}{closest(path)}")
     problem = no_hub()

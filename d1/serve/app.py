@@ -5,6 +5,7 @@ The rows of a request stop when its client leaves.
 
 import asyncio
 import hmac
+import json
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,6 +18,8 @@ from d1.runs.cli import one_line
 from d1.serve.answers import Choice, choice_of, envelope, generated, usage
 from d1.serve.engine import QueueFull, Stopped, weights_below
 from d1.serve.requests import (
+    ANYTHING,
+    NEUTRAL,
     Chat,
     Completion,
     Generate,
@@ -80,12 +83,23 @@ def add_refusals(app: Any) -> None:
 
     @app.exception_handler(RequestValidationError)
     def malformed(request: Any, error: RequestValidationError) -> Any:
-        parts = [f"{'.'.join(map(str, part['loc'][1:])) or 'body'}: {part['msg']}" for part in error.errors()[:3]]
-        return refusal(400, "; ".join(parts))
+        return refusal(400, "; ".join(map(message_of, error.errors()[:3])))
 
     @app.exception_handler(HTTPException)
     def unknown(request: Any, error: HTTPException) -> Any:
         return refusal(error.status_code, str(error.detail))
+
+
+def message_of(error: dict[str, Any]) -> str:
+    """What is wrong with a field of a body, after the place of the field."""
+    place = ".".join(map(str, error["loc"][1:])) or "body"
+    if error["type"] == "json_invalid":
+        return f"body: not JSON at character {place}: {error['ctx']['error']}"
+    if error["type"] != "extra_forbidden":
+        return f"{place}: {error['msg'].removeprefix('Value error, ')}"
+    accepted = [json.dumps(value) for value in NEUTRAL.get(place, ()) if value is not ANYTHING]
+    advice = f"leave it out, or send {' or '.join(accepted)}" if accepted else "leave it out"
+    return f"{place}: not supported here with the value {error['input']!r:.80}: {advice}"
 
 
 async def answered(request: Any, work: Awaitable[Any]) -> Any:
@@ -170,10 +184,19 @@ def openai_routes(server: Server) -> Any:
     from fastapi.responses import StreamingResponse
 
     router = APIRouter()
+    model_card = {"id": server.name, "object": "model", "created": 0, "owned_by": "d1"}
 
     @router.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [{"id": server.name, "object": "model", "created": 0, "owned_by": "d1"}]}
+        return {"object": "list", "data": [model_card]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        if not name:  # a slash at the end
+            return await models()
+        if name != server.name:
+            raise LookupError(f"the model {name!r:.200} is not served here: this is {server.name!r}")
+        return model_card
 
     @router.post("/v1/completions")
     async def complete(body: Completion, request: Request) -> Any:

@@ -93,31 +93,44 @@ ANYTHING = object()
 # Fields of OpenAI's API that are not supported here -> values that many clients send and that ask for nothing. So does
 # null, in these and in all other fields.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
     "echo": (False,),
+    "extra_body": ({},),
+    "extra_headers": ({},),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "keep_alive": (ANYTHING,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
     "max_completion_tokens": (),
     "metadata": (ANYTHING,),
     "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_key": (ANYTHING,),
+    "prompt_cache_options": (),
     "prompt_cache_retention": (ANYTHING,),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "safety_identifier": (ANYTHING,),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_k": (-1,),
     "top_logprobs": (0,),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -175,6 +188,18 @@ class Part(BaseModel):
 class Message(BaseModel):
     role: str
     content: str | Annotated[list[Part], Many]
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_content(cls, fields: Any) -> Any:
+        """An assistant's message without content is empty, unless it has calls of tools, which nothing here reads."""
+        if not isinstance(fields, dict) or fields.get("content") is not None:
+            return fields
+        if fields.get("tool_calls") or fields.get("function_call"):
+            raise ValueError("tool_calls are not supported here: send the call as text in content")
+        if fields.get("role") == "assistant":
+            return {**fields, "content": ""}
+        return fields
 
 
 class Chat(OpenAI):

@@ -36,14 +36,22 @@ _NUMBER = re.compile(
     rf"(?P<top>{_DECIMAL}(?:[eE][+-]?[0-9]{{1,4}})?)(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
 )
 
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _OPERAND = r"\s*(?:[0-9(\\]|[A-Za-z](?![A-Za-z]))"
 # What makes another number of the one before it: a power, a factorial, a variable, more digits, an operation.
 _CHANGED_BEHIND = re.compile(
-    rf"[)}}\]]*\s*(?:!|\^|\*\*|(?:[-+*×÷·/]|\\times|\\cdot|\\div|\\pm|±){_OPERAND})|[_'.,][0-9]|:(?!00)[0-9]|[²³⁰¹⁴-⁹]|[xyzn](?![A-Za-z])"
+    rf"[)}}\]]*\s*(?:!|\^|\*\*|(?:[-+*×÷·/]|\\times|\\cdot|\\div|\\pm|±){_OPERAND})|[_'.,][0-9]|:(?!00)[0-9]|[²³⁰¹⁴-⁹]|"
+    r"[xyznkKMB](?![A-Za-z])|\([0-9]|\s*(?:π|√|\\pi|\\sqrt)|\s*(?:<|>|≤|≥|\\[lg]eq?(?![a-z]))\s*[0-9A-Za-z]|"
+    r"\s+and\s+(?:a|one)\s+(?:half|third|quarter|fourth)(?![A-Za-z])"
 )
-_CHANGED_BEFORE = re.compile(r"(?:\\(?:sqrt|log|ln|sin|cos|tan)\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^])\s*$")
+_CHANGED_BEFORE = re.compile(
+    r"(?:\\(?:sqrt|log|ln|sin|cos|tan)\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^]|(?:\\pi|π)\s*/?|"
+    r"(?<![A-Za-z<])[A-Za-z]\s*(?:<|>|≤|≥|\\[lg]eq?(?![a-z])))\s*$"
+)
+_POWER_OF_TEN = re.compile(
+    r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*x])\s*10\s*(?:\^|\*\*)\s*(?:\{([+-]?[0-9]{1,3})\}|([+-]?[0-9]{1,3}))"
+)
 _VARIABLE = re.compile(r"(?<![A-Za-z'])[A-Za-z]\s*$")
 _OTHER_VALUE = re.compile(
     r"\s*(?:%|\\%)?\s*(?:[,;&|/-]|\\text\{\s*(?:or|and|to)\s*\}|(?:,\s*)?(?:or|and|to)\b)?\s*|"
@@ -86,7 +94,10 @@ def number_in(text: str) -> float | None:
     one ("in 2 days she sells 18"). None if there is no finite number, if it is part of an expression ("3^2", "4!",
     "2x", "3 + 4", "x - 3"), or if the answer gives other numbers to choose from ("5 or 6", "5-6").
     """
-    text = _plain(unwrap(text) if len(text) <= MAX_MARKUP else text).rpartition("=")[2]
+    text = _plain(unwrap(text) if len(text) <= MAX_MARKUP else text)
+    while "=" in text and not re.search("[0-9]", text.rpartition("=")[2]):  # 18 = x
+        text = text.rpartition("=")[0]
+    text = text.rpartition("=")[2]
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
@@ -115,6 +126,7 @@ def _plain(text: str) -> str:
     """The text with one form of fractions and minus signs, and without currency signs and thousands separators."""
     text = _joined_groups(_PUNCTUATION.sub(" : ", text))
     text = re.sub(r"\\?\$|[€£¥]", "", text).replace("½", r"\frac12").replace("¼", r"\frac14").replace("¾", r"\frac34")
+    text = _POWER_OF_TEN.sub(r"e\1\2", text)
     text = _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
     return _THOUSANDS.sub("", text)
 

@@ -10,6 +10,7 @@ A tree is a text without spaces (a number, an expression, a word), or a list: a 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
@@ -49,20 +50,20 @@ _SIGNS = {
     "∪": r"\cup ",
     "≤": r"\le ",
     "≥": r"\ge ",
+    "≠": r"\ne ",
+    "∅": r"\emptyset ",
     "∈": r"\in ",
     "±": r"\pm ",
     "≈": r"\approx ",
     "º": "°",
     "⁄": "/",
-    "½": r"\frac{1}{2}",
-    "⅓": r"\frac{1}{3}",
-    "⅔": r"\frac{2}{3}",
-    "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}",
-    "⅛": r"\frac{1}{8}",
 }
+for _code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F)):  # fractions of one character
+    _top, _, _bottom = unicodedata.normalize("NFKC", chr(_code)).partition("⁄")
+    _SIGNS[chr(_code)] = rf"\frac{{{_top}}}{{{_bottom}}}"
+_SUBSCRIPTS, _LOW_DIGITS = re.compile(r"[₀-₉]+"), str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUPERSCRIPTS, _DIGITS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_ROOT = re.compile(r"√\s*\(?\s*([0-9A-Za-z]+)\s*\)?")
+_ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9A-Za-z]+))")
 _FROM_CHARACTERS, _FROM_SIGNS = str.maketrans(_CHARACTERS), str.maketrans(_SIGNS)
 
 
@@ -74,16 +75,27 @@ def plain_characters(text: str) -> str:
 def _latex_of_signs(text: str) -> str:
     """The text with LaTeX for the signs of mathematics: powers, roots, fractions, relations."""
     text = _SUPERSCRIPTS.sub(lambda digits: "^{" + digits[0].translate(_DIGITS) + "}", text)
-    return _ROOT.sub(r"\\sqrt{\1}", text).translate(_FROM_SIGNS)
+    text = _SUBSCRIPTS.sub(lambda digits: "_{" + digits[0].translate(_LOW_DIGITS) + "}", text)
+    return _ROOT.sub(_latex_of_root, text).translate(_FROM_SIGNS)
+
+
+def _latex_of_root(root: re.Match[str]) -> str:
+    sign, *radicands = root.groups(default="")
+    command = r"\sqrt[3]" if sign == "∛" else r"\sqrt"
+    return f"{command}{{{''.join(radicands)}}}"
 
 
 # ---- What is written around an answer
 
 _INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my|our)\s+)?(?:(?:final|correct|exact)\s+)?"
-    r"(?:answer|result|solution|value)\s*(?:is\b|:|=)+\s*|(?:approximately|about|roughly)\s+|\\approx\s*|[=:]\s*",
+    r"(?:answer|result|solution|value)\s*(?:is\b|:|=)+\s*|(?:approximately|about|roughly)\s+|\\(?:approx|sim)(?![a-z])\s*|"
+    # "The graph is an ellipse", "the sum of the roots is 5"
+    r"(?!.*\b(?:no|not|none|neither|if)\b)[A-Za-z]{2,}(?:\s+[A-Za-z]+){0,6}\s+is\s+(?:equal\s+to\s+)?|"
+    r"(?:an?|the)\s+(?=[A-Za-z]{3,}$)|(?:option|choice)\s+(?=\(?[A-Z](?![A-Za-z]))|\#+\s*|[=:]\s*",
     re.IGNORECASE,
 )
+_IS = re.compile(r"([A-Za-z])\s+is\s+(?!not\b)")  # x is 5
 _WRAPPERS = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -98,9 +110,12 @@ _WRAPPERS = [
         r"\$((?:\\.|[^$\\])+)\$",
         r"\\\(((?:(?!\\\)).)+)\\\)",
         r"\\\[((?:(?!\\\]).)+)\\\]",
-        r"\\(?:boxed|fbox|mathbf|textbf|boldsymbol|bm|mathit|textit|emph|ensuremath|underline)\s*\{([^{}]*(?:\{[^{}]*"
+        r"\\(?:boxed|fbox|framebox|mathbf|textbf|boldsymbol|bm|mathit|textit|emph|ensuremath|underline)\s*\{([^{}]*(?:\{[^{}]*"
         r"(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}",
         r"\{\\(?:bf|it|rm)\s([^{}]+)\}",
+        r"\\(?:mathbf|large|Large|LARGE|huge|Huge)\s+([^{}\s].*)",
+        r"\\(?:textcolor|colorbox)\s*\{[a-zA-Z]+\}\s*\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}",
+        r"\\color\s*\{[a-zA-Z]+\}\s*(.+)",
     )
 ]
 _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{?")
@@ -112,10 +127,13 @@ def unwrap(text: str) -> str:
     text = _BOLD.sub(r"\1", text)
     for _ in range(20):
         before = text
-        text = text.strip().rstrip(".,;").removesuffix("\\").strip()
+        text = _strip_end(text)
         introduction = _INTRODUCTION.match(text)
         if introduction:
             text = text[introduction.end() :]
+        named = _IS.match(text)
+        if named:
+            text = f"{named[1]}={text[named.end() :]}"
         for wrapper in _WRAPPERS:
             whole = wrapper.fullmatch(text)
             if whole:
@@ -125,6 +143,14 @@ def unwrap(text: str) -> str:
     if _OPEN_BOX.match(text) and text.count("{") > text.count("}"):  # a box that is cut off
         text = _OPEN_BOX.sub("", text, count=1)
     return text
+
+
+def _strip_end(text: str) -> str:
+    """The text without punctuation at its end; three dots stay, because more follows them."""
+    text = text.strip()
+    if text.endswith("..."):
+        return text
+    return text.rstrip(".,;").removesuffix("\\").strip()
 
 
 # ---- Units
@@ -165,8 +191,17 @@ _UNITS = {name: unit for unit, names in _UNIT_NAMES.items() for name in (unit, *
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal|textbf|mathbf|textit|operatorname)\s*"
 _UNIT_IN_TEXT = re.compile(rf"(?<=[^\s_])\s*{_TEXT}\{{([^{{}}]*)\}}\s*(?:\^\s*\{{?([0-9])\}}?)?$")
-_UNIT_IN_WORDS = re.compile(r"(?<=[0-9}).])(\s*)([A-Za-z¢€£][A-Za-z. ]*)(?:\^\{?([0-9])\}?)?$")
-_NUMBER_AND_WORDS = re.compile(r"-?[0-9][0-9.,]*\s+((?:[A-Za-z]{3,})(?:\s+[A-Za-z]+)*)$")
+_POWER_IN_TEXT = re.compile(rf"({_TEXT})\{{([^{{}}$^]*?)\s*\$?\^(?:\{{([23])\}}|([23]))\$?\s*\}}")
+_WORDS_IN_BRACKETS = re.compile(rf"(?<=[0-9}}])\s*(?:{_TEXT}\{{\s*)?\(([A-Za-z]{{3,}}(?: [A-Za-z]+)*)\)(?:\s*\}})?$")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]")
+_CURRENCY = re.compile(
+    r"(?:US)?(?:\\text\{\\?\$\}|\\?\$)|[€£]|(?<![A-Za-z])(?:USD|EUR|GBP)\s*(?=[0-9])|\\(?:text|math)dollar(?![A-Za-z])"
+)
+_UNIT_IN_WORDS = re.compile(r"(?:(?<=[0-9}).])|(?<=\\pi))(\s*)([A-Za-z¢€£][A-Za-z. ]*)(?:\^\{?([0-9])\}?)?$")
+_NUMBER_AND_WORDS = re.compile(
+    r"(?:-?[0-9][0-9.,]*|-?[0-9]+/[0-9]+|-?[0-9]+ [0-9]+/[0-9]+|-?(?:[0-9]+ ?)?\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
+    r"\s+((?:[A-Za-z]{3,})(?:(?:\s+|/)[A-Za-z]+)*)$"
+)
 _NO_UNIT = re.compile(
     r"\b(?:and|or|to|if|for|base|mod|plus|minus|times|over|point|sqrt|frac|pi|log|ln|sin|cos|tan|factorial|squared|"
     r"cubed|hal(?:f|ves)|thirds|quarters|fourths|fifths|sixths|eighths|tenths|hundredths|thousandths|"
@@ -196,11 +231,11 @@ def unit_of(text: str, power: str | None = None) -> str | None:
 
 def _without_unit(text: str) -> tuple[str, str | None]:
     """The text without the unit at its end, and the unit: a known one, or None."""
-    currency = re.search(r"\\\$|[$€£]", text)
+    currency = _CURRENCY.search(text)
     unit = None
     if currency:
-        unit = _UNITS.get(currency[0], "dollar")
-        text = re.sub(r"\\?\$|[€£]", "", text).strip()
+        unit = _UNITS.get(currency[0].strip().lower(), "dollar")
+        text = _CURRENCY.sub("", text).strip()
     degrees = _DEGREES.search(text)
     if degrees:
         scale = re.search(rf"(?:{_DEGREES.pattern})\s*(?:{_TEXT}\{{)?\s*([CF])\s*\}}?$", text)
@@ -212,7 +247,9 @@ def _without_unit(text: str) -> tuple[str, str | None]:
     if in_text and not _NO_UNIT.search(in_text[1]):
         return text[: in_text.start()], unit_of(in_text[1], in_text[2]) or unit
     in_words = _UNIT_IN_WORDS.search(text)
-    if in_words and (in_words[1] or not re.fullmatch("[A-Za-z]", in_words[2].strip())):
+    # A unit follows a number: in "\pi r^2 h", h is no hour.
+    is_product = in_words and _VARIABLE.search(text, text.rfind("=") + 1, in_words.start())
+    if in_words and not is_product and (in_words[1] or not re.fullmatch("[A-Za-z]", in_words[2].strip())):
         known = unit_of(in_words[2], in_words[3])
         if known:
             return text[: in_words.start()], known
@@ -233,6 +270,8 @@ _LATEX_SPACE = re.compile(
 )
 _GROUPS = re.compile(r"(?<=[0-9])(?:,\\!\s*|\{,\}\s*|\\!,|\\[,;: ])(?=[0-9]{3}(?![0-9]))")
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+|(?:'[0-9]{3})+)(?:\.[0-9]+)?")
+_COMMAND_NAMES = "sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log"  # that plain text has without a backslash
+_LIST_COMMA = re.compile(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))")  # "5, 125" is two numbers
 _SPELLINGS = [
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
@@ -242,12 +281,23 @@ _SPELLINGS = [
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(rf"\s*,?\s*(?:{_TEXT}\{{\s*(?:and|or)\s*\}}|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))\s*"), ","),
     (re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}"), r" \1 "),
+    (re.compile(rf"(?<![\\A-Za-z])({_COMMAND_NAMES})(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<=[0-9A-Za-z)}])\*\*(?=[-0-9A-Za-z({])"), "^"),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
+    (re.compile(r"\\bigcup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])"), r"\\cup "),
+    (re.compile(r"\{:\}|\\colon(?![A-Za-z])"), ":"),
+    (re.compile(r"\{([0-9A-Za-z]+)\s*\\choose\s*([0-9A-Za-z]+)\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\\begin\s*\{array\}\s*\{[^{}]*\}"), r"\\begin{matrix}"),
+    (re.compile(r"\\end\s*\{array\}"), r"\\end{matrix}"),
+    (re.compile(r"\\cr(?![A-Za-z])"), r"\\\\ "),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*([0-9A-Za-z]|\\[a-z]+)\s*(?=\{)"), r"\\frac{\1}"),
     (re.compile(r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*([0-9A-Za-z]|\\pi)"), r"\\frac\1{\2}"),
+    (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
-    (re.compile(r"\^\s*\{([0-9A-Za-z])\}"), r"^\1"),
+    (re.compile(r"\^\s*\{([0-9A-Za-z])\}(?![0-9])"), r"^\1"),
 ]
 
 
@@ -262,15 +312,38 @@ def read(latex: str) -> Answer:
     text = _GROUPS.sub("", _LAYOUT.sub("", text))
     text = _LATEX_SPACE.sub(" ", text).strip()
     text = _SCALE.sub(_scaled, text, count=1)
+    text = _words_as_time(text)
+    text = _POWER_IN_TEXT.sub(r"\1{\2}^{\3\4}", text)
+    in_brackets = _WORDS_IN_BRACKETS.search(text)
+    if in_brackets and not _NO_UNIT.search(in_brackets[1]):
+        text = text[: in_brackets.start()]
+    text = _LIST_COMMA.sub(";", text)
     sign = _PERCENT.search(text)
     if sign:
         text = text[: sign.start()]
     text, unit = _without_unit(text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
-    text = _without_spaces(text.strip().rstrip(".").strip())
+    text = _without_spaces(_strip_end(text))
     tree = tree_of(text) if _depth(text) <= MAX_DEPTH else text
     return Answer(text, tree, unit, bool(sign))
+
+
+_HALVES_OF_DAY = (
+    (re.compile(rf"\s*(?:{_TEXT}\{{)?\s*o'clock\s*(?:\}}(?=\s*$))?", re.IGNORECASE), " "),
+    (re.compile(rf"(?<=[0-9])\s*(?:{_TEXT}\{{)?\s*in the morning\s*\}}?$", re.IGNORECASE), " a.m."),
+    (
+        re.compile(rf"(?<=[0-9])\s*(?:{_TEXT}\{{)?\s*(?:in the (?:afternoon|evening)|at night)\s*\}}?$", re.IGNORECASE),
+        " p.m.",
+    ),
+)
+
+
+def _words_as_time(text: str) -> str:
+    """The text with "8 o'clock in the evening" as "8 p.m."."""
+    for pattern, spelling in _HALVES_OF_DAY:
+        text = pattern.sub(spelling, text)
+    return text.strip()
 
 
 def _depth(text: str) -> int:
@@ -359,9 +432,13 @@ _NAME = re.compile(
 )
 _NAME_BEHIND = re.compile(r"([^=<>]+)=([A-Za-z])")
 _MEMBER = re.compile(r"[A-Za-z]\\in(?![A-Za-z])\s?")
-_MATRIX = re.compile(r"\\begin\{([pb]?|small)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
-_BETWEEN = re.compile(r"([^<>=]+?)(<|\\le) ?([A-Za-z])(<|\\le)([^<>=]+)")
-_ONE_SIDED = re.compile(r"[A-Za-z](<|>|\\le|\\ge)([^<>=]+)")
+_MATRIX = re.compile(r"\\begin\{([pbB]?|small)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
+_BETWEEN = re.compile(r"([^<>=]+?)(<|\\le(?![a-z])) ?([A-Za-z])(<|\\le(?![a-z]))([^<>=]+)")
+_DESCENDING = re.compile(r"([^<>=]+?)(>|\\ge(?![a-z])) ?([A-Za-z])(>|\\ge(?![a-z]))([^<>=]+)")
+_ONE_SIDED = re.compile(r"[A-Za-z](<|>|\\le(?![a-z])|\\ge(?![a-z]))([^<>=]+)")
+_BOUND_FIRST = re.compile(r"([^<>=A-Za-z]+)(<|>|\\le(?![a-z])|\\ge(?![a-z])) ?([A-Za-z])")
+_REVERSED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_SET_BUILDER = re.compile(r"\\?\{([A-Za-z])(?:\\in\\mathbb(?:\{R\}|R))?(?:\||:|\\mid ?)(.*)\\?\}")
 _BASES = {
     **{"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"},
     **{"ten": "10", "twelve": "12", "sixteen": "16"},
@@ -379,6 +456,9 @@ def tree_of(text: str) -> Tree:
     """The tree of a text in one spelling."""
     if _THOUSANDS.fullmatch(text):
         return re.sub("[, ']", "", text)
+    set_builder = _SET_BUILDER.fullmatch(text)
+    if set_builder and set_builder[1] in set_builder[2]:
+        return tree_of(set_builder[2])
     parts = list(_split(text, {",", ";"}))
     if len(parts) > 1:
         return [",", *_values(parts)]
@@ -443,7 +523,7 @@ def _enclosed(text: str) -> Tree | None:
     parts = _values(list(_split(inner, {",", ";"})))
     if len(parts) == 1 and (kind != "[]" or isinstance(parts[0], list)):
         return parts[0]
-    if tokens[0] == "{":  # a group, which LaTeX does not print
+    if tokens[0] == "{" and (len(parts) < 2 or _THOUSANDS.fullmatch(inner)):  # a group, which LaTeX does not print
         return None
     return [kind, *parts]
 
@@ -454,6 +534,13 @@ def _inequality(text: str) -> Tree | None:
     if between:
         low, left, _, right, high = between.groups()
         return [("(" if left == "<" else "[") + (")" if right == "<" else "]"), tree_of(low), tree_of(high)]
+    descending = _DESCENDING.fullmatch(text)
+    if descending:
+        high, right, name, left, low = descending.groups()
+        return _inequality(f"{low}{_REVERSED[left]} {name}{_REVERSED[right]}{high}")
+    bound_first = _BOUND_FIRST.fullmatch(text)
+    if bound_first:
+        return _inequality(f"{bound_first[3]}{_REVERSED[bound_first[2]]}{bound_first[1]}")
     one = _ONE_SIDED.fullmatch(text)
     if not one:
         return None
@@ -483,4 +570,4 @@ def _leaf(text: str) -> Tree:
         plus = re.sub(r"\\pm(?![A-Za-z])\s?", "+", re.sub(r"\\mp(?![A-Za-z])\s?", "-", text))
         minus = re.sub(r"\\pm(?![A-Za-z])\s?", "-", re.sub(r"\\mp(?![A-Za-z])\s?", "+", text))
         return [",", plus.removeprefix("+"), minus]
-    return text.removeprefix("+").removesuffix(".")
+    return _strip_end(text.removeprefix("+"))

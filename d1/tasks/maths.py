@@ -32,6 +32,8 @@ MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 10
 STALL_LIMIT = 120.0  # seconds by the clock, only for a helper that does not run at all: a stopped process
 _HELPER = Path(__file__).with_name("maths_process.py")
 
+_CHOICE = re.compile(r"\(([A-Z])\)")  # a letter of a multiple-choice question
+_CHOSEN = re.compile(r"\(?([A-Za-z])(?:\)?|[).:][^,()]*)")
 _SUBSCRIPT_OF_NUMBER, _DOTS = re.compile(r"[0-9]_"), re.compile(r"\\[lc]?dots|\.\.\.|…")
 _WORD, _WORDS = re.compile(r"[A-Za-z-]{4,}"), re.compile(r"(?<![\\A-Za-z])[A-Za-z]{12,}")  # spaces are removed
 
@@ -73,6 +75,10 @@ def _equivalent(answer: str, gold: str) -> bool:
         return mine.text == right.text
     if mine.text == right.text:
         return True
+    choice = _CHOICE.fullmatch(right.text)
+    if choice:
+        chosen = _CHOSEN.fullmatch(mine.text)
+        return chosen is not None and choice[1] == chosen[1].upper()
     if mine.percent != right.percent:
         x, y = _number(mine.tree), _number(right.tree)
         if x is not None and y is not None:
@@ -155,6 +161,8 @@ def _same_values(answer: Tree, gold: Tree) -> bool:
         return _same_in_any_order(answer[1:], gold[1:])
     if kinds == {",", "()"}:
         return _same_in_order(answer[1:], gold[1:])
+    if kinds == {",", "cup"}:  # x < 1 or x > 2
+        return _same_in_any_order(answer[1:], gold[1:])
     return False
 
 

@@ -12,6 +12,7 @@ import ctypes
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +26,7 @@ from d1.lazy import functions_in
 from d1.sandbox import Limits, output_of
 
 END_SECONDS = 0.1  # for a function that took too long to end, before the state of the process is restored
+ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>", re.DOTALL)  # Python's text of an object: it differs from run to run
 MAX_TEXT = 10_000  # characters of a result that are read; `TurnSettings.result_length` is in tokens
 
 # --- The calculator and Python ----------------------------------------------------------------------------------------
@@ -203,8 +205,14 @@ def described(error: BaseException) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The beginning of a value as text that UTF-8 can write."""
+    """The beginning of a value as text that UTF-8 can write.
+
+    Raises:
+        TypeError: the value has no text of its own but its address, such as a generator.
+    """
     text = value if isinstance(value, str) else str(value)
+    if ADDRESS.fullmatch(text) and not isinstance(value, str):
+        raise TypeError(f"the tool returned an object of class {type(value).__name__}, which has no text: return text")
     return valid_unicode(text[:MAX_TEXT])
 
 

@@ -7,18 +7,21 @@ grad mode and autocast belong to the thread of the call, and end with it.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import locale
 import logging
 import os
 import random
+import resource
 import signal
 import socket
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -79,6 +82,7 @@ def restore_environment(variables: dict[str, str]) -> None:
     for name, value in variables.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
+    time.tzset()
 
 
 def umask() -> int:
@@ -133,6 +137,74 @@ def restore_gpu_rng_states(states: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(states)
 
 
+Hooks = tuple[Any, ...]
+
+
+def hooks() -> Hooks:
+    return sys.excepthook, threading.excepthook, sys.displayhook, sys.breakpointhook, sys.unraisablehook
+
+
+def restore_hooks(functions: Hooks) -> None:
+    sys.excepthook, threading.excepthook, sys.displayhook, sys.breakpointhook, sys.unraisablehook = functions
+
+
+def restore_builtins(functions: dict[str, Any]) -> None:
+    for name in vars(builtins).keys() - functions.keys():
+        delattr(builtins, name)
+    vars(builtins).update(functions)
+
+
+def import_state() -> tuple[list[str], list[str]]:
+    return [*sys.path], [*sys.argv]
+
+
+def restore_import_state(state: tuple[list[str], list[str]]) -> None:
+    sys.path[:], sys.argv[:] = state
+
+
+def loggers() -> list[tuple[logging.Logger, int, bool, bool]]:
+    """The named loggers, with what silences them."""
+    named = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    return [(one, one.level, one.disabled, one.propagate) for one in named]
+
+
+def restore_loggers(states: list[tuple[logging.Logger, int, bool, bool]]) -> None:
+    for logger, level, disabled, propagate in states:
+        if logger.level != level:  # setting it clears the caches of all loggers
+            logger.setLevel(level)
+        logger.disabled, logger.propagate = disabled, propagate
+
+
+def duplicate_descriptors() -> dict[int, int]:
+    """Copies of the descriptors of the standard streams, of those that are open."""
+    copies = {}
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):
+            copies[descriptor] = os.dup(descriptor)
+    return copies
+
+
+def restore_descriptors(copies: dict[int, int]) -> None:
+    for descriptor, copy in copies.items():
+        os.dup2(copy, descriptor)
+        os.close(copy)
+
+
+LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CPU, resource.RLIMIT_CORE)
+
+
+def resource_limits() -> list[tuple[int, int]]:
+    return [resource.getrlimit(kind) for kind in LIMITS]
+
+
+def restore_resource_limits(limits: list[tuple[int, int]]) -> None:
+    for kind, (soft, hard) in zip(LIMITS, limits, strict=True):
+        present = resource.getrlimit(kind)
+        if present != (soft, hard):
+            with suppress(OSError, ValueError):  # a hard limit that was lowered stays so
+                resource.setrlimit(kind, (soft, present[1]))
+
+
 def determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
@@ -163,6 +235,7 @@ STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (determinism, restore_determinism),
     (cudnn_flags, restore_cudnn_flags),
+    (lambda: torch.backends.mkldnn.enabled, lambda value: setattr(torch.backends.mkldnn, "enabled", value)),
     (working_directory, restore_working_directory),
     (lambda: dict(os.environ), restore_environment),
     (umask, os.umask),
@@ -171,6 +244,13 @@ STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (sys.getswitchinterval, sys.setswitchinterval),
     (warning_filters, restore_warning_filters),
     (logging_state, restore_logging),
+    (loggers, restore_loggers),
+    (hooks, restore_hooks),
+    (lambda: dict(vars(builtins)), restore_builtins),
+    (import_state, restore_import_state),
+    (duplicate_descriptors, restore_descriptors),
+    (resource_limits, restore_resource_limits),
+    (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
     (gc.isenabled, restore_collector),
     (socket.getdefaulttimeout, socket.setdefaulttimeout),
     (lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)),
@@ -181,7 +261,7 @@ class StateKeeper:
     """Keeps the state of the process during calls: the first of concurrent calls reads it, the last restores it."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self.lock = threading.Lock()
         self.calls = 0
         self.states: list[tuple[Callable[[Any], Any], Any]] = []
 

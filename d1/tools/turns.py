@@ -362,12 +362,19 @@ class Toolbox:
             ids = encode_text(self.tokenizer, text)
         except ValueError:  # a vocabulary without unknown tokens
             ids = None
-        if ids is None or self.special_in(ids):  # the tokenizer's normalizer made them of other characters
+        if ids is None or self.has_marks(ids):  # the tokenizer's normalizer made them of other characters
             text = self.without_marks(" ".join(word for word in text.split() if self.knows(word)))
             ids = encode_text(self.tokenizer, text)
+        if self.has_marks(ids):  # of several words
+            text, ids = "", []
         if len(ids) <= most:
             return text
         return self.without_marks(str(self.tokenizer.decode(ids[:most])))
+
+    def has_marks(self, ids: Sequence[int]) -> bool:
+        """Whether ids have a special token, or a mark in the text that they decode to."""
+        text = "\n" + str(self.tokenizer.decode(list(ids)))  # headers begin a line
+        return bool(self.special_in(ids)) or any(mark in text for mark in self.marks)
 
     def without_marks(self, text: str) -> str:
         """A text without what is invisible and without `marks`, also those that appear when others are removed."""
@@ -381,12 +388,12 @@ class Toolbox:
         return text.removeprefix("\n")
 
     def knows(self, word: str) -> bool:
-        """Whether a word has tokens, none of which is special."""
+        """Whether a word has tokens, none of which is special, and no mark."""
         try:
             ids = encode_text(self.tokenizer, word)
         except ValueError:
             return False
-        return bool(ids) and not self.special_in(ids)
+        return bool(ids) and not self.has_marks(ids)
 
     def play(
         self,

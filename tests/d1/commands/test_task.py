@@ -61,6 +61,8 @@ def test_a_file_that_cannot_be_written_is_refused(file: str, message: str, tmp_p
     with pytest.raises((ValueError, OSError), match=message):
         new(str(tmp_path / file))
     assert (tmp_path / "there.py").read_text() == "kept"
+    with pytest.raises(ValueError, match="FILE is empty"):
+        new("")
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "folder/data.csv"])

@@ -158,6 +158,7 @@ SERVED = {"rollout_mode": "server", "rollout_server_base_url": ["http://127.0.0.
         ({"model_path": "no/model"}, "no/model is no folder here and is not in the hub's cache"),
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
         ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
+        ({"model_path": __file__}, "test_train_script.py is a file: name the folder of the model"),
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
         ({"dataset": "countdown", "prompt_protocol": "llada"}, "has no prompt protocol 'llada': use one of d1"),
         ({"dataset": "no_such_task.py"}, "no task file"),

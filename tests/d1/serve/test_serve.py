@@ -223,6 +223,19 @@ NEUTRAL = {  # what clients of OpenAI's API send without asking for anything
     "parallel_tool_calls": [None, True, False],
     "logprobs": [None, False],
     "top_logprobs": [None, 0],
+    "top_k": [None, -1],
+    "min_tokens": [None, 0],
+    "length_penalty": [None, 1.0],
+    "use_beam_search": [None, False],
+    "skip_special_tokens": [None, True],
+    "stop_token_ids": [None, []],
+    "add_generation_prompt": [None, True],
+    "continue_final_message": [None, False],
+    "chat_template_kwargs": [None, {}],
+    "extra_body": [None, {}],
+    "extra_headers": [None, {}],
+    "keep_alive": [None, "5m", -1],
+    "prompt_cache_options": [None],
     "logit_bias": [None, {}],
     "n": [None, 1],
     "top_p": [None, 1, 1.0],
@@ -300,6 +313,37 @@ def test_values_that_ask_for_nothing_change_nothing(tiny, route):
 def test_values_that_ask_for_something_else_are_refused_by_name(tiny, name, value):
     message = tiny.post("/v1/chat/completions", 400, **CHAT | {name: value})["error"]["message"]
     assert message.startswith(f"{name}: ")
+    assert "Extra inputs" not in message
+
+
+def test_a_refusal_names_the_value_and_what_is_accepted(tiny):
+    def refuse(**fields):
+        return tiny.post("/v1/chat/completions", 400, **CHAT | fields)["error"]["message"]
+
+    assert refuse(store=True) == "store: not supported here with the value True: leave it out, or send false"
+    assert refuse(chat_id="7") == "chat_id: not supported here with the value '7': leave it out"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert refuse(messages=messages).startswith("messages.1: tool_calls are not supported here")
+    headers = {"Content-Type": "application/json"}
+    answer = requests.post(f"{tiny.url}/v1/chat/completions", data="{bad", headers=headers, timeout=60)
+    assert answer.json()["error"]["message"].startswith("body: not JSON at character 1")
+
+
+def test_an_answer_of_openais_client_without_content_is_an_empty_message(tiny):
+    def answer(content):
+        turns = [*CHAT["messages"], {"role": "assistant", "content": content, "tool_calls": None}, *CHAT["messages"]]
+        return text_of(tiny.post("/v1/chat/completions", **CHAT | {"messages": turns}))
+
+    assert answer(None) == answer("")
+
+
+def test_openais_client_finds_the_model_by_its_name(client, tiny):
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    answer = requests.get(f"{tiny.url}/v1/models/org/other", timeout=60)
+    assert answer.status_code == 404
+    assert "'org/other' is not served here: this is 'tiny'" in answer.json()["error"]["message"]
 
 
 MASKED = {

@@ -106,6 +106,22 @@ def leaves() -> None:
     raise SystemExit(3)
 
 
+def yields() -> str:
+    """Yields a text."""
+    yield "5"
+
+
+def without_text() -> object:
+    """An object whose text is its address."""
+    return object()
+
+
+@pytest.mark.parametrize(("function", "kind"), [(yields, "generator"), (without_text, "object")])
+def test_an_object_whose_text_is_its_address_is_an_error(function, kind):
+    expected = f"error: TypeError: the tool returned an object of class {kind}, which has no text: return text"
+    assert call(function, {}, 5) == (expected, True, False)
+
+
 def test_a_call_gives_text_or_an_error_and_a_loop_ends():
     assert call(later, {"x": 2}, 5) == ("3", False, False)
     assert call(later, {}, 5) == ("error: TypeError: missing a required argument: 'x'", True, False)

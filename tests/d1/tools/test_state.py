@@ -1,13 +1,16 @@
 """A tool leaves the global state of the process as it was, whatever it sets and however it ends."""
 
+import builtins
 import gc
 import locale
 import logging
 import os
 import random
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,7 @@ import torch
 
 from d1.tools.functions import call
 
+LOGGER = logging.getLogger("d1.tests.state")
 KEY = [5, 0, 1, 0]
 
 
@@ -50,6 +54,17 @@ def state():
         "locale": locale.setlocale(locale.LC_ALL),
         "alarm": signal.getitimer(signal.ITIMER_REAL),
         "handler": signal.getsignal(signal.SIGTERM),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "path": [*sys.path],
+        "arguments": [*sys.argv],
+        "hook": (sys.excepthook, threading.excepthook),
+        "builtins": dict(vars(builtins)),
+        "logger": (LOGGER.level, LOGGER.disabled, LOGGER.propagate),
+        "descriptor": [os.fstat(1).st_ino, os.fstat(2).st_ino],
+        "open": len(os.listdir("/proc/self/fd")),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "digits": sys.get_int_max_str_digits(),
+        "zone": time.tzname,
     }
 
 
@@ -57,6 +72,23 @@ def change_environment():
     os.environ["D1_TEST"] = "1"
     os.environ.pop("PATH", None)
     os.environ["HOME"] = "/nowhere"
+
+
+def lose_output():
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    os.close(2)
+
+
+def change_builtins():
+    builtins.print = None
+    builtins.added = 1
+
+
+def change_time_zone():
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
 
 
 CHANGES = {
@@ -85,6 +117,16 @@ CHANGES = {
     "timeout": lambda: socket.setdefaulttimeout(3),
     "locale": lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8" if locale.setlocale(locale.LC_ALL) == "C" else "C"),
     "alarm": lambda: signal.alarm(30),
+    "mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "path": lambda: sys.path.clear(),
+    "arguments": lambda: sys.argv.append("--other"),
+    "hook": lambda: (setattr(sys, "excepthook", print), setattr(threading, "excepthook", print)),
+    "builtins": change_builtins,
+    "logger": lambda: (LOGGER.setLevel(logging.CRITICAL), setattr(LOGGER, "disabled", True)),
+    "descriptor": lose_output,
+    "files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+    "digits": lambda: sys.set_int_max_str_digits(0),
+    "zone": change_time_zone,
     "handler": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),  # refused: no thread but the first may
 }
 
