@@ -160,7 +160,8 @@ def archived_cell(heading: str, name: str) -> Contrast:
     for row in table[2:]:
         if row[0] == row_name:
             values = [float(number) for number in re.findall(r"[-+]?\d*\.?\d+", row[table[0].index(column)])]
-            return Contrast(*values[:3])
+            value, low, high = values[:3]
+            return Contrast(value, low, high)
     raise ValueError(f"docs/studies.md has no {name} under {heading}")
 
 
