@@ -183,18 +183,18 @@ def check_unicode(text: str) -> None:
 
 
 def features_of(rows: Iterable[Placed]) -> Features:
-    """The columns of rows, in the order in which they appear, and their types. ValueError names the place of a row that
+    """The columns of rows, in the order in which they appear, and their types. ValueError names the location of a row that
     cannot be used, NoRows if there are none."""
     kinds: dict[str, Any] = {}
-    for place, row in rows:
+    for location, row in rows:
         if not isinstance(row, dict):
-            raise ValueError(f"{place} is {kind_name(row)}, not an object: a row is {{column: value, ...}}")
+            raise ValueError(f"{location} is {kind_name(row)}, not an object: a row is {{column: value, ...}}")
         try:
             for name, cell in row.items():
                 check_unicode(name)
                 kinds[name] = common_type(kinds.get(name), type_of(cell))
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{location}: {error}") from None
     if not kinds:
         raise NoRows
     return Features({name: feature_of(kind) for name, kind in kinds.items()})
@@ -250,8 +250,8 @@ class JsonText:
                 raise ValueError(f"line {self.line}: the list of rows ends before this line")
             return
         while self.peek():
-            place = f"line {self.line}"
-            yield place, self.value()
+            location = f"line {self.line}"
+            yield location, self.value()
 
     def items(self) -> Iterator[Placed]:
         """The items of the list that begins here."""
@@ -261,8 +261,8 @@ class JsonText:
             return
         while True:
             self.peek()
-            place, item = f"line {self.line}", self.value()
-            yield place, {"text": item} if isinstance(item, str) else item
+            location, item = f"line {self.line}", self.value()
+            yield location, {"text": item} if isinstance(item, str) else item
             after = self.peek()
             if after not in (",", "]"):
                 raise ValueError(
@@ -407,7 +407,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def undecodable(path: Path, encoding: str) -> str:
-    """The place of the first line that is not in this encoding."""
+    """The location of the first line that is not in this encoding."""
     if not encoding.startswith("utf-8"):
         return "the text"
     with path.open("rb") as lines:
@@ -478,10 +478,10 @@ def read_rows(file: Path, digest: str, keep_in_memory: bool) -> Dataset:
 
 
 def lines_of(rows: Dataset, numbers: Collection[int]) -> dict[int, str]:
-    """The places in their file of rows that `read_rows` read, such as "line 3", by their numbers, which count from 0;
+    """The locations in their file of rows that `read_rows` read, such as "line 3", by their numbers, which count from 0;
     for messages. Empty for other rows, and for a selection of rows."""
     file = Path(rows.info.description)
     if rows.info.builder_name != BUILDER or rows._indices is not None or not file.is_file():
         return {}
-    read = enumerate(place for place, _ in READERS[file.suffix](file))
-    return {number: place for number, place in islice(read, max(numbers, default=-1) + 1) if number in numbers}
+    read = enumerate(location for location, _ in READERS[file.suffix](file))
+    return {number: location for number, location in islice(read, max(numbers, default=-1) + 1) if number in numbers}

@@ -173,4 +173,3 @@ def test_no_file_uses_an_old_name_of_the_vocabulary():
         names = {getattr(node, kind, None) for node in nodes for kind in ("id", "arg", "attr", "name")}
         assert not names & OLD_NAMES, (path, names & OLD_NAMES)
         assert not (found := OLD_WORDS.search(text)), (path, found)
-    assert [*(ROOT / "d1").rglob("rows.py")] == [ROOT / "d1" / "rl" / "rows.py"]  # the deprecated one

@@ -1,6 +1,6 @@
 """SFT of models whose noise is uniform ids (DiffusionGemma): canvases instead of masks.
 
-The loss is TRL's (huggingface/trl, examples/scripts/sft_diffusion_gemma.py). One canvas of each row is chosen
+The loss is TRL's (huggingface/trl, sft_diffusion_gemma.py). One canvas of each row is chosen
 uniformly. It begins a whole number of canvases after the prompt, and EOS fills it after the answer's end. Each of its
 tokens is replaced by a uniform id with probability t', t' = .999 t + .001 and t ~ U(0, 1) per row. The loss is the sum
 of two means over the whole optimizer step:
