@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, ModelConfig
 
@@ -658,6 +657,8 @@ def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
 
 def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
     """Raise ValueError for data that the trainer cannot go through, or that has no prompts."""
+    from datasets import Dataset  # here, because the help of RL needs no data
+
     parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, rows in {"train_dataset": train_dataset, **parts}.items():
         if rows is None:  # TRL says whether it may be missing

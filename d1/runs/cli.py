@@ -292,7 +292,7 @@ class ConfigParser(OneLineParser):
         for name, value in settings.items():
             action = flags.get(f"--{name}")
             if action is None or action.dest == "help":
-                hint = hint_of_flag(str(name), self)
+                hint = hint_of_flag(str(name), self).replace("--", "")  # names in a file have no dashes
                 raise ValueError(f"--config {file}: there is no such setting: {name}{hint} (--help lists them)")
             if action.dest in seen:
                 raise ValueError(f"--config {file}: {seen[action.dest]} and {name} are one setting: keep one")
