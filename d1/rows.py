@@ -183,8 +183,8 @@ def check_unicode(text: str) -> None:
 
 
 def features_of(rows: Iterable[Placed]) -> Features:
-    """The columns of rows, in the order in which they appear, and their types. ValueError names the location of a row that
-    cannot be used, NoRows if there are none."""
+    """The columns of rows, in the order in which they appear, and their types. ValueError names the location of a row
+    that cannot be used, NoRows if there are none."""
     kinds: dict[str, Any] = {}
     for location, row in rows:
         if not isinstance(row, dict):
@@ -478,8 +478,8 @@ def read_rows(file: Path, digest: str, keep_in_memory: bool) -> Dataset:
 
 
 def lines_of(rows: Dataset, numbers: Collection[int]) -> dict[int, str]:
-    """The locations in their file of rows that `read_rows` read, such as "line 3", by their numbers, which count from 0;
-    for messages. Empty for other rows, and for a selection of rows."""
+    """The locations in their file of rows that `read_rows` read, such as "line 3", by their numbers, which count from
+    0; for messages. Empty for other rows, and for a selection of rows."""
     file = Path(rows.info.description)
     if rows.info.builder_name != BUILDER or rows._indices is not None or not file.is_file():
         return {}
