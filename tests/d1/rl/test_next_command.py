@@ -21,6 +21,7 @@ from d1.rl.stage import EQUAL, flag_words, learnt_nothing, never_differed, next_
 from tests.commands import ROOT
 
 POCKET = ROOT / "pocket" / "base"
+PRODUCTS, PROBLEMS = ROOT / "pocket" / "products_base", ROOT / "dataset" / "products_train.jsonl"  # which can call
 TRAINING = str(ROOT / "dataset" / "sudoku_train.csv")
 RUN = "--use_cpu true --report_to none --max_steps 1 --num_iterations 1 --per_device_train_batch_size 4"
 RUN += " --num_generations 4 --logging_steps 1 --output_dir run"
@@ -31,8 +32,10 @@ def printed(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
     parser = train.make_parser()
     with caplog.at_level(logging.INFO):
         train.main(*parser.parse_args_and_config(["--model_path", str(POCKET), *RUN.split(), *words]))
-    (line,) = [text for text in caplog.messages if text.startswith("The model is in run: ")]
-    return shlex.split(line.removeprefix("The model is in run: "))
+    (line,) = [
+        text for text in caplog.messages if text.startswith(("The model is in run: ", "The adapter is in run: "))
+    ]
+    return shlex.split(line.partition(" is in run: ")[2])
 
 
 def evaluated(words: list[str]) -> dict[str, Any]:
@@ -51,6 +54,7 @@ def evaluated(words: list[str]) -> dict[str, Any]:
             {"sampler": "parallel", "reveal": "factor", "reveal_level": 1.5, "cfg_scale": 0.5, "split": "train"},
         ),
         (
+            f"--model_path {PRODUCTS} --dataset products --data_file {PROBLEMS} --max_completion_length 32 "
             "--tools calculator --tool_format plain --max_turns 3 --result_length 9 --max_prompt_length 100",
             {"tools": ["calculator"], "tool_format": "plain", "max_turns": 3, "result_length": 9},
         ),
