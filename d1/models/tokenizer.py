@@ -631,12 +631,12 @@ def check_complete(
     except ValueError:  # a template that reads its messages, such as the pocket models', refuses the words
         parts = []
     for mark in marks:
-        places = {trained for part, trained in parts if mark.word in part}
+        found_in = {trained for part, trained in parts if mark.word in part}
         wanted = mark.message in chosen
-        if places and (True in places) != wanted:
+        if found_in and (True in found_in) != wanted:
             verb = "is not" if wanted else "would be"
             raise ValueError(f"{mark.part} {verb} trained on: the chat template writes it in another turn's place")
-        if not places:
+        if not found_in:
             check_not_left_out(mark, messages, tokenizer, options, chosen)
 
 

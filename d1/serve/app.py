@@ -92,14 +92,14 @@ def add_refusals(app: Any) -> None:
 
 def message_of(error: dict[str, Any]) -> str:
     """What is wrong with a field of a body, after the place of the field."""
-    place = ".".join(map(str, error["loc"][1:])) or "body"
+    field = ".".join(map(str, error["loc"][1:])) or "body"
     if error["type"] == "json_invalid":
-        return f"body: not JSON at character {place}: {error['ctx']['error']}"
+        return f"body: not JSON at character {field}: {error['ctx']['error']}"
     if error["type"] != "extra_forbidden":
-        return f"{place}: {error['msg'].removeprefix('Value error, ')}"
-    accepted = [json.dumps(value) for value in NEUTRAL.get(place, ()) if value is not ANYTHING]
+        return f"{field}: {error['msg'].removeprefix('Value error, ')}"
+    accepted = [json.dumps(value) for value in NEUTRAL.get(field, ()) if value is not ANYTHING]
     advice = f"leave it out, or send {' or '.join(accepted)}" if accepted else "leave it out"
-    return f"{place}: not supported here with the value {error['input']!r:.80}: {advice}"
+    return f"{field}: not supported here with the value {error['input']!r:.80}: {advice}"
 
 
 async def answered(request: Any, work: Awaitable[Any]) -> Any:

@@ -74,7 +74,7 @@ def _value(expression: Expr, point: tuple[int, int]) -> Expr | None:
 
 def _place(name: str) -> Rational:
     """A fraction of its own for each name."""
-    return Rational(sum(ord(letter) * 31**place for place, letter in enumerate(name[:8])), 97)
+    return Rational(sum(ord(letter) * 31**position for position, letter in enumerate(name[:8])), 97)
 
 
 def _same_equation(gold: Eq, answer: Eq) -> bool:

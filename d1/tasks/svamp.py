@@ -125,7 +125,7 @@ def _template(row: dict[str, Any]) -> Template:
     """Raises ValueError if the text or the equation names a number that the row lacks, or the equation is none."""
     numbers = [_number(text, "Numbers") for text in str(row["Numbers"]).split()]
     template = Template(text_in(row, "Question"), text_in(row, "Equation"), numbers)
-    used = [int(place) for place in PLACE.findall(f"{template.text} {template.equation}")]
+    used = [int(placeholder) for placeholder in PLACE.findall(f"{template.text} {template.equation}")]
     if max(used, default=-1) >= len(numbers):
         raise ValueError(f"Numbers must have number{max(used)}, got {row['Numbers']!r}")
     _solve(template.equation, numbers)
@@ -145,7 +145,7 @@ def _written(number: Fraction) -> str:
 
 def fill_numbers(text: str, numbers: Sequence[Fraction]) -> str:
     """The text with the numbers in their places."""
-    return PLACE.sub(lambda place: _written(numbers[int(place[1])]), text)
+    return PLACE.sub(lambda placeholder: _written(numbers[int(placeholder[1])]), text)
 
 
 def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction | None]:
@@ -157,9 +157,9 @@ def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Frac
     steps: list[Step] = []
     values: list[Fraction] = []
     for token in reversed(equation.split()):
-        place = PLACE.fullmatch(token)
-        if place:
-            values.append(numbers[int(place[1])])
+        placeholder = PLACE.fullmatch(token)
+        if placeholder:
+            values.append(numbers[int(placeholder[1])])
         elif token not in SIGNS:
             values.append(_number(token, "Equation"))
         elif len(values) < 2:

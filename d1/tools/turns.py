@@ -344,12 +344,12 @@ class Toolbox:
     def ids_of_results(self, episode: Episode, results: Sequence[str]) -> list[int]:
         """The ids that the template writes after an answer: its end, the results as the user's message, the header."""
         content = "\n".join(self.form.result.format(result=text) for text in results)
-        place = PLACE
-        while place in content:
-            place += PLACE
-        messages = [{"role": "assistant", "content": place}, {"role": "user", "content": content}]
+        placeholder = PLACE
+        while placeholder in content:
+            placeholder += PLACE
+        messages = [{"role": "assistant", "content": placeholder}, {"role": "user", "content": content}]
         rendered = render_prompt(self.tokenizer, [*episode.prompt, *messages], **self.options)
-        return encode_text(self.tokenizer, rendered.rpartition(place)[2])
+        return encode_text(self.tokenizer, rendered.rpartition(placeholder)[2])
 
     def special_in(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self.special_ids]

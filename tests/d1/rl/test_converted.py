@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,15 +91,18 @@ def test_sft_teaches_and_the_result_is_evaluated(converted, tmp_path, how):
 
 def test_the_command_after_rl_asks_as_the_run_did_and_shots_are_those_asked_for(tmp_path):
     own: dict[str, Any] = {"output_dir": str(tmp_path), "dataset": "gsm8k", "use_cpu": True, "bf16": False}
-    plain = next_command(DiffuGRPOConfig(**own))
+    config = SimpleNamespace(model_type="llama")  # of a model with masks
+    plain = next_command(DiffuGRPOConfig(**own), config)
     assert not {"--prompt_protocol", "--few_shot", "--data_file"} & {*plain.split()}
     rows = tmp_path / "rows.jsonl"
     lines = [{"question": f"{i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(8)]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     args = DiffuGRPOConfig(**own, prompt_protocol="llada", few_shot=0, data_file=str(rows))
-    assert next_command(args).endswith("--prompt_protocol llada --few_shot 0 --data_file TEST_FILE")
+    command = next_command(args, config)
+    assert f"--split train --data_file {rows} --prompt_protocol llada --few_shot 0" in command
+    assert "--few_shot_file" not in command
     args.eval_data_file = "validation.jsonl"
-    assert next_command(args).endswith("--data_file validation.jsonl")
+    assert "--split validation --data_file validation.jsonl" in next_command(args, config)
     task = under_protocol(load_task("gsm8k"), "llada")
     for asked_for, turns in ((None, 9), (0, 1), (2, 5)):
         args.few_shot = asked_for
