@@ -63,7 +63,7 @@ def read_number(text: str) -> float:
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these names and values; ValueError for a name that comes twice, of which one would be lost."""
+    """The object with these names and values. ValueError for a name that comes twice, whose one value would be lost."""
     read = dict(pairs)
     if len(read) < len(pairs):
         names = [name for name, _ in pairs]
@@ -321,7 +321,7 @@ def jsonl_rows(path: Path) -> Iterator[Placed]:
 
 
 def goes_on(line: str) -> bool:
-    """Whether the value that begins in the first line of a file goes on in the next, or is a list of rows."""
+    """Whether the first line of a file begins a list of rows, or a value that does not end in that line."""
     if line.lstrip().startswith("["):
         return True
     try:

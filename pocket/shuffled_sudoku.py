@@ -15,12 +15,17 @@ from d1.tasks.sudoku import cells_reward, extract, load_rows, score
 __all__ = ["REWARDS", "extract", "load_rows", "score"]
 
 
-def shuffled_cells(completions: list, **columns: Any) -> list[float]:
-    """The Sudoku rewards in a random order, which depends only on the completions."""
-    rewards = cells_reward(completions, **columns)
+def shuffle_rewards(rewards: list[float], completions: list) -> list[float]:
+    """The rewards in a random order, which depends only on the completions."""
     key = zlib.crc32("\n".join(map(text_of, completions)).encode())
-    random.Random(key).shuffle(rewards)
-    return rewards
+    shuffled = list(rewards)
+    random.Random(key).shuffle(shuffled)
+    return shuffled
+
+
+def shuffled_cells(completions: list, **columns: Any) -> list[float]:
+    """The Sudoku rewards in a random order."""
+    return shuffle_rewards(cells_reward(completions, **columns), completions)
 
 
 REWARDS = [shuffled_cells]

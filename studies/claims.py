@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -246,7 +245,3 @@ def faults_of(claim: re.Match[str], sentence: str) -> list[str]:
             if max(ours, theirs) > EQUAL_COST * min(ours, theirs):
                 faults.append(f"not at equal {cost}: {ours:,.0f} and {theirs:,.0f}")
     return faults
-
-
-def claims_in(path: Path) -> int:
-    return len(CLAIM.findall(path.read_text()))

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from d1.commands.model import model_of, settle_canvas, tokenizer_of
+from d1.commands.model import model_of, resolve_canvas, tokenizer_of
 from d1.models.kinds import check_room
 from d1.runs.cli import MISTAKES, one_line
 from d1.sampling.settings import SamplingSettings, add_model_flags, add_sampling_flags, sampling_settings
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
         disable_progress_bar()
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    settle_canvas(args)
+    resolve_canvas(args)
     model = model_of(args)
     chat = Chat(model, tokenizer, args.seed, sampling_settings(vars(args), model.config), on_terminal)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):

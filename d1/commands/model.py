@@ -14,13 +14,13 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
     return load_tokenizer(args.checkpoint_path or args.model_path, plain_chat_template=args.plain_chat_template)
 
 
-def settle_canvas(args: argparse.Namespace, masks_for: str = "") -> None:
-    """Set `gen_length` where it is not given, to the model's own (`own_length`) or 128.
+def resolve_canvas(args: argparse.Namespace, masks_for: str = "") -> None:
+    """Set `gen_length` where it is not given, to the model's own (`default_gen_length`) or 128.
 
     Raise ValueError, before the weights are read, if a completion leaves no room for a prompt, other flags of sampling
     do not suit the model, or it lacks the mask token that `masks_for` needs."""
     from d1.models.adapters import adapter_chain
-    from d1.models.kinds import check_room, native_config, own_length, require_masks
+    from d1.models.kinds import check_room, default_gen_length, native_config, require_masks
     from d1.sampling.settings import GEN_LENGTH, sampling_settings
 
     base = adapter_chain(args.model_path, args.checkpoint_path)[0]
@@ -28,7 +28,7 @@ def settle_canvas(args: argparse.Namespace, masks_for: str = "") -> None:
     if masks_for:
         require_masks(config, masks_for)
     if args.gen_length is None:
-        args.gen_length = own_length(base, config) or GEN_LENGTH
+        args.gen_length = default_gen_length(base, config) or GEN_LENGTH
     check_room(config, 1, sampling_settings(vars(args), config).gen_length, ": lower --gen_length")
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d1.commands.model import model_of, settle_canvas, tokenizer_of
+from d1.commands.model import model_of, resolve_canvas, tokenizer_of
 from d1.ranges import COUNT, Range
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.serve import KEY, LOCAL
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    settle_canvas(args, masks_for="the server")
+    resolve_canvas(args, masks_for="the server")
 
     server = server_of(args, tokenizer)
     program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import model_of, settle_canvas, tokenizer_of
+from d1.commands.model import model_of, resolve_canvas, tokenizer_of
 from d1.files import valid_unicode
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
@@ -126,7 +126,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
-    settle_canvas(args)
+    resolve_canvas(args)
     config = config_of(args.model_path, args.checkpoint_path)
     toolbox, functions = tools_of(args, tokenizer, config)  # its errors come before the weights are read
     model = model_of(args, loaded)

@@ -44,7 +44,7 @@ from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
 from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
-from d1.models.kinds import check_room, native_config, own_length, require_masks
+from d1.models.kinds import check_room, default_gen_length, native_config, require_masks
 from d1.models.load import load_on_device, named_dtype
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
@@ -110,9 +110,9 @@ def config_of(model_path: str, checkpoint_path: str) -> Any:
     return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
 
 
-def own_length_of(model_path: str, checkpoint_path: str, config: Any) -> int | None:
+def default_length_of(model_path: str, checkpoint_path: str, config: Any) -> int | None:
     """The length of a completion that the model's own folder names, if it does."""
-    return own_length(adapter_chain(model_path, checkpoint_path or None)[0], config)
+    return default_gen_length(adapter_chain(model_path, checkpoint_path or None)[0], config)
 
 
 def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:

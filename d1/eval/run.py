@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     runs_of(args)  # refuses sampling settings that contradict each other
     config = completions.config_of(args.model_path, args.checkpoint_path)
     if args.gen_length is None:
-        args.gen_length = [completions.own_length_of(args.model_path, args.checkpoint_path, config) or GEN_LENGTH]
+        args.gen_length = [completions.default_length_of(args.model_path, args.checkpoint_path, config) or GEN_LENGTH]
     args.dtype = args.dtype or completions.default_dtype(config)
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()

@@ -388,7 +388,9 @@ def a2d(
     config.pad_token_id = tokenizer.pad_token_id
     if keep_shift:
         config.predicts_next_token = True
-    model.generation_config.max_new_tokens = None  # a limit of the source, not the length of a canvas (`own_length`)
+    model.generation_config.max_new_tokens = (
+        None  # a limit of the source, not the length of a canvas (`default_gen_length`)
+    )
     with saving(folder):
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

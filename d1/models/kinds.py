@@ -276,7 +276,7 @@ def raw_config(path: str) -> dict[str, Any]:
     return raw
 
 
-def own_length(path: str, config: Any) -> int | None:
+def default_gen_length(path: str, config: Any) -> int | None:
     """The length of a completion that the model's folder or hub repository names, `max_new_tokens` of its
     `generation_config.json`. None if it names none, or one without room for a prompt in a model of this `config`."""
     from transformers import GenerationConfig

@@ -184,7 +184,7 @@ def conversation(row: Mapping[str, Any], cell: Any, name: str) -> list[Message]:
 
 
 def continued_transcript(prompt: Any, cell: Any) -> Any:
-    """The cell, as a transcript if it goes on with that of the prompt and has further turns: those of the user are no
+    """The cell; if it continues the prompt's transcript with further turns, as a transcript. A user's turn is no
     part of the answer."""
     if not isinstance(prompt, str) or not isinstance(cell, str):
         return cell

@@ -409,17 +409,17 @@ class DiffuGRPOConfig(GRPOConfig):
             self.block_length, self.first_token = settings.block_length, settings.first_token
         return settings
 
-    def settle_canvas(self, model_config: Any, own_length: int | None = None) -> None:
-        """Sets the length of a canvas that nobody gave: `own_length`, which the model's folder names, or else the
-        default if the model has room for it, or else the blocks that fit after prompts of `max_prompt_length` tokens.
-        Steps that nobody gave follow."""
+    def resolve_canvas(self, model_config: Any, default_gen_length: int | None = None) -> None:
+        """Sets the length of a canvas that nobody gave: `default_gen_length`, which the model's folder names, or else
+        the default if the model has room for it, or else the blocks that fit after prompts of `max_prompt_length`
+        tokens. Steps that nobody gave follow."""
         if not self.canvas_is_unset:
             return
         room, default = getattr(model_config, "max_position_embeddings", None), int(self.max_completion_length or 0)
         block = self.block_length or block_size(model_config) or BLOCK_LENGTH
         length, why = default, ""
-        if own_length is not None:
-            length, why = own_length, "max_new_tokens of the model's generation_config.json"
+        if default_gen_length is not None:
+            length, why = default_gen_length, "max_new_tokens of the model's generation_config.json"
         elif room is not None and room <= default:
             length = (room - self.max_prompt_length) // block * block
             why = (

@@ -88,8 +88,8 @@ def json_line(log: Mapping[str, Any]) -> str:
 
 
 def show_row(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, most: int = 2000) -> None:
-    """Log the text of a tokenised row, special tokens included, with [[ and ]] around what is trained on. Of a part
-    with more than `most` characters, the middle is left out."""
+    """Log the text of a tokenised row, special tokens included, with [[ and ]] around what is trained on. The
+    middle of a part with more than `most` characters is left out."""
     parts: list[str] = []
     for is_trained, group in itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1]):
         text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)

@@ -150,20 +150,17 @@ def write_rows(study: Study) -> dict[str, Any]:
 
 def convert_source(study: Study) -> dict[str, Any]:
     """The autoregressive model as a folder of Transformers, in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
+    from transformers import AutoTokenizer
+
+    from d1.models.formats.gguf import load_gguf
 
     out = study.path("ar")
     shutil.rmtree(out, ignore_errors=True)
     source = Path(study.model)
-    options: dict[str, Any] = {"dtype": torch.float32}
     if source.suffix == ".gguf":
-        options |= {"gguf_file": source.name, "quantization_config": GgufConfig(dequantize=True)}
-        model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model, tokenizer, _ = load_gguf(source)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        model = load_ar(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

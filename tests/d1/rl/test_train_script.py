@@ -109,7 +109,7 @@ def test_a_message_about_groups_names_what_was_given():
 def test_a_canvas_that_was_given_is_not_made_shorter():
     for given in (["--max_completion_length", "256"], ["--max_completion_length", "64", "--diffusion_steps", "32"]):
         args = bare(*given)
-        args.settle_canvas(native_config(args.model_path)[0])
+        args.resolve_canvas(native_config(args.model_path)[0])
         assert args.max_completion_length == int(given[1])
     with pytest.raises(ValueError, match=r"18 tokens of text and 256 .*: lower --max_completion_length$"):
         check_config(native_config(args.model_path)[0], 18, bare("--max_completion_length", "256"))

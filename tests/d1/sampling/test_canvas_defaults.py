@@ -13,11 +13,11 @@ from transformers import BertConfig, LlamaConfig
 import d1.eval
 from d1.__main__ import make_parser
 from d1.commands.fit import of_method, with_recipe
-from d1.commands.model import settle_canvas
+from d1.commands.model import resolve_canvas
 from d1.distill.config import DistillConfig
 from d1.distill.stage import stage as distill_stage
 from d1.eval import run as evaluation
-from d1.models.kinds import native_config, own_length
+from d1.models.kinds import default_gen_length, native_config
 from d1.rl import train
 from d1.rl.config import DiffuGRPOConfig
 from d1.sampling.infill import fill_settings
@@ -115,29 +115,29 @@ def test_fit_counts_the_same_steps() -> None:
 def test_a_pocket_model_is_sampled_on_a_length_it_was_trained_on(name: str) -> None:
     folder = str(ROOT / "pocket" / name)
     config, _ = native_config(folder)
-    assert own_length(folder, config) == 32
+    assert default_gen_length(folder, config) == 32
     args = make_parser().parse_args(["chat", folder])
-    settle_canvas(args)
+    resolve_canvas(args)
     settings = sampling_settings(vars(args), config)
     assert (settings.gen_length, settings.steps) == (32, 16)
     rl = DiffuGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
-    rl.settle_canvas(config, own_length(folder, config))
+    rl.resolve_canvas(config, default_gen_length(folder, config))
     assert (rl.max_completion_length, rl.diffusion_steps) == (32, 16)
 
 
 def test_a_model_that_names_no_length_has_that_of_the_command(tiny_model_dir: Path, tmp_path: Path) -> None:
     config, _ = native_config(str(tiny_model_dir))
-    assert own_length(str(tiny_model_dir), config) is None
+    assert default_gen_length(str(tiny_model_dir), config) is None
     args = make_parser().parse_args(["chat", str(tiny_model_dir)])
-    settle_canvas(args)
+    resolve_canvas(args)
     assert args.gen_length == 128
     given = make_parser().parse_args(["chat", str(POCKET), "--gen_length", "40"])
-    settle_canvas(given)
+    resolve_canvas(given)
     assert given.gen_length == 40
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     for length, expected in ((24, 24), (512, None), (2048, None)):  # 512 positions leave no room for a prompt
         (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": length}))
-        assert own_length(str(folder), config) == expected
+        assert default_gen_length(str(folder), config) == expected
 
 
 def test_evaluation_and_distillation_take_the_models_own_length(tiny_model_dir: Path, tmp_path: Path) -> None:
