@@ -1,9 +1,9 @@
-"""Curves of RL runs, or an HTML report on them: `d1.rl.report`.
+"""Curves of RL runs, or an HTML report on them: `d1.show.report`.
 
 python plot_curves.py ../runs/gsm8k --html report.html
 """
 
-from d1.rl.report import main, make_parser
+from d1.show.report import main, make_parser
 from d1.runs.cli import run_script
 
 if __name__ == "__main__":

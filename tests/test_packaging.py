@@ -26,14 +26,16 @@ OPTIONAL += ("uvicorn", "sglang", "tensordict", "verl", "gguf")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("versions",),
-    ("files", "lazy", "ranges", "show", "transformers_bridge"),
-    ("hub", "sandbox"),
+    ("files", "lazy", "ranges", "transformers_bridge"),
+    ("hub", "rooms", "sandbox"),
     ("models", "masking", "tasks"),
     ("sampling",),
-    ("scoring", "tools"),
+    ("scoring",),
     ("runs",),
-    ("serve",),
-    ("sft", "rl", "preference", "distill", "eval"),
+    ("show",),
+    ("sft", "rl", "eval"),
+    ("preference", "distill", "serve", "tools"),
+    ("report",),
     ("commands",),
     ("__main__",),
 )

@@ -249,7 +249,7 @@ def config_of(model_path: str) -> Any:
 
 def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float], str]:
     """Hours by purpose, and the line about them at the head of a recipe."""
-    from d1.models.fit import flops_per_token
+    from d1.commands.footprint import flops_per_token
 
     speed = PEAKS[args.card] * 1e12 * args.utilisation * args.gpus * 3600
     each = flops_per_token(config_of(recipe.flags["model_path"]), recipe.context)
@@ -296,8 +296,8 @@ def run(args: argparse.Namespace) -> None:
     elif args.model_path is None or args.stage is None:
         raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     args = with_recipe(args)
+    from d1.commands.footprint import FitSettings, fit_table
     from d1.models.attention import has_causal_context
-    from d1.models.fit import FitSettings, fit_table
     from d1.models.kinds import block_size, has_masks
 
     if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from d1.rl.methods import METHODS, Method
-from d1.show.tables import aligned_table
+from d1.runs.tables import aligned_table
 
 COLUMNS = {  # header -> the setting
     "estimator": "estimator",

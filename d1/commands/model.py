@@ -34,8 +34,8 @@ def resolve_canvas(args: argparse.Namespace, masks_for: str = "") -> None:
 
 def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> Any:
     """The model with its adapter, loaded by `load` (default: `load_on_device`)."""
-    from d1.models.fit import check_memory
     from d1.models.load import load_on_device
+    from d1.models.memory import check_memory
 
     check_memory(args.model_path, args.dtype, args.checkpoint_path)
     options = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}

@@ -21,10 +21,10 @@ from d1.commands.model import model_of, resolve_canvas, tokenizer_of
 from d1.files import valid_unicode
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.cli import OneLineParser
+from d1.runs.turns import add_turn_flags, check_turn_flags
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.show.film import Film, Judge, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
-from d1.tools.settings import add_turn_flags, check_turn_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,11 +116,12 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
-    from d1.eval.completions import config_of, tools_of
+    from d1.eval.completions import config_of
     from d1.masking import keyed_generator
     from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
     from d1.sampling import rollout_steps
+    from d1.tools.evaluation import tools_of
     from d1.tools.turns import Episode
 
     tokenizer = tokenizer_of(args)

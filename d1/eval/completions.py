@@ -24,8 +24,7 @@ import random
 import re
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,25 +38,20 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
+from d1 import rooms
 from d1.files import FileLock, Held, read_object, write_atomically, writing
 from d1.masking import keyed_generator
 from d1.models.adapters import adapter_chain
-from d1.models.fit import check_memory
 from d1.models.head import NotFiniteError
-from d1.models.kinds import check_room, default_gen_length, native_config, require_masks
+from d1.models.kinds import check_room, default_gen_length, native_config
 from d1.models.load import load_on_device, named_dtype
+from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
-from d1.models.tokenizer import encode_prompt, end_ids, first_end, load_tokenizer, render_prompt
+from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
 from d1.runs.record import CONTENTS, IMPORTS, of_file, of_model, of_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
-from d1.sampling.loop import Stops
-from d1.sampling.passes import Columns
 from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
-from d1.tools.calls import Functions, Message
-from d1.tools.functions import TOOLS, load_tools
-from d1.tools.settings import TurnSettings
-from d1.tools.turns import Episode, Toolbox
 
 logger = logging.getLogger("eval")
 
@@ -88,7 +82,7 @@ class Prompt:
     ids: list[int]
     question: str = ""
     ground_truth: Any = None
-    messages: Sequence[Message] = ()  # the same as messages, for the turns with tools
+    messages: Sequence[dict[str, Any]] = ()  # the same as messages, for the turns with tools
     sample: int = 0  # the completion's number, if a prompt gets several
     samples: int = 1  # how many there are
 
@@ -125,14 +119,14 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
     config = config_of(args.model_path, args.checkpoint_path) if args.tools else None
-    toolbox, functions = tools_of(args, tokenizer, config)
+    turns = turns_of(args, tokenizer, config)
     shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     prompts = []
     for index in chosen:
         row = rows[index]
         *before, last = row["prompt"]
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
-        messages, options = toolbox.told([*shots, *before, {**last, "content": content}], functions)
+        messages, options = turns.add_instructions([*shots, *before, {**last, "content": content}])
         try:
             text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
             text += "<reasoning>" if args.add_reasoning else ""
@@ -142,21 +136,6 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         problem = (index, text, ids, row["question"], row["ground_truth"], messages)
         prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
-
-
-def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
-    """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
-    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call."""
-    if args.tools:
-        require_masks(config, "a run with tools")
-    length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
-    settings = TurnSettings.of(args, length, config)
-    functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
-    template = getattr(args, "chat_template_kwargs", None)  # `d1 watch` has no such flag
-    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format, template)
-    if functions:
-        toolbox.check_calls(functions)
-    return toolbox, functions
 
 
 def default_dtype(config: Any) -> str | None:
@@ -212,7 +191,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     if args.tools:
         limits = ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt")
         identity |= {name: getattr(args, name) for name in limits}
-        identity["tools"] = [name if name in TOOLS else of_file(name) for name in args.tools]
+        identity["tools"] = [name if name in rooms.TOOLS else of_file(name) for name in args.tools]
     code = of_settings({"dataset": args.dataset, "tools": args.tools or []})
     identity |= {name: found for name, found in code.items() if name.startswith(IMPORTS)}
     if not in_fp32(args):  # the rest changes the rounding of logits, and so sometimes a token
@@ -435,16 +414,11 @@ def generate_rows(
     Raises:
         NotFiniteError: a row's logits are not finite; the message names its problem.
     """
-    toolbox: Toolbox | None = None
-    functions: Functions = {}
-    if getattr(args, "tools", None):
-        toolbox, functions = tools_of(args, tokenizer, model.config)
-    rows = Rows(args.seed, prompts, toolbox, functions)
-    how = sampling_settings(vars(args), model.config)
+    rows = turns_of(args, tokenizer, model.config).rows(prompts, ends.tolist())
     stream = rollout_stream(
         model,
         rows,
-        how,
+        sampling_settings(vars(args), model.config),
         batch_size=batch_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_ids=ends.tolist() if args.eos_stop else None,
@@ -452,94 +426,92 @@ def generate_rows(
     began = time.perf_counter()
     try:
         for numbers, sampled in stream:
-            output, first = sampled.ids[:, -args.gen_length :], sampled.first_ids[:, -args.gen_length :]
-            lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
-            if toolbox is not None:
-                made = [rows.take(*one) for one in zip(numbers, output.tolist(), *costs_of(sampled), strict=True)]
-                ended = [entry for entry in made if entry is not None]
-                seconds, began = (time.perf_counter() - began, time.perf_counter()) if ended else (0.0, began)
-                yield from ((number, entry | {"seconds": seconds / len(ended)}) for number, entry in ended)
-                continue
-            seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
-            values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits, sampled.reveal_steps
-            ids, first_ids, passes, forward_tokens, edits, steps = (of.tolist() for of in values)
-            for row, number in enumerate(numbers):
-                entry = {
-                    "index": rows.at_work.pop(number)[0].key,
-                    "generations": tokenizer.decode(ids[row]),
-                    "text": tokenizer.decode(ids[row][: lengths[row]], skip_special_tokens=True),
-                    "tokens": lengths[row],
-                    "reveal_steps": steps[row][: lengths[row]],
-                    "forward_passes": passes[row],
-                    "forward_tokens": forward_tokens[row],
-                    "seconds": seconds,
-                }
-                if how.edits is not None:
-                    written = first_ids[row][: first_lengths[row]]
-                    entry |= {"edits": edits[row], "first_text": tokenizer.decode(written, skip_special_tokens=True)}
-                yield number, entry
+            if entries := rows.finish(numbers, sampled):
+                now = time.perf_counter()
+                seconds, began = (now - began) / len(entries), now
+                for number, entry in entries:
+                    yield number, entry | {"seconds": seconds}
     except NotFiniteError as error:
         raise error.named(f"problem {rows.at_work[error.number][0].key}") from error
 
 
+class SingleTurn:
+    """How completions are made: one canvas each. `d1.tools.evaluation.Episodes` is the other way, for `--tools`."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
+        self.args, self.tokenizer = args, tokenizer
+
+    def add_instructions(
+        self, messages: Sequence[dict[str, Any]]
+    ) -> tuple[Sequence[dict[str, Any]], Mapping[str, Any]]:
+        """A prompt as the model gets it, and options for its chat template."""
+        return messages, {}
+
+    def rows(self, prompts: Iterable[Prompt], ends: Sequence[int]) -> Rows:
+        """The rows of the stream that samples the completions."""
+        return Rows(self.args, self.tokenizer, prompts, ends)
+
+
+def turns_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> SingleTurn:
+    """How the completions of an evaluation are made, for a model of this config."""
+    kind = rooms.Episodes if getattr(args, "tools", None) else SingleTurn
+    return kind(args, tokenizer, config)
+
+
+def generator_of(args: argparse.Namespace, prompt: Prompt, turn: int = 0) -> torch.Generator:
+    """The generator of a completion, or of one of its turns."""
+    return keyed_generator(args.seed, prompt.index, prompt.sample, *[turn] * bool(turn))
+
+
 class Rows:
-    """The rows of a stream: those whose next turn waits, then new problems. It may end and go on later.
+    """The rows of a stream: problems, in their order. It may end and go on later.
 
     Attributes:
-        at_work: by the number of a row in the stream, its problem, its number among the problems, its episode, and what
-            sampling has cost so far.
+        at_work: by the number of a row in the stream, its problem and its number among the problems.
     """
 
-    def __init__(self, seed: int, prompts: Iterable[Prompt], toolbox: Toolbox | None, functions: Functions) -> None:
-        self.seed, self.prompts, self.toolbox, self.functions = seed, enumerate(prompts), toolbox, functions
-        self.at_work: dict[int, tuple[Prompt, int, Episode, list[int]]] = {}
-        self.waiting: deque[tuple[Prompt, int, Episode, list[int]]] = deque()
+    def __init__(
+        self, args: argparse.Namespace, tokenizer: Any, prompts: Iterable[Prompt], ends: Sequence[int]
+    ) -> None:
+        self.args, self.tokenizer, self.prompts, self.ends = args, tokenizer, enumerate(prompts), ends
+        self.at_work: dict[int, tuple[Prompt, int]] = {}
         self.count = 0
 
-    def __iter__(self) -> Rows:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> tuple[list[int], torch.Generator, Stops | None, Columns | None]:
-        if self.waiting:
-            row = self.waiting.popleft()
-        else:
-            number, prompt = next(self.prompts)
-            row = prompt, number, Episode(prompt.messages, prompt.ids, self.functions), [0, 0]
-        self.at_work[self.count], self.count = row, self.count + 1
-        prompt, _, episode, _ = row
-        turn = len(episode.turns)
-        generator = keyed_generator(self.seed, prompt.index, prompt.sample, *[turn] * bool(turn))
-        if self.toolbox is None:
-            return episode.next_ids, generator, None, None
-        return episode.next_ids, generator, self.toolbox.stop_of(turn), self.toolbox.columns_of(episode)
+    def __next__(self) -> tuple[Any, ...]:
+        """The next row, as `rollout_stream` takes it."""
+        number, prompt = next(self.prompts)
+        self.add_row(prompt, number)
+        return prompt.ids, generator_of(self.args, prompt)
 
-    def take(self, number: int, canvas_ids: list[int], passes: int, tokens: int) -> tuple[int, dict[str, Any]] | None:
-        """Adds a turn to the episode of row `number` of the stream and makes its calls. Returns the problem's number
-        and its journal entry once the episode has ended."""
-        prompt, problem, episode, costs = self.at_work.pop(number)
-        assert self.toolbox is not None
-        costs = [costs[0] + passes, costs[1] + tokens]
-        if calls := self.toolbox.take(episode, canvas_ids):
-            self.toolbox.results(episode, calls, at=[self.seed, prompt.index, prompt.sample])
-        if episode.end is None:
-            self.waiting.append((prompt, problem, episode, costs))
-            return None
-        tokenizer, kept = self.toolbox.tokenizer, episode.turns[-1].kept
-        return problem, {
-            "index": prompt.key,
-            "generations": tokenizer.decode(kept),
-            "text": episode.said[-1]["content"],
-            "tokens": sum(first_end(turn.kept, self.toolbox.ends) for turn in episode.turns),
-            "forward_passes": costs[0],
-            "forward_tokens": costs[1],
-            "turns": len(episode.turns),
-            "calls": episode.calls,
-            "failed_calls": episode.failed,
-            "end": episode.end,
-            "messages": episode.said,
-        }
+    def add_row(self, prompt: Prompt, number: int) -> None:
+        self.at_work[self.count] = prompt, number
+        self.count += 1
 
-
-def costs_of(sampled: Rollout) -> tuple[list[int], list[int]]:
-    """Per row, forward passes and the tokens in these."""
-    return sampled.passes.tolist(), sampled.forward_tokens.tolist()
+    def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
+        """The number of each problem and its journal entry, for the rows that ended together."""
+        length, ends = self.args.gen_length, torch.tensor(self.ends, device=sampled.ids.device)
+        output, first = sampled.ids[:, -length:], sampled.first_ids[:, -length:]
+        lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
+        values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits, sampled.reveal_steps
+        ids, first_ids, passes, forward_tokens, edits, steps = (of.tolist() for of in values)
+        edits_tokens = sampling_settings(vars(self.args)).edits is not None
+        entries = []
+        for row, number in enumerate(numbers):
+            prompt, problem = self.at_work.pop(number)
+            entry = {
+                "index": prompt.key,
+                "generations": self.tokenizer.decode(ids[row]),
+                "text": self.tokenizer.decode(ids[row][: lengths[row]], skip_special_tokens=True),
+                "tokens": lengths[row],
+                "reveal_steps": steps[row][: lengths[row]],
+                "forward_passes": passes[row],
+                "forward_tokens": forward_tokens[row],
+            }
+            if edits_tokens:
+                written = first_ids[row][: first_lengths[row]]
+                entry |= {"edits": edits[row], "first_text": self.tokenizer.decode(written, skip_special_tokens=True)}
+            entries.append((problem, entry))
+        return entries

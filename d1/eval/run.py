@@ -34,6 +34,7 @@ from d1.ranges import COUNT, NATURAL
 from d1.runs.cli import OneLineParser, quick_imports, run_script
 from d1.runs.flag_names import hints_of_flags
 from d1.runs.record import run_record
+from d1.runs.turns import add_turn_flags, check_turn_flags
 from d1.sampling.settings import (
     BLOCK_LENGTH,
     FLAGS,
@@ -43,7 +44,6 @@ from d1.sampling.settings import (
     sampling_settings,
 )
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
-from d1.tools.settings import add_turn_flags, check_turn_flags
 
 logger = logging.getLogger("eval")
 

@@ -26,9 +26,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
+from d1.eval.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.runs.cli import OneLineParser, run_script
-from d1.show.tables import aligned_table
-from d1.show.uncertainty import pass_at_k, sign_test, wilson_interval
+from d1.runs.tables import aligned_table
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 
 BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # exists only in a checkout

@@ -12,9 +12,8 @@ the canvas, W writes. To TRL's keys are added
 - `scoring_views`, `scored_pairs` and `repeated_tokens` R U and `active_rows` R: counts over the whole rollout, the same
   for each row.
 
-With tools, a completion is an episode, and R rows are turns: those of an episode follow each other, with empty ones up
-to the largest number of turns (`as_turns`). Then there are also `turn` R, and `maskable` R P: the tokens of the first
-prompt, which alone may be hidden.
+A completion may be several rows, which follow each other: the turns of an episode (`d1/tools/trainer.py`). The batch
+then also has `maskable` R P, the prompt tokens that may be hidden; without it, all may be.
 """
 
 from __future__ import annotations
@@ -78,6 +77,11 @@ def fitted(values: Tensor, width: int) -> Tensor:
     return F.pad(values, (0, width - values.shape[-1]))
 
 
+def strip_padding(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The ids of prompts (rows, prompt), without their padding."""
+    return [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+
+
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Puts the model into evaluation mode (no dropout) inside, and restores its mode afterwards."""
@@ -130,39 +134,6 @@ def sampled_logps(batch: Batch, update: int) -> Tensor:
     weights, logps = batch["view_weights"][:, update], batch["view_sampled_logps"][:, update]
     total = weights.sum(1)
     return (weights * logps).sum(1) / total.where(total != 0, 1.0)
-
-
-# --- Turns ------------------------------------------------------------------------------------------------------------
-
-
-def as_turns(batch: Batch, record: Batch, turns: int, everyone: Everyone) -> Batch:
-    """A batch of episodes, one row each, as one of their turns, for the loss. An episode's advantage, rewards and place
-    in the loss are those of each of its turns; its results and headers are prompt.
-
-    Args:
-        record: of the turns, (episodes x turns, ...) each: the record of the canvases, `prompt_ids`, `prompt_mask`,
-            `completion_ids`, `completion_mask`, `maskable` and `turn`.
-    """
-    of_episodes = ("advantages", "completion_is_right", "completion_reward")
-    spread = {name: batch[name].repeat_interleave(turns, 0) for name in of_episodes if name in batch}
-    counted = batch["completion_mask"].any(-1).repeat_interleave(turns, 0)
-    mask = record["completion_mask"] * counted.unsqueeze(1)
-    total = everyone.gather(mask.sum()).sum()
-    return record | spread | {"completion_mask": mask, "num_items_in_batch": total}
-
-
-def joined_turns(parts: Sequence[tuple[Sequence[int], Batch]], episodes: int, turns: int, end: int) -> Batch:
-    """The records of turns, each of the episodes with these numbers, as one: (episodes x turns, ...). An episode
-    without a turn has a canvas that is not scored: `end` everywhere, which no step revealed."""
-    first = parts[0][1]
-    fill = {"canvas_ids": end, "reveal_steps": -1}
-    joined: Batch = {}
-    for name, value in first.items():
-        whole = value.new_full((episodes, turns, *value.shape[1:]), fill.get(name, 0))
-        for turn, (rows, record) in enumerate(parts):
-            whole[torch.tensor(rows, dtype=torch.long, device=value.device), turn] = record[name]
-        joined[name] = whole.flatten(0, 1)
-    return joined
 
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
@@ -418,7 +389,7 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
     return [views.only(turn == update) for update in range(updates)]
 
 
-def count(batch: Batch, everyone: Everyone) -> Batch:
+def count(batch: Batch, everyone: Everyone, rows_per_completion: int = 1) -> Batch:
     """`scoring_views`, `scored_pairs`, `repeated_tokens` and `active_rows`, counted over the rows that are part of the
     loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
@@ -431,7 +402,7 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
     lengths = batch["completion_mask"].sum(1)
     repeats = (scored.any(-1).sum(2) * lengths.unsqueeze(1)).sum(0)
     active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
-    active = (active if "turn" not in batch else active & (batch["turn"] == 0)).sum()
+    active = active[::rows_per_completion].sum()  # of a completion, the first row
     own = torch.cat([views, pairs, repeats, active.unsqueeze(0)])
     counts = everyone.gather(own).view(-1, len(own)).sum(0)
     views, pairs, repeats, active = counts.split([len(views), len(pairs), len(repeats), 1])

@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
@@ -36,7 +36,9 @@ from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
 from d1.runs.trainer import RunTrainer
-from d1.tools.turns import Episode
+
+if TYPE_CHECKING:
+    from d1.rl.sources import RolloutSource
 
 # Keys of a batch, (rows,) each: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
@@ -60,8 +62,6 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
     - `_calculate_rewards`, to time it, and to log an accuracy that is not a reward;
-    - `_tool_call_loop`, to return the episodes that `rollout` has played: TRL's samples after a completion, not on a
-      canvas, and numbers rows within those still at work. TRL also refuses chat templates that render no tools.
     Overrides of Trainer's own methods are in `RunTrainer`; `train_sampler` gives it an order that survives a resume.
     """
 
@@ -69,6 +69,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     args: Any  # GRPOConfig
     beta: float
     mask_token_id: Any  # None for a model without one
+    source: RolloutSource
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         silence()  # in a notebook, too: TRL uses names that Transformers will remove
@@ -76,8 +77,6 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
         self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
-        self.episodes: list[Episode] = []  # likewise, with tools
-        self.messages: list = []  # the prompts of the current rollout, of chat messages, with what tells about tools
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
@@ -92,10 +91,6 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss of a micro-batch."""
-        raise NotImplementedError
-
-    def told(self, prompt: list, row: int) -> list:
-        """A prompt that tells the model about the tools of a row, where the chat template does not."""
         raise NotImplementedError
 
     def encoded(self, prompts: list) -> list[list[int]]:
@@ -115,41 +110,27 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
         # Render each group's prompt once: with a small model, the chat template is the slowest step outside sampling.
-        # The rows of a group may have different environments.
-        one_by_one = bool(self.tools) and self.environment_factories is not None
-        rows = [1] * len(prompts) if one_by_one else [len(list(group)) for _, group in groupby(prompts)]
-        different = prompts if one_by_one else [prompt for prompt, _ in groupby(prompts)]
-        if self.tools:
-            different = [self.told(prompt, row) for row, prompt in enumerate(different)]
-            self.messages = [prompt for prompt, count in zip(different, rows, strict=True) for _ in range(count)]
-        prompt_ids, images, _ = super()._tokenize_prompts(different)
+        return self.tokenized_groups([(prompt, len(list(group))) for prompt, group in groupby(prompts)])
+
+    def tokenized_groups(self, groups: Sequence[tuple[Any, int]]) -> tuple[list[list[int]], None, dict]:
+        """What `_tokenize_prompts` returns for prompts, each of a number of rows."""
+        prompt_ids, images, _ = super()._tokenize_prompts([prompt for prompt, _ in groups])
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
         for ids in prompt_ids:
             check_no_mask(self.text_tokenizer, ids, self.mask_token_id)
-        most, longest = self.args.max_prompt_length, max(map(len, prompt_ids))
-        if self.tools and longest > most:
-            raise ValueError(f"a prompt with its tools has {longest} tokens: raise --max_prompt_length {most}")
-        ends = [ids[-most:] for ids in prompt_ids]
-        return [ids for ids, count in zip(ends, rows, strict=True) for _ in range(count)], None, {}
+        prompt_ids = self.fit_prompts(prompt_ids)
+        return [ids for ids, (_, rows) in zip(prompt_ids, groups, strict=True) for _ in range(rows)], None, {}
+
+    def fit_prompts(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The last `max_prompt_length` tokens of each prompt."""
+        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], None]:
         completions, self.record = self.rollout(prompt_ids)
         return completions, None
-
-    def _tool_call_loop(
-        self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
-    ) -> tuple:
-        made = [(one.sampled, one.said, one.ids) for one in self.episodes]
-        calls, failed = (sum(getattr(one, name) for one in self.episodes) for name in ("calls", "failed"))
-        sampled, said, ids = map(list, zip(*made, strict=True))
-        for one, environment in zip(self.episodes, self.environments or (), strict=False):
-            if one.hung:  # its method may still be at work
-                for pool in self._environment_pool.values():
-                    pool[:] = [other for other in pool if other is not environment]
-        return sampled, said, ids, None, calls, failed, [[] for _ in ids]
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
@@ -160,7 +141,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         started = time.perf_counter()
         batch = self.sampled_batch(inputs)
         self.after_rollout(batch)
-        self.record, self.row_rewards, self.episodes = {}, {}, []
+        self.record, self.row_rewards = {}, {}
         if self.model.training:
             self.rollout_seconds.append(time.perf_counter() - started)
         return batch
@@ -169,7 +150,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
         self.rows = rows
         batch = super()._generate_and_score_completions(rows)
-        return batch | {**({} if self.episodes else self.record), **self.row_rewards}
+        return batch | self.row_record() | self.row_rewards
+
+    def row_record(self) -> Batch:
+        """The record of the rollout, which belongs to the rows of TRL's batch."""
+        return {**self.record}
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
@@ -219,12 +204,6 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         order = islice(self.order_of(dataset, lambda: epoch), before * size, (before + 1) * size)
         return [dataset[index] for index in order]
 
-    def tools_of(self, row: int) -> dict[str, Callable[..., Any]]:
-        """The tools of a row of the current rollout, by name: those of the run, and the methods of its environment."""
-        if self.environment_factories is None:
-            return {tool.__name__: tool for tool in self.tools}
-        return {**self._sync_tool_dicts[row], **self._async_tool_dicts[row]}
-
     # --- TRL's private state ------------------------------------------------------------------------------------------
 
     @property
@@ -254,7 +233,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def samples_in_step(self) -> bool:
         """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
         gathered = self._dist.is_zero3 and self.args.ds3_gather_for_generation
-        here = self.args.rollout_mode == "trainer" and not gathered
+        here = self.source.samples_here and not gathered
         return self.accelerator.num_processes > 1 and self.weights_are_split and here
 
     @contextlib.contextmanager
@@ -347,25 +326,6 @@ class EpochSampler(RepeatSampler):
 def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
     """The micro-batches of the rollout in use."""
     return trainer._buffered_inputs or []
-
-
-@contextlib.contextmanager
-def own_calls() -> Iterator[None]:
-    """Inside, TRL's constructor takes tools with any chat template: the formats of calls are `d1/tools/calls.py`'s."""
-    ours: dict[str, Callable[..., Any]] = {
-        "supports_tool_calling": lambda tokenizer: True,
-        "is_chat_template_prefix_preserving": lambda tokenizer: True,
-        "add_response_schema": lambda tokenizer: tokenizer,
-        "is_jmespath_available": lambda: True,
-    }
-    theirs = {name: getattr(trl_grpo, name) for name in ours if hasattr(trl_grpo, name)}
-    for name in theirs:
-        setattr(trl_grpo, name, ours[name])
-    try:
-        yield
-    finally:
-        for name, function in theirs.items():
-            setattr(trl_grpo, name, function)
 
 
 @contextlib.contextmanager

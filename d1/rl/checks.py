@@ -712,17 +712,17 @@ def check_prompts(lengths: Sequence[int], args: Settings) -> int:
     return args.max_prompt_length
 
 
-def check_tools_of_trainer(args: Settings, tools: bool, rollout_func: bool, environments: Any) -> None:
-    """Raises ValueError if a trainer's tools or environments contradict its other arguments."""
-    if not tools:
-        if args.tools or (args.max_turns or 1) > 1:
-            raise ValueError(
-                "max_turns above 1 needs tools: --tools, or the trainer's tools=[...] or environment_factory"
-            )
-        return
+def check_single_turn(args: Settings) -> None:
+    """Raises ValueError for settings of episodes, if the trainer has no tools."""
+    if args.tools or (args.max_turns or 1) > 1:
+        raise ValueError("max_turns above 1 needs tools: --tools, or the trainer's tools=[...] or environment_factory")
+
+
+def check_episodes(args: Settings, has_rollout_func: bool, environments: Any) -> None:
+    """Raises ValueError if the tools or environments of a trainer contradict its other arguments."""
     for reason in against_turns(args):
         raise ValueError(reason)
-    if rollout_func:
+    if has_rollout_func:
         raise ValueError("rollout_func samples whole completions: with it, leave tools and environment_factory out")
     if environments and args.log_tool_results:
         raise ValueError("log_tool_results: an environment changes with each call, so its results cannot be replayed")

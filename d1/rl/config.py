@@ -21,6 +21,7 @@ from d1.rl.checks import OFF, asked_for, check_names, check_off, check_settings,
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
+from d1.runs.turns import FORMAT_NAMES, TOOL_NAMES, TurnSettings
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import (
@@ -40,9 +41,6 @@ from d1.sampling.settings import (
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
-from d1.tools.calls import FORMATS
-from d1.tools.functions import TOOLS
-from d1.tools.settings import TurnSettings
 from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
@@ -184,10 +182,10 @@ class DiffuGRPOConfig(GRPOConfig):
     )
 
     # Turns with tools
-    tools: list[str] | None = setting(None, f"Tools of the model: {', '.join(TOOLS)}, or .py files of functions.")
+    tools: list[str] | None = setting(None, f"Tools of the model: {', '.join(TOOL_NAMES)}, or .py files of functions.")
     max_turns: OptionalCount = setting(None, "Canvases per episode; 2 with tools if unset.")
     tool_format: str | None = setting(
-        None, f"How calls are written: {', '.join(FORMATS)}; by the chat template if unset."
+        None, f"How calls are written: {', '.join(FORMAT_NAMES)}; by the chat template if unset."
     )
     calls_per_turn: Count = setting(
         TurnSettings.calls_per_turn, "Calls per canvas, which is cut after the last of them."

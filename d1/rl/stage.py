@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig, get_peft_config
 
-from d1.files import write_atomically
+from d1 import rooms
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.kinds import default_gen_length, has_masks, kind_of, native_config
@@ -27,34 +27,27 @@ from d1.models.tokenizer import (
     check_mask_token,
     check_no_mask,
     encode_prompt,
-    end_ids,
     render_prompt,
 )
-from d1.rl.batch import evaluating, record_and_costs
 from d1.rl.checks import (
     ON_RESUME,
     check_config,
     check_model_settings,
     check_prompts,
-    check_tools_of_trainer,
+    check_single_turn,
     find_method,
 )
 from d1.rl.config import DiffuGRPOConfig, idle, plan
 from d1.rl.methods import Trained
-from d1.rl.report import SHOWN_FILE, report_page
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage
+from d1.runs.turns import TurnSettings
 from d1.sampling.settings import FLAGS as SAMPLING_FLAGS
-from d1.show.film import Film, judge_of, piece
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
-from d1.tools.calls import Functions
-from d1.tools.functions import load_tools
-from d1.tools.settings import TurnSettings
-from d1.tools.turns import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +69,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         prepare=lambda: prepare(args, model_args, config, callbacks),
         next_command=lambda: next_command(args, config),
         outcome=lambda: [] if args.state_reward else learnt_nothing(Path(str(args.output_dir))),
-        conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
+        conclude=lambda: rooms.write_report(Path(str(args.output_dir))) if args.report else None,
     )
 
 
@@ -96,14 +89,9 @@ def prepare(
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
-    tools = load_tools(args.tools or ())
-    check_tools_of_trainer(args, bool(tools), rollout_func=False, environments=None)
-    toolbox = Toolbox(tokenizer, end_ids(tokenizer), args.turn_settings(config), args.tool_format)
-    functions = {tool.__name__: tool for tool in tools}
-    if functions:
-        toolbox.check_calls(functions)
+    tools = rooms.RunTools(args, tokenizer, config) if args.tools else Tools(args)
     both = [rows for rows in (train_rows, eval_rows) if rows is not None]
-    longest = max(longest_prompt(rows, tokenizer, args, toolbox, functions) for rows in both)
+    longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in both)
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
@@ -127,12 +115,12 @@ def prepare(
             peft_config=adapter_config(model_args, model),
             task_name=args.dataset,
             callbacks=callbacks,
-            tools=tools,
+            tools=list(tools.functions),
         )
         if not args.state_reward:  # which gives the steps of equal completions advantages of their own
             trainer.add_callback(WatchGroups())
         if args.report:
-            trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
+            trainer.add_callback(rooms.ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
         if args.max_compute_tokens:
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer
@@ -160,15 +148,26 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     return with_shots(task, train, args.data_file, evaluation, args.few_shot)
 
 
-def longest_prompt(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig, toolbox: Toolbox, functions: Functions
-) -> int:
+class Tools:
+    """The tools of a run, which has none. `d1.tools.rl.RunTools` are those of a run with `--tools`."""
+
+    functions: Sequence[Callable[..., Any]] = ()
+
+    def __init__(self, args: DiffuGRPOConfig) -> None:
+        check_single_turn(args)
+
+    def add_instructions(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """A prompt as the model gets it, and options for its chat template."""
+        return messages, {}
+
+
+def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig, tools: Tools) -> int:
     """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long, or that
     the model cannot read."""
     options = args.chat_template_kwargs or {}
     lengths = []
     for number, prompt in enumerate(rows["prompt"]):
-        messages, of_tools = toolbox.told(prompt, functions)
+        messages, of_tools = tools.add_instructions(prompt)
         try:
             ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **options, **of_tools))
             check_no_mask(tokenizer, ids, args.mask_id)
@@ -250,12 +249,6 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def write_report(folder: Path) -> None:
-    """Writes report.html into the folder of a finished run."""
-    write_atomically(folder / "report.html", report_page([folder], [folder.name]))
-    logger.info("Report: %s", folder / "report.html")
-
-
 # --- Runs whose groups never differ -----------------------------------------------------------------------------------
 
 EQUAL = "frac_reward_zero_std"  # TRL's name of the share of groups whose rewards are all equal
@@ -297,76 +290,3 @@ def learnt_nothing(folder: Path) -> list[str]:
         f"that all advantages were 0. The last mean reward is {last.get('reward', math.nan):g}. Before the next run: "
         f"{ADVICE}."
     ]
-
-
-# --- Problems that a report shows -------------------------------------------------------------------------------------
-
-PROBLEMS = 8  # the first ones
-SHOWN = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
-
-
-class ShowProblems(TrainerCallback):
-    """With `--report true`, writes the films of a few problems before and after training into the run's folder.
-
-    Both times the random numbers are the same, so that only the weights differ. They are those of evaluations, so a run
-    with the report takes the same steps as one without it. A resumed run keeps the films from before training.
-    """
-
-    def __init__(self, trainer: DiffuGRPOTrainer, task: ModuleType, rows: Dataset) -> None:
-        self.trainer, self.task = trainer, task
-        self.rows = rows.select(range(min(PROBLEMS, len(rows))))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.global_step:
-            self.keep("before", {})
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        path = Path(args.output_dir) / SHOWN_FILE
-        self.keep("after", json.loads(path.read_text()) if path.exists() else {})
-
-    def keep(self, when: str, kept: dict[str, Any]) -> None:
-        films = self.films(when)  # in every process, because the weights may be divided among them
-        path = Path(str(self.trainer.args.output_dir)) / SHOWN_FILE
-        if self.trainer.accelerator.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(kept | {when: [asdict(film) for film in films]}))
-
-    def films(self, when: str) -> list[Film]:
-        """One film per problem, sampled as in an evaluation during training."""
-        trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
-        trainer.evaluation_rollouts = 0
-        prompts = trainer.encoded(list(self.rows["prompt"]))
-        if trainer.toolbox is not None:
-            return self.films_of_episodes(when, trainer.toolbox, prompts)
-        with evaluating(trainer.model):
-            sampled = trainer.sample(*trainer.padded(prompts))
-        trainer.compute = compute  # counts training only
-        record: dict[str, Any] = {**record_and_costs(sampled)[0]}
-        films = []
-        columns = (record[name].tolist() for name in SHOWN)
-        for prompt, row, ids, *numbers in zip(prompts, self.rows, *columns, strict=True):
-            film = Film(when, tokenizer.decode(prompt), "", [piece(tokenizer, token) for token in ids], *numbers)
-            judge_of(self.task, row, tokenizer, end_ids(tokenizer))(film, ids)
-            films.append(film)
-        return films
-
-    def films_of_episodes(self, when: str, toolbox: Toolbox, prompts: list[list[int]]) -> list[Film]:
-        """One film per problem, of its turns one after the other."""
-        trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
-        with evaluating(trainer.model):
-            record: dict[str, Any] = {**trainer.play(toolbox, prompts)[0]}
-        episodes, trainer.episodes, trainer.compute = trainer.episodes, [], compute
-        columns = [record[name].unflatten(0, (-1, trainer.turns)).tolist() for name in SHOWN[1:]]
-        films = []
-        for row, (problem, episode) in enumerate(zip(self.rows, episodes, strict=True)):
-            film = Film(when, tokenizer.decode(prompts[row]), "", [], [], [], [])
-            for number, turn in enumerate(episode.turns):
-                count = len(turn.kept)
-                following = episode.turns[number + 1].prompt_ids if number + 1 < len(episode.turns) else []
-                tokens = [piece(tokenizer, token) for token in turn.kept]
-                given = [piece(tokenizer, token) for token in following[len(turn.prompt_ids) + count :]]
-                film = film.followed(Film("", "", "", tokens, *(of[row][number] for of in columns)), count, given)
-            text = episode.said[-1]["content"]
-            film.solved = next(iter(self.task.score(text, problem).values())) == 1
-            films.append(film)
-        return films

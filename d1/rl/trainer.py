@@ -27,22 +27,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from d1.masking import keyed_generator, token_ids
+from d1 import rooms
+from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
-from d1.models.kinds import block_size, has_masks, require_masks, vocabulary
+from d1.models.kinds import block_size, has_masks
 from d1.rl.batch import (
     SCORED,
     Batch,
     Everyone,
     RolloutRecord,
     accepted_flips,
-    as_turns,
     completion_ids_of,
     count,
     draw_updates,
     evaluating,
     fill,
-    joined_turns,
     keep_prompts,
     keep_share,
     largest_ratio,
@@ -61,44 +60,28 @@ from d1.rl.batch import (
     score_more,
     score_updates,
     settled_steps,
+    strip_padding,
     trajectory_metrics,
     updates_are_alike,
     view_logps_as_sampled,
     views_of,
     within,
 )
-from d1.rl.bridge import REWARD, CanvasGRPOTrainer, own_calls, reference_from, rollout_buffer
-from d1.rl.checks import check_datasets, check_noise, check_tools_of_trainer, check_trainer
+from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
+from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_trainer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.engines import (
-    STATES,
-    Ahead,
-    PolicyServers,
-    ServedRollout,
-    Source,
-    UserRollout,
-    check_rollout_func,
-    differences,
-    read_returned,
-    record_of,
-    states_of,
-    unpadded,
-)
 from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import guarded
+from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
-from d1.runs.cli import together
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
-from d1.sampling import Rollout, SamplingSettings, eos_cut, rollout
+from d1.sampling import Rollout, SamplingSettings, eos_cut
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 from d1.scoring.rollouts import CanvasBlocks
 from d1.scoring.views import hidden_states
-from d1.serve.client import Expected, Prompts
-from d1.tools.functions import check_tools
-from d1.tools.turns import ENDS, Episode, Results, Toolbox, ends_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +102,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
         processing_class: the tokenizer; None: that of the model's path.
         task_name: the task's name in the error message when a reward raises an error.
-        rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/engines.py`).
+        rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/serve/user.py`).
 
-    The remaining arguments are TRL's. With `tools` or `environment_factory`, a completion is an episode of up to
-    `args.max_turns` turns, each sampled and scored on a canvas of its own (`d1/tools/turns.py`).
+    The remaining arguments are TRL's. With `tools` or `environment_factory`, the trainer is also an `EpisodeTrainer`
+    (`d1/tools/trainer.py`), whose completions have several turns.
     """
 
     args: DiffuGRPOConfig
+    rows_per_completion = 1
+
+    def __new__(cls, *args: Any, tools: Any = None, environment_factory: Any = None, **kwargs: Any) -> Any:
+        if not (tools or environment_factory) or issubclass(cls, rooms.EpisodeTrainer):
+            return super().__new__(cls)
+        bases = (rooms.EpisodeTrainer,) if cls is DiffuGRPOTrainer else (cls, rooms.EpisodeTrainer)
+        return super().__new__(type(cls.__name__, bases, {}))
 
     def __init__(
         self,
@@ -135,7 +125,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: Any = None,
         processing_class: Any = None,
         task_name: str = "",
-        rollout_func: UserRollout | None = None,
+        rollout_func: Callable[[list, Any], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         check_arguments(args)
@@ -143,8 +133,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         check_datasets(train_dataset, kwargs.get("eval_dataset"))
         processing_class = tokenizer_of(processing_class, model, plain_chat_template=args.plain_chat_template)
         model = loaded_model(model)
-        with_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
-        check_tools_of_trainer(args, with_tools, rollout_func is not None, kwargs.get("environment_factory"))
+        self.check_completions(args, rollout_func is not None, kwargs.get("environment_factory"))
         require_prepared(model)
         own, masks = processing_class.mask_token_id, has_masks(model.config)
         self.mask_token_id = cast(Any, None if not masks else own if args.mask_id is None else args.mask_id)
@@ -152,19 +141,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         check_noise(model.config, args)
         self.sampling = args.sampling_settings(model.config)
-        if with_tools or rollout_func is not None:
-            require_masks(model.config, "a run with tools" if with_tools else "a rollout_func")
-        if rollout_func is not None:
-            check_rollout_func(args)
+        self.source = rollout_source(args, rollout_func, model.config)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        with reference_from(model if args.needs_reference else None), own_calls():
+        with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
                 reward_funcs=[guarded(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
-                rollout_func=rollout_func and partial(self.user_rollout, rollout_func),
+                rollout_func=self.source.rollout_func,
                 **kwargs,
             )
         if not args.has_trls_kl:
@@ -175,25 +161,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.refill, self.sampled = 0, 0  # the number of a refill of the current rollout; with refills, of all batches
-        self.warned_of_scores = False
-        self.servers: PolicyServers | None = None
-        self.ahead: Ahead | None = None
-        if args.rollout_mode == "server":
-            self.servers = PolicyServers(args, self.accelerator, self.mask_token_id)
-            if args.rollout_staleness:
-                self.ahead = Ahead(self.servers, args.rollout_staleness, self.prompts_of)
-        self.turns = 1  # rows per completion
-        self.toolbox: Toolbox | None = None
-        if with_tools:
-            check_tools(self.tools)
-            limits = args.turn_settings(self.model.config)
-            self.turns = limits.max_turns
-            template = args.chat_template_kwargs
-            self.toolbox = Toolbox(self.text_tokenizer, self.eos_token_ids, limits, args.tool_format, template)
-            if self.environment_factories is None:  # otherwise each row has the tools of its environment
-                self.toolbox.check_calls({tool.__name__: tool for tool in self.tools})
-        self.resumed, self.results_log = False, cast("Results | None", None)
+        self.source.connect(self)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
+
+    def check_completions(self, args: DiffuGRPOConfig, has_rollout_func: bool, environments: Any) -> None:
+        """Raises ValueError for settings that do not fit how completions are made: of one canvas each."""
+        check_single_turn(args)
 
     @property
     def mode(self) -> str:
@@ -222,16 +195,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         number = micro_batch // self.micro_steps_per_rollout + self.refill * rollouts
         return seed, stream + number * len(STREAMS), step
 
-    def row_keys(self, purpose: str, rows: int, turns: int = 1) -> list[tuple[int, ...]]:
-        """The key of each turn of each row: that of the rollout, the row's number over all processes, and after the
-        first turn its number. It does not depend on the rows that are still at work."""
+    def row_keys(self, purpose: str, rows: int) -> list[tuple[int, ...]]:
+        """The key of each row: that of the rollout, and the row's number over all processes."""
         key, first = self.key(purpose), self.first_row(rows)
-        return [(*key, first + row, *[turn] * bool(turn)) for row in range(rows) for turn in range(turns)]
+        return [(*key, first + row) for row in range(rows)]
 
-    def generators(self, purpose: str, rows: int, turns: int = 1) -> list[torch.Generator]:
-        """One generator per turn of each row, by `row_keys`."""
+    def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
+        """One generator per row, by `row_keys`."""
         device = "cpu" if purpose == "views" else self.accelerator.device
-        return [keyed_generator(*key, device=device) for key in self.row_keys(purpose, rows, turns)]
+        return [keyed_generator(*key, device=device) for key in self.row_keys(purpose, rows)]
 
     def first_row(self, rows: int) -> int:
         """The number over all processes of this process's first row: TRL assigns rows in the order of the ranks."""
@@ -240,105 +212,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Sample -------------------------------------------------------------------------------------------------------
 
     def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], RolloutRecord]:
-        """Samples one canvas per prompt. Returns completions up to their first EOS, and the record of the canvases;
-        with tools, see `play`."""
+        """Samples one canvas per prompt. Returns completions up to their first EOS, and the record of the canvases."""
         started = time.perf_counter()
-        if self.toolbox is not None:
-            record, costs = self.play(self.toolbox, prompt_ids)
-            self.log_rollout(started, record, costs)
-            self.log_episodes(self.episodes)
-            return [episode.turns[0].kept for episode in self.episodes], record
         ids, mask = self.padded(prompt_ids)
         sampled = self.sample(ids, mask)
         record, costs = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         self.log_rollout(started, record, costs)
-        if isinstance(sampled, ServedRollout):
-            batch = {"prompt_ids": ids, "prompt_mask": mask, **record}
-            with together():
-                self.check_served(batch, sampled.sources, self.row_keys("rollout", len(ids)))
+        keys = self.row_keys("rollout", len(ids))
+        self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, keys)
         return completions, record
-
-    def play(self, toolbox: Toolbox, prompt_ids: list[list[int]]) -> tuple[RolloutRecord, dict[str, float]]:
-        """Plays one episode per prompt (`self.episodes`). Returns the record of the canvases of all turns, with their
-        prompts: (episodes x turns, ...), as `as_turns` takes it; and what sampling took per episode, on average."""
-        count, turns = len(prompt_ids), self.turns
-        keys, first = self.row_keys("rollout", count, turns), self.first_row(count)
-        self.episodes = [
-            Episode(messages, ids, self.tools_of(row), first + row)
-            for row, (messages, ids) in enumerate(zip(self.messages, prompt_ids, strict=True))
-        ]
-        parts: list[tuple[list[int], Batch]] = []
-        costs: dict[str, float] = {}
-
-        def sample(rows: list[int], turn: int) -> list[list[int]]:
-            ids, mask = self.padded([self.episodes[row].next_ids for row in rows])
-            own = [keys[row * turns + turn] for row in rows]
-            columns = [toolbox.columns_of(self.episodes[row]) for row in rows]
-            sampled = self.sample(ids, mask, own, toolbox.stop_of(turn), columns)
-            record, spent = record_and_costs(sampled)
-            for name, value in spent.items():  # per episode
-                costs[name] = costs.get(name, 0.0) + value * len(rows) / count
-            if isinstance(sampled, ServedRollout):
-                with together():
-                    self.check_served({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled.sources, own)
-            at_work = [index for index, row in enumerate(rows) if self.episodes[row].end is None]
-            parts.append(
-                ([rows[index] for index in at_work], {name: of[at_work] for name, of in cast("Batch", record).items()})
-            )
-            return record["canvas_ids"].tolist()  # this waits for the device
-
-        def anyone(own: bool) -> bool:
-            if self.accelerator.num_processes == 1:
-                return own
-            return bool(self.accelerator.gather(torch.tensor(own, device=self.accelerator.device)).any())
-
-        log, at = self.log_of_results(), self.key("rollout")
-        toolbox.play(self.episodes, sample, anyone=anyone, all_rows=self.samples_in_step, log=log, at=at)
-        record = joined_turns(parts, count, turns, self.eos_token_ids[0])
-        record |= self.prompts_of_turns(self.episodes)
-        return cast("RolloutRecord", record), costs
-
-    def prompts_of_turns(self, episodes: Sequence[Episode]) -> Batch:
-        """The prompts and completions of all turns, as TRL pads them; `maskable` and `turn`. An empty turn has the
-        first prompt, and no token that counts."""
-        rows = [one for episode in episodes for one in (*episode.turns, *[None] * (self.turns - len(episode.turns)))]
-        firsts = [episode.turns[0].prompt_ids for episode in episodes for _ in range(self.turns)]
-        ids, mask = self.padded(
-            [first if one is None else one.prompt_ids for one, first in zip(rows, firsts, strict=True)]
-        )
-        completions, counted = self.padded([[] if one is None else one.kept for one in rows], left=False)
-        positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - mask.sum(-1, keepdim=True))
-        lengths = torch.tensor([0 if one is None else len(first) for one, first in zip(rows, firsts, strict=True)])
-        maskable = mask.bool() & (positions < lengths.to(ids.device).unsqueeze(1))
-        turn = torch.arange(len(rows), device=ids.device) % self.turns
-        texts = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": completions, "completion_mask": counted}
-        return texts | {"maskable": maskable, "turn": turn}
-
-    def told(self, prompt: list, row: int) -> list:
-        assert self.toolbox is not None
-        functions = self.tools_of(row)
-        self.toolbox.check_calls(functions)
-        return self.toolbox.told(prompt, functions)[0]
-
-    def log_of_results(self) -> Results | None:
-        """The results of tools, with `log_tool_results`, in training: one file per process."""
-        if not self.args.log_tool_results or self.mode == "eval":
-            return None
-        if self.results_log is None:
-            file = f"tool_results_rank{self.accelerator.process_index}.jsonl"
-            self.results_log = Results(Path(str(self.args.output_dir)) / file, known=self.resumed)
-        return self.results_log
-
-    def log_episodes(self, episodes: Sequence[Episode]) -> None:
-        """Logs turns per episode and the shares of the reasons why episodes ended, over all processes."""
-        counts = [len(episodes), sum(len(one.turns) for one in episodes), *ends_of(episodes).values()]
-        total, turns, *ends = (
-            self.accelerator.gather(torch.tensor(counts, device=self.accelerator.device).unsqueeze(0)).sum(0).tolist()
-        )
-        shares = {f"tools/end_{name}": count / total for name, count in zip(ENDS, ends, strict=True)}
-        for name, value in ({"tools/turns": turns / total} | shares).items():
-            self.log_metric(name, value)
 
     def sample(
         self,
@@ -349,40 +232,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         columns: Sequence[Columns | None] | None = None,
     ) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
-        generators; None: they are all rows of this process. `stops` and `columns`: as in `d1.sampling.rollout`; servers
-        have neither."""
-        is_ahead = self.ahead is not None and self.mode == "train"
-        sampled = self.sample_ahead(ids, mask) if is_ahead else self.sample_now(ids, mask, keys, stops, columns)
+        generators; None: they are all rows of this process. `stops` and `columns`: as in `d1.sampling.rollout`."""
+        keys = self.row_keys("rollout", len(ids)) if keys is None else keys
+        sampled = self.source.sample(RolloutRequest(ids, mask, keys, stops, columns))
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
-
-    def sample_now(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        keys: Sequence[Sequence[int]] | None = None,
-        stops: Stops | None = None,
-        columns: Sequence[Columns | None] | None = None,
-    ) -> Rollout:
-        """`sample` with the policy's present weights, `rollout_batch_size` rows at a time."""
-        if self.ahead is not None:
-            self.ahead.finish()
-        # Before `evaluating` changes the mode, which they read.
-        keys = self.row_keys("rollout", len(ids)) if keys is None else keys
-        if self.servers is not None:
-            prompts = self.prompts(ids, mask, keys)
-            return self.servers.rollout(self.accelerator.unwrap_model(self.model), self.state.global_step, prompts)
-        generators = [keyed_generator(*key, device=self.accelerator.device) for key in keys]
-        with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            size = self.args.rollout_batch_size or len(ids)
-            parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-            options: Any = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.ends or None, "stops": stops}
-            held = [None] * len(ids) if columns is None else columns
-            sampled = [
-                rollout(model, ids[part], mask[part], self.sampling, generator=own, columns=held[part], **options)
-                for part, own in ((part, generators[part]) for part in parts)
-            ]
-            return Rollout.joined(sampled)
 
     @property
     def blocks(self) -> CanvasBlocks:
@@ -394,104 +248,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The tokens that stop sampling; empty without the EOS stop."""
         return self.eos_token_ids if self.eos_stop else ()
 
-    def prompts(self, ids: Tensor, mask: Tensor, keys: Sequence[Sequence[int]]) -> Prompts:
-        """Rows for servers, with the keys of their generators."""
-        config = self.model.config
-        of_model = block_size(config) is not None, vocabulary(config), self.mask_token_id
-        return Prompts(ids.cpu(), mask.cpu(), keys, self.sampling, self.ends, *of_model)
-
-    def prompts_of(self, number: int) -> Prompts | None:
-        """The rows of all processes of training rollout `number`; None if the run ends before it."""
-        start = number * self.micro_steps_per_rollout
-        ended = start // self.args.gradient_accumulation_steps >= self.state.max_steps
-        if ended and number > self.rollout_number:
-            return None
-        ids, mask = self.padded(self.encoded([row["prompt"] for row in self.rows_of(number)]))
-        key = self.key("rollout", start)
-        return self.prompts(ids, mask, [(*key, row) for row in range(len(ids))])
-
-    def sample_ahead(self, ids: Tensor, mask: Tensor) -> ServedRollout:
-        """`sample` with older weights: the current rollout, which servers sampled during earlier updates."""
-        assert self.ahead is not None
-        model = self.accelerator.unwrap_model(self.model)
-        prompts, everyones = self.ahead.take(model, self.rollout_number, self.state.global_step)
-        first = self.first_row(len(ids))
-        own = slice(first, first + len(ids))
-        if unpadded(prompts.ids[own], prompts.mask[own]) != unpadded(ids, mask):
-            raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
-        self.log_metric("sampling/staleness", self.rollout_number - self.ahead.weights_of(self.rollout_number))
-        self.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
-        return everyones.rows(own, ids.device)
-
-    def user_rollout(self, function: UserRollout, prompts: list, trainer: DiffuGRPOTrainer) -> dict[str, Any]:
-        """What TRL expects of a `rollout_func`; the record of the canvases joins the batch. Raises ValueError if the
-        function returned something else, or not what the method reads."""
-        started = time.perf_counter()
-        given, others = read_returned(function(prompts, trainer), len(prompts), self.args)
-        config, ends = self.model.config, self.eos_token_ids
-        of_model = vocabulary(config), self.mask_token_id, ends, self.sampling, block_size(config) is not None
-        self.record = record_of(given, self.args, Expected(*of_model, by_our_rules=False), self.accelerator.device)
-        completions = completion_ids_of(self.record["canvas_ids"], ends)
-        prompt_ids = [token_ids(ids).tolist() for ids in given["prompt_ids"]]  # arrays of uint16 would stay so in TRL
-        self.log_rollout(started, self.record, {})
-        if "logprobs" in given and {"steps", "step_maps"} & given.keys() and not self.weights_are_split:
-            # A canvas that is cut is left out: its states are not known.
-            length = self.args.max_completion_length
-            whole = [row for row, ids in enumerate(given["completion_ids"]) if len(ids) == length]
-            ids, mask = self.padded(prompt_ids)
-            batch = {"prompt_ids": ids, "prompt_mask": mask, **self.record}
-            self.check_scores(batch, whole, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
-        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None} | others
-
     def log_rollout(self, started: float, record: RolloutRecord, costs: dict[str, float]) -> None:
         """Logs the seconds since `started`, the speed, and the other `costs` of the rollout."""
         seconds = time.perf_counter() - started
         speed = record["canvas_ids"].numel() * self.accelerator.num_processes / seconds
         for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
             self.log_metric(name, value)
-
-    def check_served(self, batch: Batch, sources: Sequence[Source], keys: Sequence[Sequence[int]]) -> None:
-        """`check_scores` of a rollout; `sources` are the servers that sampled its rows."""
-        dtypes = {source.dtype for source in sources}
-        stale = self.mode == "train" and self.ahead is not None and bool(self.ahead.stale_steps)
-        exact = self.accelerator.mixed_precision == "no" and (self.model.dtype, dtypes) == (torch.float32, {"float32"})
-
-        def where(row: int) -> str:
-            return f"{sources[row].url}, row {row} (id {'-'.join(map(str, keys[row][1:]))}): "
-
-        self.check_scores(batch, range(len(sources)), where, exact, certain=not stale)
-
-    def check_scores(
-        self, batch: Batch, rows: Sequence[int], where: Callable[[int], str], exact: bool, certain: bool
-    ) -> None:
-        """Scores again one of the `rows` of a rollout that another program sampled: in one forward pass, in some of the
-        states in which the row was sampled. Row and states change from rollout to rollout. Model, batch and generators
-        do not change, and the cost is not part of `compute_tokens`. Log-probabilities or entropies that are not those
-        of the model in these states are a ValueError.
-
-        Args:
-            batch: `prompt_ids` and `prompt_mask` (rows, prompt), and the record of the rollout.
-            where: from the number of a row, who sampled it.
-            exact: both programs compute in fp32.
-            certain: the weights are those that sampled. If they are not, or if the sampler approximates (a cache, or
-                4-bit weights in the trainer), a difference is only a warning.
-        """
-        if not rows or self.sampling.cfg_scale:  # guidance samples from other log-probabilities
-            return
-        certain &= self.sampling.cache is None and not getattr(self.model, "is_loaded_in_4bit", False)
-        number = self.rollout_number if self.mode == "train" else self.evaluation_rollouts
-        row = rows[number % len(rows)]
-        one = {name: batch[name][row : row + 1] for name in batch}
-        views, compute = states_of(one, self.blocks, number), self.compute
-        with self.without_checkpointing(), evaluating(self.model):
-            scores = self.scores(self.model, one, views, with_entropies=True, views_at_once=STATES)
-        self.compute = compute
-        found = differences(one, scores, views, exact and certain)
-        if found and certain:
-            raise ValueError(f"{where(row)}{found}: other weights, settings or tokens sampled them")
-        if found and not self.warned_of_scores:
-            self.warned_of_scores = True
-            logger.warning("%s%s. The sampler approximates, or its weights are older; said once.", where(row), found)
 
     # --- Reward and views ---------------------------------------------------------------------------------------------
 
@@ -512,7 +274,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             both = padded_to(batch, *widths), kept, padded_to(more, *widths), new
             batch, kept = fill(*both, self.group, everyone)
         if self.refill:
-            ids, mask = self.padded(unpadded(batch["prompt_ids"], batch["prompt_mask"]))
+            ids, mask = self.padded(strip_padding(batch["prompt_ids"], batch["prompt_mask"]))
             batch |= {"prompt_ids": ids, "prompt_mask": mask}
         self.log_metric("sampling/refills", self.refill)
         self.refill = 0
@@ -526,15 +288,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def after_rollout(self, batch: Batch) -> None:
         """Adds what belongs to the samples of a rollout: their views and the log-probs in these."""
-        everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
-        if not self.episodes:
-            self.score_some(batch, everyone)
-        self.change_advantages(batch, everyone)
-        if self.episodes:
-            batch |= as_turns(batch, {**self.record}, self.turns, everyone)
-            batch.pop("tool_mask", None)
-            everyone = Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
-            self.score_some(batch, everyone)
+        self.complete_rows(batch)
+        everyone = self.everyone(batch)
         self.draw_views(batch, everyone)
         if self.args.log_places:
             self.log_trajectories(batch, everyone)
@@ -542,6 +297,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             batch["view_advantages"] = self.state_advantages(batch, everyone)
         self.score_rollout(batch)
         self.evaluation_rollouts += self.mode == "eval"
+
+    def complete_rows(self, batch: Batch) -> None:
+        """Makes the rows of the loss from TRL's batch: which of their tokens count, and their advantages."""
+        everyone = self.everyone(batch)
+        self.score_some(batch, everyone)
+        self.change_advantages(batch, everyone)
+
+    def everyone(self, batch: Batch) -> Everyone:
+        """Access to the rows of all processes."""
+        return Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
 
     def change_advantages(self, batch: Batch, everyone: Everyone) -> None:
         """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
@@ -572,7 +337,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batch |= draw_updates(
             sampled_rows(batch, self.blocks, protected),
             Randomness(
-                self.generators("views", rows // self.turns, self.turns),
+                self.generators("views", rows),
                 keyed_generator(*self.key("views")),
                 everyone.first,
                 total,
@@ -583,7 +348,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             shared=not self.args.random_masking,
             split=everyone if self.args.split_views else None,
         )
-        batch |= count(batch, everyone)
+        batch |= count(batch, everyone, self.rows_per_completion)
         if OBJECTIVES[self.args.objective].over_group:
             batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + everyone.first) // self.group
         self.log_metric("prompt_masked", prompt_masked(batch))
@@ -652,14 +417,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, self.blocks
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.turns, args.trajectory_weight_cap)
+        inputs = loss_inputs(
+            batch, scores, self.update, micro_batches, *given, self.rows_per_completion, args.trajectory_weight_cap
+        )
         # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
             loss = self.trl_loss(inputs, scores.entropies, batch)
             if args.loss_type in TRLS_OVER_ROWS:  # the mean is over completions
-                loss = loss * self.turns
+                loss = loss * self.rows_per_completion
         else:
             loss, metrics = objective(inputs, args)
             loss = loss / accumulated
@@ -695,7 +462,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         unused = Randomness([], torch.Generator(), 0, len(ends))
         settings = replace(self.args.view_settings(), num_views=None)
         rows |= draw_updates(sampled_rows(rows, self.blocks), unused, 1, ESTIMATORS["places"], settings)
-        rows |= count(rows, everyone)
+        rows |= count(rows, everyone, self.rows_per_completion)
         exact = {"distribution": self.sampling.drawn(self.mask_token_id)}
         with self.without_checkpointing(), evaluating(self.model):
             scores = self.scores(self.model, rows, views_of(rows, 0), **exact)
@@ -726,13 +493,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- The training loop --------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; at its end, or after an error, the weights that were written for servers are removed."""
+        """TRL's; at its end, or after an error, the rollout source is closed."""
         try:
             return super().train(*args, **kwargs)
         finally:
-            for one in (self.ahead, self.servers):
-                if one is not None:
-                    one.close()
+            self.source.close()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
@@ -784,8 +549,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if self.args.sync_ref_model and self.args.should_save:
             reference = {name: value.detach().cpu().contiguous() for name, value in self.reference_weights()}
             save_file(reference, folder / REFERENCE)
-        if self.ahead is not None and self.accelerator.is_main_process:
-            self.ahead.save(folder, -(-self.micro_step // self.micro_steps_per_rollout))
+        self.source.save(folder)
 
     def load_extra(self, folder: Path) -> None:
         """Puts back what `save_extra` wrote. Raises ValueError for a checkpoint that this run cannot continue."""
@@ -805,7 +569,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for name, value in load_file(state_files(folder, rank)[0]).items():
             index, key = name.split(".", 1)
             batches[int(index)][key] = value.to(self.accelerator.device)
-        self.resumed = True
         self.set_loss_sums(counters["losses"])
         self.compute, self.sampled = counters["compute"], counters.get("sampled", 0)
         self.restore_trl(batches, counters)
@@ -813,8 +576,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             reference = load_file(folder / REFERENCE)
             for name, value in self.reference_weights():
                 value.data.copy_(reference[name])
-        if self.ahead is not None and self.accelerator.is_main_process:
-            self.ahead.load(folder, self.accelerator.unwrap_model(self.model))
+        self.source.load(folder)
 
     def reference_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.accelerator.unwrap_model(self.ref_model).named_parameters()

@@ -59,7 +59,7 @@ def check_row(
     Args:
         where: begins each message: who sampled the row, and its number.
         row: lists with one value per token: `completion_ids`, and those of `steps`, `logprobs` and `entropies` that
-            are known. Whether the log-probabilities are the model's is checked by scoring again (`d1/rl/engines.py`).
+            are known. `d1/serve/rescoring.py` checks whether the log-probabilities are the model's.
         prompt: number of tokens of its prompt.
         whole: why the canvas must be whole; "": it may be cut after its first EOS.
 

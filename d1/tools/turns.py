@@ -20,6 +20,7 @@ from typing import Any
 
 from d1.files import valid_unicode
 from d1.models.tokenizer import encode_text, first_end, render_prompt
+from d1.runs.turns import TurnSettings
 from d1.sampling.passes import Columns
 from d1.sandbox import WORKERS
 from d1.tools.calls import (
@@ -35,7 +36,6 @@ from d1.tools.calls import (
     renders_tools,
 )
 from d1.tools.functions import Outcome, call
-from d1.tools.settings import TurnSettings
 
 ENDS = ("no_call", "unclosed", "max_turns", "no_room")  # why an episode ended
 TEMPLATE_MARK = re.compile(r"<[^<>\s'\"]{1,40}>|\[/?[A-Z_]{2,}\]")  # in a chat template: <|im_start|>, <think>, [INST]

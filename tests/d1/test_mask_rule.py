@@ -14,8 +14,8 @@ from d1.models import load_tokenizer
 from d1.models.tokenizer import check_no_mask, encode_prompt
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.stage import longest_prompt
+from d1.runs.turns import TurnSettings
 from d1.tasks import load_task
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import Toolbox
 from tests.tiny_grpo import make_trainer
 

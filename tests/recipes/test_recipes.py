@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from benchmarks.true_size import DREAM, LLADA, LLADA2, NEMOTRON, SDAR
 from d1.__main__ import main, make_parser
 from d1.commands.fit import hours_of, with_config
-from d1.models.fit import CARDS, total_and_active
+from d1.commands.footprint import CARDS, total_and_active
 from d1.models.kinds import block_size, has_masks, native_config, native_config_of
 from d1.models.published import CONFIGS as PUBLISHED
 from d1.rl.train import make_parser as rl_parser

@@ -23,12 +23,12 @@ from peft import LoraConfig, get_peft_model
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.engines import WeightsFolder
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
 from d1.scoring.rollouts import ViewSettings, blocks_of, within_blocks
 from d1.serve import KEY
 from d1.serve.client import Prompts, RolloutServer, Weights
+from d1.serve.weights import WeightsFolder
 from tests.commands import ROOT
 from tests.d1.released import read_files
 from tests.sglang.server import BLOCK, sglang, write_mixture, write_sdar

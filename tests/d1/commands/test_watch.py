@@ -12,10 +12,10 @@ from d1.__main__ import main, make_parser
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.runs.turns import TurnSettings
 from d1.sampling import generate, rollout
 from d1.tasks import load_task
 from d1.tools.calls import FORMATS
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import Episode, Toolbox
 from tests.commands import ROOT
 from tests.d1.rl.tool_runs import CALLS, repeat

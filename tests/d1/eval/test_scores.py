@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from d1.eval import scores
 from d1.eval.files import read_problem, read_setups
 from d1.eval.scores import compare, score_published, score_setup
-from d1.show.uncertainty import wilson_interval
+from d1.eval.uncertainty import wilson_interval
 from tests.commands import ROOT
 
 SCRIPT = ROOT / "eval" / "parse_and_get_acc.py"

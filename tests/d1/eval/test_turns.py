@@ -9,9 +9,9 @@ from d1.eval import run as evaluation
 from d1.eval.completions import setup_name
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
+from d1.runs.turns import TurnSettings
 from d1.sampling import rollout
 from d1.tools.calls import FORMATS
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import Episode, Toolbox
 from tests.d1.rl.tool_runs import CALLS, repeat
 

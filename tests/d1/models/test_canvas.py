@@ -11,12 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from d1.commands.footprint import FitSettings, build, depths, step_peak, total_and_active, with_layers
 from d1.models import load_model
 from d1.models.adapters import add_adapter, lora_targets, merge_adapter
 from d1.models.attention import count_positions
 from d1.models.canvas import canvas_states, decode, encode, soft_embeddings, unwrapped
 from d1.models.convert import export, merge
-from d1.models.fit import FitSettings, build, depths, step_peak, total_and_active, with_layers
 from d1.models.head import body_and_head
 from d1.models.kinds import KINDS, Kind, check_since, native_config
 from d1.models.load import prepare

@@ -18,9 +18,10 @@ import torch
 from d1.masking import keyed_generator
 from d1.rl.batch import completion_ids_of, evaluating, record_and_costs
 from d1.rl.checks import left_to_right_rows
-from d1.rl.engines import READ, RECORD, STATES, states_of
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
+from d1.serve.rescoring import STATES, Rescoring, states_of
+from d1.serve.user import READ, RECORD, UserRollouts
 from tests.tiny_grpo import clockless, logged, make_method, weights
 
 NOT_TOLD = ("sampling/forward", "compute_tokens")  # an engine does not say how many tokens it processed
@@ -125,31 +126,35 @@ MALFORMED = [
 ]
 
 
+def called(trainer, returned):
+    """What TRL gets of a function that returns this for two prompts."""
+    source = UserRollouts(lambda prompts, trainer: returned, trainer.args, trainer.model.config)
+    source.connect(trainer)
+    return source.rollout_func(["a", "b"], trainer)
+
+
 def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
     trainer = make_method(tiny_model_dir, tmp_path, "d1", diffusion_steps=4, ends=(END,))
     for returned, said in MALFORMED:
         with pytest.raises(ValueError, match=said) as caught:
-            trainer.user_rollout(lambda prompts, trainer, returned=returned: returned, ["a", "b"], trainer)
+            called(trainer, returned)
         assert "\n" not in str(caught.value)
-    given = trainer.user_rollout(lambda prompts, trainer: GOOD | STEPS | {"logprobs": None}, ["a", "b"], trainer)
+    given = called(trainer, GOOD | STEPS | {"logprobs": None})
     assert given == GOOD | {"logprobs": None}
     assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
     assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     assert {*trainer.record} == {"canvas_ids", "reveal_steps"}
     for names in SAME_STEPS:  # a row's own passes, or a server's step map: blocks of four
-        told = GOOD | names
-        assert trainer.user_rollout(lambda prompts, trainer, told=told: told, ["a", "b"], trainer) == GOOD | {
-            "logprobs": None
-        }
+        assert called(trainer, GOOD | names) == GOOD | {"logprobs": None}
         assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     arrays = {name: [np.array(row, "uint16") for row in rows] for name, rows in (GOOD | STEPS).items()}
-    given = trainer.user_rollout(lambda prompts, trainer: arrays, ["a", "b"], trainer)
+    given = called(trainer, arrays)
     assert given == GOOD | {"logprobs": None}
     assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
     assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], STEPS["steps"][1]]
     replays = make_method(tiny_model_dir, tmp_path, "cj-grpo", ends=(END,))
     with pytest.raises(ValueError, match="row 0: 3 completion_ids, and --method cj-grpo reads what follows the EOS"):
-        replays.user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
+        called(replays, GOOD | STEPS)
 
 
 @pytest.mark.parametrize("lie", ["tokens", "logprobs"])
@@ -203,14 +208,14 @@ HOW = {"exact": {}, "nucleus": NUCLEUS, "parallel": {"sampler": "parallel", "rev
 
 
 def sampled(trainer):
-    """A rollout of the trainer's own, as `check_scores` reads it."""
+    """A rollout of the trainer's own, as `Rescoring` reads it."""
     ids, mask = trainer.padded(trainer.encoded([row["prompt"] for row in trainer.train_dataset][:4]))
     return {"prompt_ids": ids, "prompt_mask": mask, **record_and_costs(trainer.sample(ids, mask))[0]}
 
 
-def check(trainer, batch, exact=True, certain=True):
+def check(trainer, batch, exact=True, certain=True, rescoring=None):
     rows = range(len(batch["canvas_ids"]))
-    trainer.check_scores(batch, rows, lambda row: f"engine, row {row}: ", exact, certain)
+    (rescoring or Rescoring(trainer)).check(batch, rows, lambda row: f"engine, row {row}: ", exact, certain)
 
 
 def changed(batch, name, change):
@@ -251,9 +256,10 @@ def test_where_a_difference_is_expected_it_is_at_most_a_warning(tiny_model_dir, 
     changes = {"a cache": {"sampler": "cached"}, "guidance": {"cfg_scale": 1.0}}.get(why, {})
     trainer = make_method(tiny_model_dir, tmp_path, "d1", eos_stop=False, **changes)
     batch = changed(sampled(trainer), "rollout_logps", lambda logps: logps * 0.1)
-    with caplog.at_level(logging.WARNING, "d1.rl.trainer"):
+    rescoring = Rescoring(trainer)
+    with caplog.at_level(logging.WARNING, "d1.serve.rescoring"):
         for _ in range(2):
-            check(trainer, batch, certain=why != "older weights")
+            check(trainer, batch, certain=why != "older weights", rescoring=rescoring)
     assert sum("engine, row 0" in message for message in caplog.messages) == (why != "guidance")
 
 

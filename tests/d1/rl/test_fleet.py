@@ -14,11 +14,10 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from d1.rl import engines
-from d1.rl.engines import folder_with_room
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.serve import KEY
+from d1.serve import KEY, rollouts
 from d1.serve.client import RolloutServer
+from d1.serve.weights import folder_with_room
 from d1.tools.calls import FORMATS
 from tests.d1.rl.fleet import LIMIT, Fleet, trainers
 from tests.d1.rl.tool_runs import make_turns
@@ -84,7 +83,7 @@ def test_a_run_is_that_of_rollouts_in_the_trainer(fleet, tiny_model_dir, tiny_bl
     assert_same(here, there)
     assert len(there.state.log_history) == 6
     for number in range(len(urls.ports)):
-        assert urls.ask(number, "/model_info").json()["weight_version"].startswith(there.servers.run)
+        assert urls.ask(number, "/model_info").json()["weight_version"].startswith(there.source.servers.run)
     assert not [*folder.rglob("d1-weights*")]
     if blocks:
         urls.close()
@@ -113,8 +112,8 @@ def test_a_turn_is_a_request_with_a_longer_prompt(fleet, tiny_model_dir, folder,
 def test_a_server_falls_silent_dies_and_comes_back_with_the_weights(
     fleet, tiny_model_dir, folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(engines, "WATCH", 0.2)
-    monkeypatch.setattr(engines, "CONNECT", 1.0)
+    monkeypatch.setattr(rollouts, "WATCH", 0.2)
+    monkeypatch.setattr(rollouts, "CONNECT", 1.0)
     fleet.pause(0)  # so that it holds rows when it stops
     works = []
 
@@ -134,7 +133,7 @@ def test_a_server_falls_silent_dies_and_comes_back_with_the_weights(
     there = trained(tiny_model_dir, folder / "killed", before=events, **options, **fleet.flags)
     works[1].join()
     assert_same(here, there)
-    assert fleet.ask(0, "/model_info").json()["weight_version"].startswith(there.servers.run)
+    assert fleet.ask(0, "/model_info").json()["weight_version"].startswith(there.source.servers.run)
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])

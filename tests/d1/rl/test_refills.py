@@ -7,8 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.batch import completion_ids_of
-from d1.rl.engines import unpadded
+from d1.rl.batch import completion_ids_of, strip_padding
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.sampling import rollout
 from tests.tiny_grpo import TWO_BATCHES_A_STEP, assert_same, is_even, make_method, weights
@@ -21,7 +20,7 @@ class Kept(DiffuGRPOTrainer):
 
     def after_rollout(self, batch):
         super().after_rollout(batch)
-        prompts = unpadded(batch["prompt_ids"], batch["prompt_mask"])
+        prompts = strip_padding(batch["prompt_ids"], batch["prompt_mask"])
         counts = batch["completion_mask"].any(1).tolist()
         rows = [*zip(prompts, batch["canvas_ids"].tolist(), counts, strict=True)]
         self.__dict__.setdefault("rollouts", []).append(rows)
@@ -38,7 +37,7 @@ def kept_prompts(trainer, model, number, refill):
         completion_ids_of(canvas, trainer.eos_token_ids), skip_special_tokens=True
     )
     right = is_even([[{"role": "assistant", "content": text}] for text in texts])
-    found = [*zip(unpadded(ids, mask), canvas.tolist(), strict=True)]
+    found = [*zip(strip_padding(ids, mask), canvas.tolist(), strict=True)]
     groups = [slice(start, start + GROUP) for start in range(0, len(found), GROUP)]
     return [found[group] for group in groups], [0 < sum(right[group]) < GROUP for group in groups]
 

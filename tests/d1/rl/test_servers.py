@@ -14,11 +14,13 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import base_digest
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.engines import PolicyServers, WeightsFolder, WholeWeights
+from d1.rl.sources import RolloutRequest
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
 from d1.scoring.rollouts import within_blocks
 from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
+from d1.serve.rollouts import PolicyServers
+from d1.serve.weights import WeightsFolder, WholeWeights
 from tests.commands import ROOT
 from tests.d1.serve.serving import serving
 from tests.faults import (
@@ -61,11 +63,11 @@ def test_only_the_adapter_goes_to_the_server(tiny_model_dir, tmp_path):
     with serving(tiny_model_dir, weights_dir=tmp_path) as served:
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
         trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", peft_config=LORA, **where)
-        trainer.servers.publish(trainer.model, 7)
+        trainer.source.servers.publish(trainer.model, 7)
         version = served.engine.version
-        assert version == f"{trainer.servers.run}-7"
+        assert version == f"{trainer.source.servers.run}-7"
         assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["adapter_model.safetensors"]
-        trainer.servers.close()
+        trainer.source.servers.close()
         assert not [*tmp_path.rglob("*.safetensors")]
         refused = served.post("/update_weights_from_disk", 400, model_path="wrong")
         assert "lies in no folder of" in refused["message"]
@@ -92,10 +94,10 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
     with serving(tiny_model_dir, weights_dir=tmp_path) as served:
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
         trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", **where)
-        trainer.servers.publish(trainer.model, 0)
+        trainer.source.servers.publish(trainer.model, 0)
         of_model = False, trainer.model.config.vocab_size, trainer.mask_token_id
         prompts = Prompts(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), *of_model)
-        assert trainer.servers.sample([prompts])[0].ids.shape == (1, 9)
+        assert trainer.source.servers.sample([prompts])[0].ids.shape == (1, 9)
         shared = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
         with pytest.raises(ValueError, match="FSDP 1: set fsdp_version: 2"):
             PolicyServers(trainer.args, shared, 3)
@@ -106,7 +108,7 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
             WeightsFolder(tmp_path).write(adapted, "0", [sglang], weights)
         others = Weights("other", "other-0", tmp_path)
         with pytest.raises(ValueError, match="who else uses it"):
-            trainer.servers.servers[0].sample(prompts, others)
+            trainer.source.servers.servers[0].sample(prompts, others)
 
 
 PARALLEL = {"sampler": "parallel", "reveal": "entropy", "reveal_level": 3.0}
@@ -193,13 +195,14 @@ def test_rows_of_several_processes_share_requests_unless_they_are_to_be_equal_to
     with serving(tiny_model_dir, weights_dir=tmp_path) as served:
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url], "rollout_own_batch": own_batch}
         trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", eos_stop=False, **where)
-        trainer.servers.publish(trainer.model, 0)
+        trainer.source.servers.publish(trainer.model, 0)
         asked = []
         for first, lengths in ((0, (3, 5, 4)), (3, (9,))):
             ids, mask = trainer.padded([[*range(10, 10 + length)] for length in lengths])
-            asked.append(trainer.prompts(ids, mask, [(0, 1, 2, first + row) for row in range(len(ids))]))
+            keys = [(0, 1, 2, first + row) for row in range(len(ids))]
+            asked.append(trainer.source.prompts(RolloutRequest(ids, mask, keys)))
         before = served.metric("d1_forward_passes_total")
-        found = trainer.servers.sample(asked)
+        found = trainer.source.servers.sample(asked)
         assert served.metric("d1_forward_passes_total") - before == (8 if own_batch else 4)
     for prompts, sampled in zip(asked, found, strict=True):
         options = {"mask_token_id": trainer.mask_token_id, "generator": [keyed_generator(*key) for key in prompts.keys]}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.rl.sources import RolloutRequest
 from d1.runs.cli import leave
 from d1.sampling import rollout
 from tests import forks
@@ -40,12 +41,13 @@ def train(launcher, model, folder, adapter, options):
     trainer.train()
     trainer.save_model(str(folder / "saved"))
     ids, mask = trainer.padded(trainer.encoded(trainer.train_dataset[:4]["prompt"]))
-    prompts = trainer.prompts(ids, mask, [(*KEY, trainer.first_row(4) + row) for row in range(4)])
-    sampled = trainer.servers.rollout(trainer.accelerator.unwrap_model(trainer.model), 99, prompts)
+    keys = [(*KEY, trainer.first_row(4) + row) for row in range(4)]
+    prompts = trainer.source.prompts(RolloutRequest(ids, mask, keys))
+    sampled = trainer.source.servers.rollout(trainer.accelerator.unwrap_model(trainer.model), 99, prompts)
     rank = trainer.accelerator.process_index
     save_file({"prompt": ids, "mask": mask, "ids": sampled.ids, "logps": sampled.logps}, folder / f"{rank}.safetensors")
     if rank == 0:
-        shutil.copytree(trainer.servers.weights.folder, folder / "sent")
+        shutil.copytree(trainer.source.servers.weights.folder, folder / "sent")
         kind = trainer.accelerator.distributed_type.value
         (folder / "logged.json").write_text(json.dumps([kind, trainer.accelerator.num_processes, logged(trainer)]))
     trainer.accelerator.wait_for_everyone()

@@ -8,10 +8,10 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.rl.report import SHOWN_FILE
-from d1.rl.stage import ShowProblems
+from d1.report import ShowProblems
 from d1.rl.trainer import STREAMS
 from d1.sampling import generate
+from d1.show.report import SHOWN_FILE
 from tests.tiny_grpo import by_letter, logged, make_trainer, rows, weights
 
 FEW = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.01}

@@ -27,11 +27,11 @@ from d1.rl import train as diffu_grpo_train
 from d1.rl.checks import check_config, check_prompts
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
-from d1.rl.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
-from d1.rl.report import main as report_main
-from d1.rl.report import make_parser as report_parser
 from d1.runs.record import Past
 from d1.show.curves import panels
+from d1.show.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
+from d1.show.report import main as report_main
+from d1.show.report import make_parser as report_parser
 from tests import forks
 from tests.commands import ROOT, calls_of, check_python
 from tests.d1.released import write_wide

@@ -12,8 +12,10 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from d1.rl.bridge import CanvasGRPOTrainer, EpochSampler
+from d1.rl.sources import OwnModel
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import Scores
+from d1.serve.rollouts import ServerRollouts
 from d1.transformers_bridge import recomputes_activations
 from tests import tiny_grpo
 
@@ -103,12 +105,13 @@ def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path,
 
 
 def test_processes_that_share_weights_must_keep_step():
-    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2, mode: str = "trainer") -> bool:
+    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2, source: Any = OwnModel) -> bool:
         trainer: Any = SimpleNamespace(
             _dist=SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3),
             weights_are_split=fsdp or zero3,
             accelerator=SimpleNamespace(num_processes=processes),
-            args=SimpleNamespace(ds3_gather_for_generation=gathered, rollout_mode=mode),
+            args=SimpleNamespace(ds3_gather_for_generation=gathered),
+            source=source,
         )
         return CanvasGRPOTrainer.samples_in_step.fget(trainer)  # type: ignore[attr-defined]
 
@@ -117,7 +120,7 @@ def test_processes_that_share_weights_must_keep_step():
     assert not in_step(False, True, True)
     assert not in_step(False, False, False)
     assert not in_step(False, True, False, processes=1)
-    assert not in_step(True, False, False, mode="server")
+    assert not in_step(True, False, False, source=ServerRollouts)
 
 
 def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():

@@ -14,15 +14,16 @@ from safetensors.torch import load_file
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.batch import Everyone, as_turns, joined_turns, loss_inputs, sampled_rows, score_batch, views_of
+from d1.report import ShowProblems
+from d1.rl.batch import Everyone, loss_inputs, sampled_rows, score_batch, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.losses import MEANS, OBJECTIVES, PENALTIES, LossInputs
-from d1.rl.stage import ShowProblems
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from d1.scoring.rollouts import CanvasBlocks
 from d1.show.film import GIVEN
 from d1.tools.calls import FORMATS
+from d1.tools.trainer import flatten_episodes, stack_turns
 from d1.tools.turns import Episode
 from tests import forks
 from tests.d1.rl.tool_runs import EPISODES, TURNS, last_letters, make_turns, repeat, run_turns
@@ -202,10 +203,10 @@ def test_the_likelihood_of_two_turns_and_its_gradient_equal_those_of_an_enumerat
         own = [row for row, one in enumerate(episodes) if len(one.turns) > turn]
         ids = torch.tensor([[*found.values()][row][1][turn] for row in own])
         parts.append((own, {"canvas_ids": ids, "reveal_steps": torch.arange(length).expand(len(own), -1)}))
-    record = joined_turns(parts, count, 2, 2) | trainer.prompts_of_turns(episodes)
+    record = stack_turns(parts, count, 2, 2) | trainer.prompts_of_turns(episodes)
     ones = torch.ones(count, 1, dtype=torch.long)
     batch = {"advantages": logps.detach().exp() * rewards * count, "completion_mask": ones}
-    batch = as_turns(batch, record, 2, Everyone(lambda value: value, 0))
+    batch = flatten_episodes(batch, record, 2, Everyone(lambda value: value, 0))
     random = Randomness([keyed_generator(row) for row in range(2 * count)], keyed_generator(0), 0, 2 * count)
     settings = ViewSettings(gen_length=length, steps=length, block_length=block)
     views = ESTIMATORS["left_to_right"](sampled_rows(batch, CanvasBlocks.of(model.config)), random, settings)
@@ -489,7 +490,7 @@ def test_a_film_of_an_episode_shows_its_turns_one_after_the_other(tiny_model_dir
     assert [film.tokens for film in show.films("before")] == [film.tokens for film in films]
     trainer.model.eval()
     trainer.evaluation_rollouts = 0
-    trainer.play(trainer.toolbox, trainer.encoded(list(show.rows["prompt"])))
+    trainer.run_episodes(trainer.encoded(list(show.rows["prompt"])))
     assert len({len(episode.turns) for episode in trainer.episodes}) > 1
     for film, episode in zip(films, trainer.episodes, strict=True):
         lengths = [len(part) for part in (film.tokens, film.steps, film.logps, film.entropies)]

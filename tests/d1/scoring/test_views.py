@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import d1.models.head
+from d1.commands.footprint import LiveStorages
 from d1.models import load_model
-from d1.models.fit import LiveStorages
 from d1.scoring import Views, mean_field_logps, score, views_of_canvas
 from d1.scoring.masks import one_step_views
 from tests.d1.released import CAUSAL

@@ -6,8 +6,9 @@ import xml.etree.ElementTree as ET
 import matplotlib as mpl
 import pytest
 
+from d1.runs.tables import aligned_table
 from d1.show.curves import MARKED, legend, panel_svg, panels, running_mean, save_figure, widen
-from d1.show.tables import aligned_table, markdown_table
+from d1.show.tables import markdown_table
 
 
 def test_tables_are_markdown_or_aligned():

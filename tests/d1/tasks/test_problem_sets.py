@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt, trained_ids
+from d1.runs.turns import TurnSettings
 from d1.tools.functions import calculator
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import Episode, Toolbox
 from pocket.tokenizer import build_tokenizer
 

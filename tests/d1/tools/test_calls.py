@@ -3,8 +3,8 @@
 import pytest
 
 from d1.models import load_tokenizer
+from d1.runs.turns import TurnSettings
 from d1.tools.calls import FORMATS, format_of, instructions
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import Toolbox
 
 CHATML = (

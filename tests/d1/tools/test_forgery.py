@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.runs.turns import TurnSettings
 from d1.tools.calls import FORMATS, MAX_DEPTH
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import PLACE, Episode, Results, Toolbox
 from tests.d1.sft.test_data import TEMPLATES, TOKENIZERS, byte_tokenizer
 

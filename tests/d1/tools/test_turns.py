@@ -7,8 +7,8 @@ import pytest
 
 from d1.models import load_tokenizer
 from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.runs.turns import TurnSettings
 from d1.tools.calls import FORMATS, CallFormat, read_plain, write_plain
-from d1.tools.settings import TurnSettings
 from d1.tools.turns import Episode, Results, Toolbox, ends_of
 from tests.d1.sft.test_data import TEMPLATES, byte_tokenizer
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from d1.show.uncertainty import Z95, pass_at_k, sign_test, wilson_interval
+from d1.eval.uncertainty import Z95, pass_at_k, sign_test, wilson_interval
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (0, 20), (3, 20), (10, 20), (20, 20), (783, 1130)])

@@ -1,14 +1,28 @@
-"""The limits of an episode, and the flags of commands that play one."""
+"""The settings of episodes with tools: their limits, and the flags of commands that play them (`d1/tools/`)."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from d1 import rooms
 from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of
-from d1.tools.calls import FORMATS
-from d1.tools.functions import TOOLS, load_tools
+
+# Names in the help of flags: the entries of `d1.tools.functions.TOOLS` and `d1.tools.calls.FORMATS`
+TOOL_NAMES = ("calculator", "python")
+FORMAT_NAMES = ("xml", "json", "plain")
+
+
+class Formats:
+    """The names of `FORMATS`, which are imported when a format is chosen."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in rooms.FORMATS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(rooms.FORMATS)
 
 
 @dataclass(frozen=True)
@@ -45,9 +59,14 @@ class TurnSettings:
 
 def add_turn_flags(parser: argparse.ArgumentParser) -> None:
     turns = parser.add_argument_group("turns with tools")
-    turns.add_argument("--tools", nargs="+", help=f"{', '.join(TOOLS)}, or .py files of functions (docs/tools.md)")
+    turns.add_argument("--tools", nargs="+", help=f"{', '.join(TOOL_NAMES)}, or .py files of functions (docs/tools.md)")
     turns.add_argument("--max_turns", type=COUNT, help="canvases per problem (default: 2 with tools)")
-    turns.add_argument("--tool_format", choices=FORMATS, help="how calls are written (default: by the chat template)")
+    turns.add_argument(
+        "--tool_format",
+        choices=Formats(),
+        metavar=f"{{{','.join(FORMAT_NAMES)}}}",
+        help="how calls are written (default: by the chat template)",
+    )
     for name, allowed, about in (
         ("calls_per_turn", COUNT, "the canvas is cut after the last of them"),
         ("tool_seconds", POSITIVE, "seconds per call (default: %(default)s)"),
@@ -61,7 +80,8 @@ def add_turn_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_turn_flags(args: Any) -> None:
     """Raise ValueError for tools that are none, and for flags that contradict tools or their absence."""
-    load_tools(args.tools or ())
+    if args.tools:
+        rooms.load_tools(args.tools)
     edits = args.edit_threshold is not None or args.editing is not None
     if not args.tools and (args.max_turns or 1) > 1:
         raise ValueError("--max_turns needs --tools, whose results make another turn")

@@ -42,7 +42,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {  # key -> what it shows of a me
     "bold": (f"mean of the last {SMOOTH}", {"linewidth": 1.8}),
     "dashed": ("validation", {"linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 1.2}),
 }
-SHOWN_FILE = "shown_problems.json"  # written by `ShowProblems` (`d1/rl/stage.py`)
+SHOWN_FILE = "shown_problems.json"  # written by `ShowProblems` (`d1/report.py`)
 ORDER = """Below: the first problems of the validation data, or of the training data if the run has no validation.
 Those that are solved only before or only after the run come first, then the others, each in the order of the data."""
 

@@ -1,5 +1,4 @@
-"""How much GPU memory a stage needs, from a model's config alone, and the largest batch that fits a card; and whether
-weights fit the memory of a machine without a GPU.
+"""How much GPU memory a stage needs, from a model's config alone, and the largest batch that fits a card.
 
 Weights, gradients and optimizer states are counted. For activations and logits, models of two and three layers run one
 step at three batch sizes, on fake tensors, which have shapes but no data: the peak of live storages grows linearly with
@@ -9,14 +8,12 @@ layers and rows. Not included: fragmentation, and communication beyond DeepSpeed
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting
@@ -25,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
 
-from d1.models.adapters import adapter_chain, lora_targets
+from d1.models.adapters import lora_targets
 from d1.models.attention import has_causal_context
 from d1.models.canvas import canvas_states, decode, encode, soft_embeddings
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps, unwrapped
-from d1.models.kinds import block_size, experts, has_masks, native_config, vocabulary
-from d1.models.load import auto_class, named_dtype, prepare
+from d1.models.kinds import block_size, experts, has_masks, vocabulary
+from d1.models.memory import meta_model
 from d1.models.packing import two_stream_states
 from d1.transformers_bridge import CACHE
 
@@ -143,9 +140,7 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     training = settings.stage != "eval"
     full = training and settings.lora_r == 0
     dtype = torch.float32 if full and settings.zero == 0 else settings.weight_dtype
-    with torch.device("meta"):
-        # Transformers chooses the kernel: the one that a config names may be missing, or not run on fake tensors.
-        model: Any = prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
+    model = meta_model(config, dtype)
     if settings.load_in_4bit and settings.stage in ("sft", "prefer"):  # PEFT's `prepare_model_for_kbit_training`
         in_4bit = {id(layer.weight) for layer in quantised(model)}
         for parameter in model.parameters():
@@ -337,20 +332,3 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
         rows = int((card * GB - fixed) // per_row)
         lines.append(f"{card:>4} GB{rows if rows > 0 else 'does not fit':>26}")
     return "\n".join(lines)
-
-
-def check_memory(path: str, dtype: str | None = None, adapter: Any = None) -> None:
-    """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
-    if torch.cuda.is_available():
-        return
-    name, copies = str(named_dtype(dtype)).removeprefix("torch."), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    config, _ = native_config(adapter_chain(path, adapter)[0])
-    needed = copies * resident_bytes(config, FitSettings("eval", dtype=name))["weights"]
-    free = psutil.virtual_memory().available
-    if needed > free:
-        half = "pass --dtype bfloat16, which takes half, or " if name == "float32" else ""
-        each = f" in {copies} processes" if copies > 1 else ""
-        raise ValueError(
-            f"{path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory are "
-            f"free: {half}use a machine with a GPU or with more memory"
-        )

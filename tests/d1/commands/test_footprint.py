@@ -14,9 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from d1.__main__ import main, make_parser
 from d1.commands.fit import of_method, with_recipe
-from d1.models import load_model, prepare
-from d1.models.adapters import lora_targets
-from d1.models.fit import (
+from d1.commands.footprint import (
     BUCKET,
     FitSettings,
     activation_bytes,
@@ -26,6 +24,8 @@ from d1.models.fit import (
     total_and_active,
     with_layers,
 )
+from d1.models import load_model, prepare
+from d1.models.adapters import lora_targets
 from d1.models.head import body_and_head, target_logps
 from d1.models.kinds import native_config
 from d1.models.packing import two_stream_states
@@ -362,7 +362,7 @@ def test_a_mixtures_parameters_are_counted_by_hand_for_llada2_mini(tmp_path, mon
     total, active = total_and_active(config)
     assert total == shared + 19 * 256 * expert == 16_255_638_528
     assert active == shared + 19 * 8 * expert == 1_432_968_192
-    monkeypatch.setattr("d1.models.fit.activation_bytes", lambda *_: (0.0, 1.0))
+    monkeypatch.setattr("d1.commands.footprint.activation_bytes", lambda *_: (0.0, 1.0))
     first = fit_table(config, FitSettings("eval")).splitlines()[0]
     assert first.split() == ["parameters", "16.26", "billion,", "1.43", "active", "per", "token"]
     assert "active" not in fit_table(LLADA, FitSettings("eval"))

@@ -1,0 +1,41 @@
+"""Whether the weights of a model fit the memory of a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedConfig
+
+from d1.models.adapters import adapter_chain
+from d1.models.kinds import native_config
+from d1.models.load import auto_class, named_dtype, prepare
+
+GB = 10**9
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model of this config on the meta device: its weights have shapes, and no memory."""
+    with torch.device("meta"):
+        # Transformers chooses the kernel: the one that a config names may be missing, or not run on fake tensors.
+        return prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
+
+
+def check_memory(path: str, dtype: str | None = None, adapter: Any = None) -> None:
+    """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
+    if torch.cuda.is_available():
+        return
+    config, _ = native_config(adapter_chain(path, adapter)[0])
+    model, copies = meta_model(config, named_dtype(dtype)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = copies * sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    free = psutil.virtual_memory().available
+    if needed > free:
+        name = str(named_dtype(dtype)).removeprefix("torch.")
+        half = "pass --dtype bfloat16, which takes half, or " if name == "float32" else ""
+        each = f" in {copies} processes" if copies > 1 else ""
+        raise ValueError(
+            f"{path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory are "
+            f"free: {half}use a machine with a GPU or with more memory"
+        )

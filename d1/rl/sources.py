@@ -1,0 +1,126 @@
+"""Where rollouts come from: prompts and the keys of their random numbers in, a rollout out.
+
+The trainer has one `RolloutSource`, and does not know which. `OwnModel` samples with the model that is trained. The
+others are outside the core: servers (`d1/serve/rollouts.py`), servers that sample ahead of the updates
+(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from d1 import rooms
+from d1.masking import keyed_generator
+from d1.rl.batch import Batch, evaluating
+from d1.sampling import Rollout, rollout
+from d1.sampling.loop import Stops
+from d1.sampling.passes import Columns
+
+if TYPE_CHECKING:
+    from d1.rl.config import DiffuGRPOConfig
+    from d1.rl.trainer import DiffuGRPOTrainer
+
+
+class RolloutRequest(NamedTuple):
+    """What a source is asked for.
+
+    Attributes:
+        prompt_ids, prompt_mask: (rows, prompt), padded on the left.
+        keys: of each row's generator, as `keyed_generator` takes it.
+        stops, columns: as in `d1.sampling.rollout`; servers have neither.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    keys: Sequence[Sequence[int]]
+    stops: Stops | None = None
+    columns: Sequence[Columns | None] | None = None
+
+
+class RolloutSource(Protocol):
+    """What a trainer asks of a source.
+
+    Attributes:
+        rollout_func: TRL's function, which also tokenises the prompts; None: the trainer tokenises.
+        samples_here: each process samples its rows with its own part of the weights.
+    """
+
+    rollout_func: Callable[..., dict[str, Any]] | None
+    samples_here: bool
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        """Called once, at the end of the trainer's constructor."""
+
+    def sample(self, request: RolloutRequest) -> Rollout:
+        """The rollout of this process's rows, without gradients or dropout. All processes call it together."""
+
+    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError if the rollout, with its prompts in `batch`, is not one of the policy."""
+
+    def close(self) -> None:
+        """Called at the end of training, or after an error; training may begin again."""
+
+    def save(self, folder: Path) -> None:
+        """Writes what a resumed run needs into a checkpoint."""
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote."""
+
+
+class OwnModel:
+    """The source that samples with the trainer's own model, `rollout_batch_size` rows at a time."""
+
+    rollout_func: Callable[..., dict[str, Any]] | None = None
+    samples_here = True
+    trainer: DiffuGRPOTrainer
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def sample(self, request: RolloutRequest) -> Rollout:
+        trainer, rows = self.trainer, len(request.prompt_ids)
+        size = trainer.args.rollout_batch_size or rows
+        generators = [keyed_generator(*key, device=trainer.accelerator.device) for key in request.keys]
+        columns = request.columns or [None] * rows
+        parts = []
+        with trainer.sampling_model() as model, evaluating(model), trainer.accelerator.autocast():
+            for start in range(0, rows, size):
+                part = slice(start, start + size)
+                sampled = rollout(
+                    model,
+                    request.prompt_ids[part],
+                    request.prompt_mask[part],
+                    trainer.sampling,
+                    mask_token_id=trainer.mask_token_id,
+                    generator=generators[part],
+                    eos_token_ids=trainer.ends or None,
+                    stops=request.stops,
+                    columns=columns[part],
+                )
+                parts.append(sampled)
+            return Rollout.joined(parts)
+
+    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
+        """The model's own rollouts need no check."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def save(self, folder: Path) -> None:
+        """The model samples again from the weights of the checkpoint."""
+
+    def load(self, folder: Path) -> None:
+        """As `save`."""
+
+
+def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any) -> RolloutSource:
+    """The source that the arguments of a trainer choose, for a model of this config; it is not connected yet."""
+    if rollout_func is not None:
+        return rooms.UserRollouts(rollout_func, args, config)
+    if args.rollout_mode == "server":
+        return rooms.RolloutsAhead() if args.rollout_staleness else rooms.ServerRollouts()
+    return OwnModel()

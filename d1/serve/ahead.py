@@ -1,0 +1,179 @@
+"""Rollouts ahead of updates: with `rollout_staleness` N, servers sample the next rollouts while the trainer learns.
+
+Rollout k is sampled with the weights before the updates on rollout max(0, k - N), however fast trainer and servers are.
+When rollout k is needed, the first process keeps a copy of the weights and requests rollout k + N with it. One thread
+works on the requests in order, so that all rows of a rollout have the same weights. It samples the rows of all
+processes; they wait for rollout k together. A checkpoint holds the copies that later rollouts need, and a resumed run
+requests these rollouts again: they depend on weights and keys alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from d1.rl.batch import strip_padding
+from d1.rl.sources import RolloutRequest
+from d1.sampling import Rollout
+from d1.serve.client import Prompts, Weights
+from d1.serve.rollouts import PolicyServers, ServedRollout, ServerRollouts
+from d1.serve.weights import WeightsFolder, WholeWeights, result_of, with_weights
+
+if TYPE_CHECKING:
+    from d1.rl.trainer import DiffuGRPOTrainer
+
+FOLDER = "rollouts_ahead"  # of a checkpoint
+
+
+class SampledAhead(NamedTuple):
+    """A rollout that was requested: the rows of all processes, and the step of its weights."""
+
+    prompts: Prompts
+    rollout: ServedRollout
+    step: int
+
+
+class Ahead:
+    """The rollouts ahead of a trainer.
+
+    Args:
+        prompts_of: from the number of a rollout, its rows of all processes; None if the run ends before it.
+
+    Attributes:
+        kept: rollout number -> optimizer steps before its updates, the folder with the weights of that time, and that
+            with those that no version changes (`WeightsFolder.frozen`).
+        requests: rollout number -> its request. Only the first process uses `kept` and `requests`.
+        stale_steps: optimizer steps that the trainer is ahead of the weights that sampled the last rollout taken.
+    """
+
+    def __init__(self, servers: PolicyServers, staleness: int, prompts_of: Callable[[int], Prompts | None]) -> None:
+        self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
+        self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
+        self.kept: dict[int, tuple[int, Path, Path | None]] = {}
+        self.requests: dict[int, Future[SampledAhead]] = {}
+        self.thread = ThreadPoolExecutor(1)
+        self.at_work, self.stale_steps = False, 0
+
+    def weights_of(self, number: int) -> int:
+        """The number of the rollout before whose updates the trainer had the weights that sample rollout `number`."""
+        return max(0, number - self.staleness)
+
+    def take(self, model: Any, number: int, step: int) -> tuple[Prompts, ServedRollout]:
+        """Rollout `number` of all processes and its rows, due after `step` optimizer steps; requests those up to the
+        one that the present weights of `model` sample. All processes call it together. Raises as `sample`."""
+
+        def in_first_process(weights: WholeWeights) -> None:
+            self.keep(number, step, model, weights)
+            for later in range(number, number + self.staleness + 1):
+                if later not in self.requests and (prompts := self.prompts_of(later)):
+                    of, folder, frozen = self.kept[self.weights_of(later)]
+                    base = self.servers.base_of(model, weights)
+                    sent = Weights(self.servers.run, folder.name, folder, base, frozen)
+                    self.requests[later] = self.thread.submit(self.sample, prompts, sent, of)
+
+        with_weights(model, in_first_process)
+        self.at_work = True
+        prompts, rollout, sampled_at = result_of(self.requests.pop(number, None))
+        self.stale_steps = step - sampled_at
+        return prompts, rollout
+
+    def keep(self, number: int, step: int, model: Any, given: WholeWeights | Path) -> None:
+        """Keeps the weights of `model`, or those in a folder, from before the updates on a rollout."""
+        folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
+        self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
+        written = folder.write(model, version, self.servers.servers, given)
+        self.kept[number] = step, written, folder.frozen
+
+    def sample(self, prompts: Prompts, weights: Weights, step: int) -> SampledAhead:
+        """In the thread: the rollout of `prompts` by servers that take `weights`, those of a `step`, first."""
+        self.servers.weights = weights
+        return SampledAhead(prompts, self.servers.sample([prompts])[0], step)
+
+    def finish(self) -> None:
+        """Waits for all requests, so that something else can be sampled with other weights."""
+        if self.at_work:
+            wait(self.requests.values())
+            self.servers.weights = None  # in all processes, so that all of them publish
+            self.at_work = False
+
+    def close(self) -> None:
+        """Drops all requests and removes the weights that were kept."""
+        self.thread.shutdown(cancel_futures=True)
+        self.thread = ThreadPoolExecutor(1)
+        self.requests.clear()
+        self.kept.clear()
+        for folder in self.folders:
+            folder.remove()
+
+    def save(self, checkpoint: Path, following: int) -> None:
+        """Writes the weights of the rollouts from number `following` on into a checkpoint; in the first process."""
+        for number in {self.weights_of(later) for later in range(following, following + self.staleness)}:
+            step, folder, _ = self.kept[number]
+            shutil.copytree(folder, checkpoint / FOLDER / f"{number}-{step}", dirs_exist_ok=True)
+
+    def load(self, checkpoint: Path, model: Any) -> None:
+        """Takes what `save` wrote, weights of `model`; in the first process."""
+        for folder in (checkpoint / FOLDER).iterdir():
+            number, step = map(int, folder.name.split("-"))
+            self.keep(number, step, model, folder)
+
+
+class RolloutsAhead(ServerRollouts):
+    """Rollouts by servers, with the weights of `rollout_staleness` rollouts ago in training, and with the present ones
+    in evaluation."""
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        super().connect(trainer)
+        self.ahead = Ahead(self.servers, trainer.args.rollout_staleness, self.prompts_of)
+
+    @property
+    def is_stale(self) -> bool:
+        return self.trainer.mode == "train" and bool(self.ahead.stale_steps)
+
+    def sample(self, request: RolloutRequest) -> Rollout:
+        if self.trainer.mode == "train":
+            return self.prefetched(request)
+        self.ahead.finish()
+        return super().sample(request)
+
+    def prefetched(self, request: RolloutRequest) -> ServedRollout:
+        """The current rollout, which servers sampled during earlier updates."""
+        trainer = self.trainer
+        number, rows = trainer.rollout_number, len(request.prompt_ids)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        prompts, sampled = self.ahead.take(model, number, trainer.state.global_step)
+        first = trainer.first_row(rows)
+        local = slice(first, first + rows)
+        asked = strip_padding(request.prompt_ids, request.prompt_mask)
+        if strip_padding(prompts.ids[local], prompts.mask[local]) != asked:
+            raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
+        trainer.log_metric("sampling/staleness", number - self.ahead.weights_of(number))
+        trainer.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
+        return sampled.rows(local, request.prompt_ids.device)
+
+    def prompts_of(self, number: int) -> Prompts | None:
+        """The rows of all processes of training rollout `number`; None if the run ends before it."""
+        trainer = self.trainer
+        start = number * trainer.micro_steps_per_rollout
+        ended = start // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps
+        if ended and number > trainer.rollout_number:
+            return None
+        ids, mask = trainer.padded(trainer.encoded([row["prompt"] for row in trainer.rows_of(number)]))
+        key = trainer.key("rollout", start)
+        return self.prompts(RolloutRequest(ids, mask, [(*key, row) for row in range(len(ids))]))
+
+    def close(self) -> None:
+        self.ahead.close()
+        super().close()
+
+    def save(self, folder: Path) -> None:
+        trainer = self.trainer
+        if trainer.accelerator.is_main_process:
+            self.ahead.save(folder, -(-trainer.micro_step // trainer.micro_steps_per_rollout))
+
+    def load(self, folder: Path) -> None:
+        if self.trainer.accelerator.is_main_process:
+            self.ahead.load(folder, self.trainer.accelerator.unwrap_model(self.trainer.model))

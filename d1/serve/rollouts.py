@@ -1,0 +1,347 @@
+"""Rollouts by servers, which get the policy's weights before each of them.
+
+The first process sends the rows of all processes, through one queue; a server has the policy's weights before it gets
+rows. A server that fails is taken out, and its rows go to the others; it comes back with the current weights.
+Completions do not depend on who sampled them, because a row's random numbers depend on its key alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers.trainer_utils import get_last_checkpoint
+
+from d1.models.adapters import base_digest
+from d1.models.kinds import block_size, vocabulary
+from d1.rl.batch import Batch
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.sources import RolloutRequest
+from d1.runs.cli import from_all, from_rank_0, together
+from d1.sampling import Rollout
+from d1.serve.client import CONNECT, Prompts, RolloutServer, Unavailable, Weights
+from d1.serve.rescoring import Rescoring
+from d1.serve.weights import WeightsFolder, WholeWeights, result_of, with_weights
+
+if TYPE_CHECKING:
+    from d1.rl.trainer import DiffuGRPOTrainer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAUSE = 1.0  # seconds until a server that failed is tried again
+WATCH = 10.0  # seconds between questions to a server that has rows
+REMIND = 60.0  # seconds between messages while the run waits
+
+Part = tuple[Prompts, "Future[tuple[Rollout, Source]]"]  # rows; their rollout, and who sampled it
+
+
+class Source(NamedTuple):
+    """A server: its address, and the data type in which it computes (None: it does not say)."""
+
+    url: str
+    dtype: str | None
+
+
+@dataclass(frozen=True)
+class ServedRollout(Rollout):
+    """A rollout that servers sampled.
+
+    Attributes:
+        sources: the server that sampled each row.
+    """
+
+    sources: tuple[Source, ...] = ()
+
+    def rows(self, some: slice, device: torch.device) -> ServedRollout:
+        """Some of the rows, on a device."""
+        columns: dict[str, Any] = {
+            name: of[some].to(device) for name, of in vars(self).items() if isinstance(of, Tensor)
+        }
+        return ServedRollout(**columns, sources=self.sources[some])
+
+
+class PolicyServers:
+    """The servers that sample a run's rollouts. The first process alone talks to them.
+
+    `publish` and `rollout` are called by all processes together; `sample` by any thread of the first one, between two
+    `publish`.
+
+    Attributes:
+        size: most rows per request; None: an equal share of a rollout for each server.
+        patience: seconds to wait while no server answers.
+        silent_since: the time since which none has answered or finished rows.
+    """
+
+    def __init__(self, args: DiffuGRPOConfig, accelerator: Accelerator, mask_token_id: int) -> None:
+        if getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) == 1:
+            raise ValueError("rollout_mode server does not send the weights of FSDP 1: set fsdp_version: 2")
+        self.accelerator, self.mask_token_id = accelerator, mask_token_id
+        self.servers = [RolloutServer(url, args.rollout_own_batch) for url in args.rollout_server_base_url or ()]
+        self.size, self.patience = args.rollout_batch_size, args.rollout_server_timeout
+        self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
+        self.weights: Weights | None = None
+        self.base: str | None = None  # what `base_of` found
+        self.folder = WeightsFolder(Path(str(args.output_dir)))
+        self.silent_since: float | None = None
+        self.told = -REMIND  # when the last message about it was logged
+        from_rank_0(self.connect)
+
+    def connect(self) -> None:
+        """Asks all servers what they serve, until one answers."""
+        self.prepare_all(self.servers)
+        while not self.someone_answers():
+            time.sleep(PAUSE)
+            self.prepare_all(self.servers)
+
+    def someone_answers(self) -> bool:
+        """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
+        if not all(server.problem for server in self.servers):
+            return True
+        now = time.monotonic()
+        self.silent_since = now if self.silent_since is None else self.silent_since
+        problems = "; ".join(str(server.problem) for server in self.servers)
+        if now - self.silent_since >= self.patience:
+            output_dir = self.folder.output_dir
+            last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+            way_on = f"continue from {last} with --resume" if last else "no checkpoint is complete: start again"
+            raise ConnectionError(f"no rollout server has answered for {self.patience:g} seconds: {problems}. {way_on}")
+        if now - self.told >= REMIND:
+            self.told = now
+            logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
+        return False
+
+    def prepare_all(self, servers: Sequence[RolloutServer]) -> None:
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            [*pool.map(self.prepare, servers)]
+
+    def prepare(self, server: RolloutServer) -> None:
+        """Gives a server the current weights unless it has them, or takes it out."""
+        try:
+            server.prepare(self.mask_token_id, self.weights)
+        except Unavailable as error:
+            take_out(server, error)
+        else:
+            if server.problem and self.weights:
+                logger.warning("%s is back, with the current weights.", server.url)
+            server.problem = None
+
+    def publish(self, model: Any, step: int) -> None:
+        """Gives servers the weights of `model`, or its adapter, after `step` optimizer steps, unless they have these.
+        Nobody may be sampling."""
+        version = f"{self.run}-{step}"
+        if self.weights and self.weights.version == version:
+            return
+
+        def in_first_process(weights: WholeWeights) -> Weights:
+            folder = self.folder.write(model, version, self.servers, weights)
+            self.weights = Weights(self.run, version, folder, self.base_of(model, weights), self.folder.frozen)
+            self.prepare_all([server for server in self.servers if not server.problem])
+            return self.weights
+
+        self.weights = with_weights(model, in_first_process)
+
+    def base_of(self, model: Any, weights: WholeWeights) -> str | None:
+        """`base_digest` of a model with an adapter, which is all that servers get, computed once, since training does
+        not change it; None: they get whole weights."""
+        if self.base is None and hasattr(model, "peft_config"):
+            self.base = base_digest(model, weights)
+        return self.base
+
+    def close(self) -> None:
+        """Removes the weights that were written; a later `publish` writes again."""
+        self.weights = None
+        self.folder.remove()
+
+    def rollout(self, model: Any, step: int, prompts: Prompts) -> ServedRollout:
+        """Samples the prompts of this process with the weights that `model` has after `step` optimizer steps."""
+        self.publish(model, step)
+        asked, future = from_all(prompts), None
+        if self.accelerator.is_main_process:
+            future = in_thread(lambda: self.sample(asked))
+        return result_of(future)[self.accelerator.process_index].rows(slice(None), self.accelerator.device)
+
+    def sample(self, asked: Sequence[Prompts]) -> list[ServedRollout]:
+        """The rollout of each of several prompts by the servers that answer, with the weights of the last `publish`.
+        Rows of several prompts share requests unless a server computes a request as a batch of its own. Raises
+        ConnectionError if none has answered for `patience` seconds, ValueError if a server refuses the rows."""
+        assert self.weights is not None
+        size = self.size or -(-sum(len(prompts.keys) for prompts in asked) // len(self.servers))
+        batches = asked if any(server.batches_alone for server in self.servers) else [Prompts.joined(asked)]
+        parts: list[Part] = [(part, Future()) for prompts in batches for part in prompts.split(size)]
+        futures = [future for _, future in parts]
+        queue: SimpleQueue[Part | None] = SimpleQueue()
+        # Each server gets its first part at once, so that equal shares do not depend on who is faster.
+        held = dict(zip((server for server in self.servers if not server.problem), parts, strict=False))
+        for part in parts[len(held) :]:
+            queue.put(part)
+        over = Event()
+        for server in self.servers:
+            Thread(target=self.work, args=(server, queue, held, over), name=server.url, daemon=True).start()
+        Thread(target=watch, args=(queue, held, over), daemon=True).start()
+        self.silent_since, left = None, {*futures}
+        try:
+            while left:
+                done, left = wait(left, timeout=PAUSE, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                    self.silent_since = None
+                self.someone_answers()
+            return rollouts_of(asked, [future.result() for future in futures])
+        finally:
+            over.set()
+            for _ in self.servers:
+                queue.put(None)
+
+    def work(
+        self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
+    ) -> None:
+        """A thread of `sample`: sends parts to a server, one at a time, first the one that is its own in `held`, the
+        parts that servers have; if the server failed, tries it again after a pause."""
+        assert self.weights is not None
+        while not over.is_set():
+            try:
+                if server.problem or server.version != self.weights.version:
+                    self.prepare(server)
+            except Exception as error:  # it refuses the weights, but others may have taken them
+                take_out(server, error)
+            if server.problem:
+                if own := held.pop(server, None):
+                    queue.put(own)
+                over.wait(PAUSE)
+                continue
+            part = held.get(server) or queue.get()
+            if part is None:
+                return
+            held[server], (prompts, future) = part, part
+            with contextlib.suppress(InvalidStateError):
+                try:
+                    future.set_result((server.sample(prompts, self.weights), Source(server.url, server.dtype)))
+                except Unavailable as error:
+                    take_out(server, error)
+                    if server in held:  # else `watch` has put it back
+                        queue.put(part)
+                except Exception as error:
+                    future.set_exception(error)
+            held.pop(server, None)
+
+
+def in_thread(compute: Callable[[], T]) -> Future[T]:
+    """The result of a thread that does not outlive the process."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(compute())
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
+
+
+def rollouts_of(asked: Sequence[Prompts], sampled: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
+    """The rollout of each of several prompts, from parts of their rows, in order, which may be padded otherwise."""
+    canvases = [replace(part, ids=part.ids[:, -part.logps.shape[1] :]) for part, _ in sampled]
+    sources = tuple(source for part, source in sampled for _ in part.passes)
+    everything, rollouts, first = ServedRollout(**vars(Rollout.joined(canvases)), sources=sources), [], 0
+    for prompts in asked:
+        own = everything.rows(slice(first, first + len(prompts.keys)), prompts.ids.device)
+        rollouts.append(replace(own, ids=torch.cat([prompts.ids, own.ids], dim=1)))
+        first += len(prompts.keys)
+    return rollouts
+
+
+def take_out(server: RolloutServer, error: Exception) -> None:
+    """Stops sending rows to a server, and keeps the reason."""
+    if not server.problem:
+        logger.warning("No more rows go to a server until it answers: %s", error)
+    server.problem = str(error)
+
+
+def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event) -> None:
+    """A thread of `sample`: gives the part of a server that no longer answers, without having closed its connection, to
+    the others. If the server answers after all, the first answer counts."""
+    while not over.wait(WATCH):
+        for server in [*held]:
+            try:
+                server.ask("GET", "/model_info", seconds=CONNECT)
+            except Unavailable as error:
+                if part := held.pop(server, None):
+                    take_out(server, error)
+                    queue.put(part)
+
+
+class ServerRollouts:
+    """The rollout source of `rollout_mode server`."""
+
+    rollout_func: Callable[..., dict[str, Any]] | None = None
+    samples_here = False
+    trainer: DiffuGRPOTrainer
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        self.trainer, self.rescoring = trainer, Rescoring(trainer)
+        self.servers = PolicyServers(trainer.args, trainer.accelerator, trainer.mask_token_id)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether older weights than the trainer's sampled the last rollout."""
+        return False
+
+    def sample(self, request: RolloutRequest) -> Rollout:
+        trainer = self.trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return self.servers.rollout(model, trainer.state.global_step, self.prompts(request))
+
+    def prompts(self, request: RolloutRequest) -> Prompts:
+        """The rows as servers get them."""
+        trainer, config = self.trainer, self.trainer.model.config
+        return Prompts(
+            request.prompt_ids.cpu(),
+            request.prompt_mask.cpu(),
+            request.keys,
+            trainer.sampling,
+            trainer.ends,
+            aligned=block_size(config) is not None,
+            vocabulary=vocabulary(config),
+            mask_token_id=trainer.mask_token_id,
+        )
+
+    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
+        """Scores a row of the rollout again. All processes call it together."""
+        sources = cast("ServedRollout", sampled).sources
+        precisions = {source.dtype for source in sources}
+        in_fp32 = self.trainer.accelerator.mixed_precision == "no" and self.trainer.model.dtype == torch.float32
+
+        def where(row: int) -> str:
+            return f"{sources[row].url}, row {row} (id {'-'.join(map(str, keys[row][1:]))}): "
+
+        with together():
+            self.rescoring.check(
+                batch,
+                range(len(sources)),
+                where,
+                exact=in_fp32 and precisions == {"float32"},
+                certain=not self.is_stale,
+            )
+
+    def close(self) -> None:
+        self.servers.close()
+
+    def save(self, folder: Path) -> None:
+        """Nothing is kept in a checkpoint: a resumed run publishes its weights again."""
+
+    def load(self, folder: Path) -> None:
+        """As `save`."""

@@ -1,0 +1,152 @@
+"""Rollouts of a user's own function, TRL's `rollout_func`.
+
+`rollout_func(prompts, trainer)` gets the chats of this process's rows. It returns a dict of lists, one element per row;
+docs/serve.md describes them. `logprobs` and `entropies` are of the distribution that `Rollout` documents. A key of
+`RECORD` may be missing, or None, if no entry of the run reads it. Other keys go to the rewards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from d1.masking import token_ids
+from d1.models.kinds import block_size, require_masks, vocabulary
+from d1.rl.batch import SCORED, RolloutRecord, completion_ids_of
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.losses import OBJECTIVES, PENALTIES
+from d1.rl.sources import OwnModel
+from d1.scoring import ESTIMATORS
+from d1.serve.client import Expected, check_ids, check_row, numbers, reveal_steps
+from d1.serve.rescoring import Rescoring
+
+if TYPE_CHECKING:
+    from d1.rl.trainer import DiffuGRPOTrainer
+
+UserRollout = Callable[[list, Any], dict[str, Any]]
+TOKENS = ("prompt_ids", "completion_ids")
+RECORD = {"steps": "reveal_steps", "logprobs": "rollout_logps", "entropies": "rollout_entropies"}
+ALSO = ("reveal_steps", "step_maps")  # `steps` under that name; as a server's answer has them, from 1 in each block
+READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # of `SampledRows`
+KEYS = {"completion_ids": "canvas_ids", **RECORD}
+
+
+def keys_read(args: DiffuGRPOConfig) -> dict[str, list[str]]:
+    """For each key of `RECORD`, the settings of the run whose entries read it."""
+    estimator, of_estimator = ESTIMATORS[args.estimator], f"estimator {args.estimator}"
+    fields = {*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings())}
+    readers = [
+        *((key, of_estimator, field in fields) for field, key in READ.items()),
+        ("logprobs", "sampling_weight_cap", args.sampling_weight_cap is not None),
+        ("steps", f"objective {args.objective}", OBJECTIVES[args.objective].reads_steps),
+        ("steps", f"kl {args.kl}", PENALTIES[args.kl].reads_steps and args.beta and not args.has_trls_kl),
+        ("steps", f"scored_tokens {args.scored_tokens}", SCORED[args.scored_tokens].reads_steps),
+    ]
+    return {key: [name for of, name, reads in readers if of == key and reads] for key in RECORD}
+
+
+def check_rollout_func(args: DiffuGRPOConfig) -> None:
+    """Raises ValueError for settings that no `rollout_func` can serve."""
+    if args.rollout_mode == "server":
+        raise ValueError("rollout_func samples the rollouts, and so would rollout_mode server: choose one of them")
+    if args.sampling_settings().edits is not None:
+        raise ValueError("edit_threshold: a rollout_func does not return what edits replaced: leave it out")
+    if args.sampling_settings().noting:
+        raise ValueError("a rollout_func returns no ranks or step_logps: no gumbel, log_places, trajectory_weight_cap")
+    if args.max_compute_tokens is not None:
+        raise ValueError("max_compute_tokens counts the tokens of rollouts, which a rollout_func does not tell")
+
+
+def read_returned(returned: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
+    """Splits what a `rollout_func` returned for `rows` rows: the keys of a rollout, and the others. Raises ValueError
+    if it is no dictionary of lists, or lacks a key that the run reads."""
+    if not isinstance(returned, dict):
+        raise ValueError(f"rollout_func returned {type(returned).__name__}: expected a dictionary of lists")
+    if returned.get("env_mask") is not None:
+        raise ValueError("rollout_func returned env_mask: every token of a canvas is the model's, so leave it out")
+    given = {name: returned[name] for name in (*TOKENS, *RECORD, *ALSO) if returned.get(name) is not None}
+    for name, values in given.items():
+        if not isinstance(values, Sequence) or len(values) != rows:
+            found = len(values) if isinstance(values, Sequence) else type(values).__name__
+            raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {found}")
+    if len(of_steps := [name for name in ("steps", *ALSO) if name in given]) > 1:
+        raise ValueError(f"rollout_func returned {' and '.join(of_steps)}: return one of them")
+    if "reveal_steps" in given:
+        given["steps"] = given.pop("reveal_steps")
+    if missing := {*TOKENS}.difference(given):
+        raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
+    for name, names in keys_read(args).items():
+        if names and name not in given and not (name == "steps" and of_steps):
+            raise ValueError(
+                f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
+                "return them, or choose a method that reads tokens alone, such as d1 or espo"
+            )
+    return given, {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, *ALSO, "env_mask")}
+
+
+def record_of(
+    given: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
+) -> RolloutRecord:
+    """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that are given."""
+    beyond_end = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].after_the_end
+    whole = f"--method {args.method} reads what follows the EOS" if beyond_end else ""
+    shape = len(given["completion_ids"]), int(args.max_completion_length or 0)
+    # A canvas that is cut is filled with EOS, as under the EOS stop.
+    record = {"canvas_ids": torch.full(shape, expected.ends[0]), "reveal_steps": torch.full(shape, -1)}
+    record |= {key: torch.zeros(shape) for name, key in RECORD.items() if name in given and name != "steps"}
+    for number, prompt in enumerate(given["prompt_ids"]):
+        where = f"rollout_func, row {number}: "
+        check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
+        row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
+        if "step_maps" in row:
+            steps = numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
+            row["steps"] = reveal_steps(steps.tolist(), expected.schedule(len(prompt)))
+        for name, values in check_row(where, row, len(prompt), expected, whole).items():
+            rows = record[KEYS[name]]
+            rows[number, : len(values)] = values.to(rows.dtype)
+    return cast("RolloutRecord", {name: rows.to(device) for name, rows in record.items()})
+
+
+class UserRollouts(OwnModel):
+    """Training rollouts of a user's function, which also tokenises the prompts; TRL calls it."""
+
+    def __init__(self, function: UserRollout, args: DiffuGRPOConfig, config: Any) -> None:
+        """ValueError for a model, by its config, or for settings that no function can serve."""
+        require_masks(config, "a rollout_func")
+        check_rollout_func(args)
+        self.function, self.rollout_func = function, self.checked_rollout
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        super().connect(trainer)
+        self.rescoring = Rescoring(trainer)
+
+    def checked_rollout(self, prompts: list, trainer: DiffuGRPOTrainer) -> dict[str, Any]:
+        """What TRL expects of a `rollout_func`; the record of the canvases joins the batch. Raises ValueError if the
+        function returned something else, or not what the method reads."""
+        started, args = time.perf_counter(), trainer.args
+        returned, others = read_returned(self.function(prompts, trainer), len(prompts), args)
+        config, ends = trainer.model.config, trainer.eos_token_ids
+        expected = Expected(
+            vocabulary(config),
+            trainer.mask_token_id,
+            ends,
+            trainer.sampling,
+            aligned=block_size(config) is not None,
+            by_our_rules=False,
+        )
+        trainer.record = record_of(returned, args, expected, trainer.accelerator.device)
+        completions = completion_ids_of(trainer.record["canvas_ids"], ends)
+        prompt_ids = [token_ids(ids).tolist() for ids in returned["prompt_ids"]]  # arrays of uint16 stay so in TRL
+        trainer.log_rollout(started, trainer.record, {})
+        has_states = "logprobs" in returned and {"steps", "step_maps"} & returned.keys()
+        if has_states and not trainer.weights_are_split:
+            # A canvas that is cut is left out: its states are not known.
+            length = args.max_completion_length
+            whole = [row for row, ids in enumerate(returned["completion_ids"]) if len(ids) == length]
+            ids, mask = trainer.padded(prompt_ids)
+            batch = {"prompt_ids": ids, "prompt_mask": mask, **trainer.record}
+            self.rescoring.check(batch, whole, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None} | others

@@ -1,0 +1,116 @@
+"""Evaluation with tools: a completion is an episode, each turn of which joins the batch like a new problem."""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Generator
+
+from d1.eval.completions import Prompt, Rows, SingleTurn, generator_of
+from d1.models.kinds import require_masks
+from d1.models.tokenizer import end_ids, first_end
+from d1.runs.turns import TurnSettings
+from d1.sampling import Rollout
+from d1.sampling.loop import Stops
+from d1.sampling.passes import Columns
+from d1.tools.calls import Functions, Message
+from d1.tools.functions import load_tools
+from d1.tools.turns import Episode, Toolbox
+
+
+def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
+    """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
+    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call."""
+    if args.tools:
+        require_masks(config, "a run with tools")
+    length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
+    settings = TurnSettings.of(args, length, config)
+    functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
+    template = getattr(args, "chat_template_kwargs", None)  # `d1 watch` has no such flag
+    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format, template)
+    if functions:
+        toolbox.check_calls(functions)
+    return toolbox, functions
+
+
+class Episodes(SingleTurn):
+    """How completions are made with `--tools`: prompts tell about the tools, and a completion has several turns."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
+        super().__init__(args, tokenizer, config)
+        self.toolbox, self.functions = tools_of(args, tokenizer, config)
+
+    def add_instructions(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Mapping[str, Any]]:
+        return self.toolbox.told(messages, self.functions)
+
+    def rows(self, prompts: Iterable[Prompt], ends: Sequence[int]) -> Rows:
+        return EpisodeRows(self.args, self.tokenizer, prompts, ends, self.toolbox, self.functions)
+
+
+Row = tuple[Prompt, int, Episode, list[int]]  # a problem, its number, its episode, and its passes and tokens so far
+
+
+class EpisodeRows(Rows):
+    """The rows of a stream: those whose next turn waits, then new problems."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        tokenizer: Any,
+        prompts: Iterable[Prompt],
+        ends: Sequence[int],
+        toolbox: Toolbox,
+        functions: Functions,
+    ) -> None:
+        super().__init__(args, tokenizer, prompts, ends)
+        self.toolbox, self.functions = toolbox, functions
+        self.episodes: dict[int, tuple[Episode, list[int]]] = {}  # by the number of a row in the stream
+        self.waiting: deque[Row] = deque()
+
+    def __next__(self) -> tuple[list[int], Generator, Stops | None, Columns | None]:
+        if self.waiting:
+            prompt, number, episode, costs = self.waiting.popleft()
+        else:
+            number, prompt = next(self.prompts)
+            episode, costs = Episode(prompt.messages, prompt.ids, self.functions), [0, 0]
+        self.episodes[self.count] = episode, costs
+        self.add_row(prompt, number)
+        turn = len(episode.turns)
+        generator = generator_of(self.args, prompt, turn)
+        return episode.next_ids, generator, self.toolbox.stop_of(turn), self.toolbox.columns_of(episode)
+
+    def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
+        """Adds a turn to the episode of each row and makes its calls. Returns the entries of those that have ended."""
+        canvases = sampled.ids[:, -self.args.gen_length :].tolist()
+        passes, tokens = sampled.passes.tolist(), sampled.forward_tokens.tolist()
+        entries = []
+        for row, number in enumerate(numbers):
+            prompt, problem = self.at_work.pop(number)
+            episode, costs = self.episodes.pop(number)
+            costs = [costs[0] + passes[row], costs[1] + tokens[row]]
+            if calls := self.toolbox.take(episode, canvases[row]):
+                self.toolbox.results(episode, calls, at=[self.args.seed, prompt.index, prompt.sample])
+            if episode.end is None:
+                self.waiting.append((prompt, problem, episode, costs))
+            else:
+                entries.append((problem, self.entry(prompt, episode, costs)))
+        return entries
+
+    def entry(self, prompt: Prompt, episode: Episode, costs: Sequence[int]) -> dict[str, Any]:
+        """The journal's entry of an episode that has ended."""
+        return {
+            "index": prompt.key,
+            "generations": self.tokenizer.decode(episode.turns[-1].kept),
+            "text": episode.said[-1]["content"],
+            "tokens": sum(first_end(turn.kept, self.toolbox.ends) for turn in episode.turns),
+            "forward_passes": costs[0],
+            "forward_tokens": costs[1],
+            "turns": len(episode.turns),
+            "calls": episode.calls,
+            "failed_calls": episode.failed,
+            "end": episode.end,
+            "messages": episode.said,
+        }

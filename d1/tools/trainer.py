@@ -1,0 +1,271 @@
+"""RL with tools: each completion is an episode of up to `max_turns` turns, each on a canvas of its own.
+
+`EpisodeTrainer` is the trainer of runs with `tools` or `environment_factory`. It differs from `DiffuGRPOTrainer` where
+completions become rows. *Prompts* tell the model about its tools. *Episodes* are sampled turn by turn (`turns.py`).
+TRL rewards an episode as one completion. *Rows* of the loss are then its turns: an episode's advantage, rewards and
+place in the loss are those of each turn, and its results and headers are prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import trl.trainer.grpo_trainer as trl_grpo
+from torch import Tensor
+
+from d1.masking import keyed_generator
+from d1.models.kinds import require_masks
+from d1.rl.batch import Batch, Everyone, RolloutRecord, record_and_costs
+from d1.rl.checks import check_episodes
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.tools.functions import check_tools
+from d1.tools.turns import ENDS, Episode, Results, Toolbox, Turn, ends_of
+
+
+class EpisodeTrainer(DiffuGRPOTrainer):
+    """`DiffuGRPOTrainer` for episodes of several turns with tools.
+
+    Attributes:
+        rows_per_completion: the largest number of turns; an episode with fewer has empty rows.
+        episodes: of the current rollout.
+        messages: the prompts of the current rollout, of chat messages, with what tells about tools.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.episodes: list[Episode] = []
+        self.messages: list = []
+        self.resumed, self.results_log = False, cast("Results | None", None)
+        with without_trls_checks_of_tools():
+            super().__init__(*args, **kwargs)
+        require_masks(self.model.config, "a run with tools")
+        check_tools(self.tools)
+        limits = self.args.turn_settings(self.model.config)
+        self.rows_per_completion = limits.max_turns
+        template = self.args.chat_template_kwargs
+        self.toolbox = Toolbox(self.text_tokenizer, self.eos_token_ids, limits, self.args.tool_format, template)
+        if self.environment_factories is None:  # otherwise each row has the tools of its environment
+            self.toolbox.check_calls({tool.__name__: tool for tool in self.tools})
+
+    def check_completions(self, args: DiffuGRPOConfig, has_rollout_func: bool, environments: Any) -> None:
+        check_episodes(args, has_rollout_func, environments)
+
+    # --- Prompts ------------------------------------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        groups = [(prompt, len(list(group))) for prompt, group in groupby(prompts)]
+        if self.environment_factories is not None:  # the rows of a group may have different environments
+            groups = [(prompt, 1) for prompt in prompts]
+        groups = [(self.add_instructions(prompt, row), rows) for row, (prompt, rows) in enumerate(groups)]
+        self.messages = [prompt for prompt, rows in groups for _ in range(rows)]
+        return self.tokenized_groups(groups)
+
+    def add_instructions(self, prompt: list, row: int) -> list:
+        """A prompt that tells the model about the tools of a row, where the chat template does not."""
+        functions = self.tools_of(row)
+        self.toolbox.check_calls(functions)
+        return self.toolbox.told(prompt, functions)[0]
+
+    def tools_of(self, row: int) -> dict[str, Callable[..., Any]]:
+        """The tools of a row of the current rollout, by name: those of the run, and the methods of its environment."""
+        if self.environment_factories is None:
+            return {tool.__name__: tool for tool in self.tools}
+        return {**self._sync_tool_dicts[row], **self._async_tool_dicts[row]}
+
+    def fit_prompts(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The prompts, which must not be longer than `max_prompt_length`: a cut would remove what tells about tools."""
+        most, longest = self.args.max_prompt_length, max(map(len, prompt_ids))
+        if longest > most:
+            raise ValueError(f"a prompt with its tools has {longest} tokens: raise --max_prompt_length {most}")
+        return prompt_ids
+
+    # --- Episodes -----------------------------------------------------------------------------------------------------
+
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], RolloutRecord]:
+        """Plays one episode per prompt (`self.episodes`). Returns the first turns, and the record of all turns."""
+        started = time.perf_counter()
+        record, costs = self.run_episodes(prompt_ids)
+        self.log_rollout(started, record, costs)
+        self.log_episodes(self.episodes)
+        return [episode.turns[0].kept for episode in self.episodes], record
+
+    def run_episodes(self, prompt_ids: list[list[int]]) -> tuple[RolloutRecord, dict[str, float]]:
+        """Plays one episode per prompt (`self.episodes`). Returns the record of the canvases of all turns, with their
+        prompts: (episodes x turns, ...), as `flatten_episodes` takes it; and what sampling took per episode, on
+        average."""
+        count, turns = len(prompt_ids), self.rows_per_completion
+        keys, first = self.turn_keys("rollout", count), self.first_row(count)
+        self.episodes = [
+            Episode(messages, ids, self.tools_of(row), first + row)
+            for row, (messages, ids) in enumerate(zip(self.messages, prompt_ids, strict=True))
+        ]
+        parts: list[tuple[list[int], Batch]] = []
+        costs: dict[str, float] = {}
+
+        def sample(rows: list[int], turn: int) -> list[list[int]]:
+            ids, mask = self.padded([self.episodes[row].next_ids for row in rows])
+            own = [keys[row * turns + turn] for row in rows]
+            columns = [self.toolbox.columns_of(self.episodes[row]) for row in rows]
+            sampled = self.sample(ids, mask, own, self.toolbox.stop_of(turn), columns)
+            record, spent = record_and_costs(sampled)
+            for name, value in spent.items():  # per episode
+                costs[name] = costs.get(name, 0.0) + value * len(rows) / count
+            self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, own)
+            at_work = [index for index, row in enumerate(rows) if self.episodes[row].end is None]
+            columns_at_work = {name: values[at_work] for name, values in cast("Batch", record).items()}
+            parts.append(([rows[index] for index in at_work], columns_at_work))
+            return record["canvas_ids"].tolist()  # this waits for the device
+
+        def anyone(own: bool) -> bool:
+            if self.accelerator.num_processes == 1:
+                return own
+            return bool(self.accelerator.gather(torch.tensor(own, device=self.accelerator.device)).any())
+
+        log, at = self.log_of_results(), self.key("rollout")
+        self.toolbox.play(self.episodes, sample, anyone=anyone, all_rows=self.samples_in_step, log=log, at=at)
+        record = stack_turns(parts, count, turns, self.eos_token_ids[0])
+        record |= self.prompts_of_turns(self.episodes)
+        return cast("RolloutRecord", record), costs
+
+    def turn_keys(self, purpose: str, episodes: int) -> list[tuple[int, ...]]:
+        """The key of each turn of each episode: that of its row, and after the first turn its number. It does not
+        depend on the episodes that are still at work."""
+        turns = range(self.rows_per_completion)
+        return [(*key, *[turn] * bool(turn)) for key in self.row_keys(purpose, episodes) for turn in turns]
+
+    def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
+        """One generator per row: per turn of each episode."""
+        device = "cpu" if purpose == "views" else self.accelerator.device
+        keys = self.turn_keys(purpose, rows // self.rows_per_completion)
+        return [keyed_generator(*key, device=device) for key in keys]
+
+    def prompts_of_turns(self, episodes: Sequence[Episode]) -> Batch:
+        """The prompts and completions of all turns, as TRL pads them; `maskable` and `turn`. An empty turn has the
+        first prompt, and no token that counts."""
+        turns = self.rows_per_completion
+        rows: list[Turn | None] = []
+        for episode in episodes:
+            rows += [*episode.turns, *[None] * (turns - len(episode.turns))]
+        firsts = [episode.turns[0].prompt_ids for episode in episodes for _ in range(turns)]
+        ids, mask = self.padded(
+            [first if one is None else one.prompt_ids for one, first in zip(rows, firsts, strict=True)]
+        )
+        completions, counted = self.padded([[] if one is None else one.kept for one in rows], left=False)
+        positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - mask.sum(-1, keepdim=True))
+        lengths = torch.tensor([0 if one is None else len(first) for one, first in zip(rows, firsts, strict=True)])
+        maskable = mask.bool() & (positions < lengths.to(ids.device).unsqueeze(1))
+        turn = torch.arange(len(rows), device=ids.device) % turns
+        texts = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": completions, "completion_mask": counted}
+        return texts | {"maskable": maskable, "turn": turn}
+
+    def log_of_results(self) -> Results | None:
+        """The results of tools, with `log_tool_results`, in training: one file per process."""
+        if not self.args.log_tool_results or self.mode == "eval":
+            return None
+        if self.results_log is None:
+            file = f"tool_results_rank{self.accelerator.process_index}.jsonl"
+            self.results_log = Results(Path(str(self.args.output_dir)) / file, known=self.resumed)
+        return self.results_log
+
+    def log_episodes(self, episodes: Sequence[Episode]) -> None:
+        """Logs turns per episode and the shares of the reasons why episodes ended, over all processes."""
+        counts = [len(episodes), sum(len(one.turns) for one in episodes), *ends_of(episodes).values()]
+        total, turns, *ends = (
+            self.accelerator.gather(torch.tensor(counts, device=self.accelerator.device).unsqueeze(0)).sum(0).tolist()
+        )
+        self.log_metric("tools/turns", turns / total)
+        for name, count in zip(ENDS, ends, strict=True):
+            self.log_metric(f"tools/end_{name}", count / total)
+
+    def load_extra(self, folder: Path) -> None:
+        super().load_extra(folder)
+        self.resumed = True
+
+    # --- Rows of the loss ---------------------------------------------------------------------------------------------
+
+    def _tool_call_loop(
+        self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
+    ) -> tuple:
+        """The episodes that `rollout` has played: TRL's own loop samples after a completion, not on a canvas, and
+        numbers rows within those still at work."""
+        sampled = [one.sampled for one in self.episodes]
+        said = [one.said for one in self.episodes]
+        ids = [one.ids for one in self.episodes]
+        calls, failed = sum(one.calls for one in self.episodes), sum(one.failed for one in self.episodes)
+        for one, environment in zip(self.episodes, self.environments or (), strict=False):
+            if one.hung:  # its method may still be at work
+                for pool in self._environment_pool.values():
+                    pool[:] = [other for other in pool if other is not environment]
+        return sampled, said, ids, None, calls, failed, [[] for _ in ids]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        batch = super()._generate_and_score_completions(inputs)
+        self.episodes = []
+        return batch
+
+    def row_record(self) -> Batch:
+        """Nothing yet: the record is of turns, and TRL's rows are episodes."""
+        return {}
+
+    def complete_rows(self, batch: Batch) -> None:
+        """Changes the advantages of episodes, and makes their turns the rows."""
+        everyone = self.everyone(batch)
+        self.change_advantages(batch, everyone)
+        batch |= flatten_episodes(batch, {**self.record}, self.rows_per_completion, everyone)
+        batch.pop("tool_mask", None)
+        self.score_some(batch, self.everyone(batch))
+
+
+def flatten_episodes(batch: Batch, record: Batch, turns: int, everyone: Everyone) -> Batch:
+    """A batch of episodes, one row each, as one of their turns, for the loss. An episode's advantage, rewards and place
+    in the loss are those of each of its turns; its results and headers are prompt.
+
+    Args:
+        record: of the turns, (episodes x turns, ...) each: the record of the canvases, `prompt_ids`, `prompt_mask`,
+            `completion_ids`, `completion_mask`, `maskable` and `turn`.
+    """
+    of_episodes = ("advantages", "completion_is_right", "completion_reward")
+    spread = {name: batch[name].repeat_interleave(turns, 0) for name in of_episodes if name in batch}
+    counted = batch["completion_mask"].any(-1).repeat_interleave(turns, 0)
+    mask = record["completion_mask"] * counted.unsqueeze(1)
+    total = everyone.gather(mask.sum()).sum()
+    return record | spread | {"completion_mask": mask, "num_items_in_batch": total}
+
+
+def stack_turns(parts: Sequence[tuple[Sequence[int], Batch]], episodes: int, turns: int, end: int) -> Batch:
+    """The records of turns, each of the episodes with these numbers, as one: (episodes x turns, ...). An episode
+    without a turn has a canvas that is not scored: `end` everywhere, which no step revealed."""
+    first = parts[0][1]
+    empty = {"canvas_ids": end, "reveal_steps": -1}
+    stacked: dict[str, Tensor] = {}
+    for name, value in first.items():
+        whole = value.new_full((episodes, turns, *value.shape[1:]), empty.get(name, 0))
+        for turn, (rows, record) in enumerate(parts):
+            whole[torch.tensor(rows, dtype=torch.long, device=value.device), turn] = record[name]
+        stacked[name] = whole.flatten(0, 1)
+    return stacked
+
+
+@contextlib.contextmanager
+def without_trls_checks_of_tools() -> Iterator[None]:
+    """Inside, TRL's constructor takes tools with any chat template: the formats of calls are `d1/tools/calls.py`'s."""
+    replaced: dict[str, Callable[..., Any]] = {
+        "supports_tool_calling": lambda tokenizer: True,
+        "is_chat_template_prefix_preserving": lambda tokenizer: True,
+        "add_response_schema": lambda tokenizer: tokenizer,
+        "is_jmespath_available": lambda: True,
+    }
+    originals = {name: getattr(trl_grpo, name) for name in replaced if hasattr(trl_grpo, name)}
+    for name in originals:
+        setattr(trl_grpo, name, replaced[name])
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(trl_grpo, name, function)
