@@ -9,6 +9,7 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -173,3 +174,25 @@ def test_no_file_uses_an_old_name_of_the_vocabulary():
         names = {getattr(node, kind, None) for node in nodes for kind in ("id", "arg", "attr", "name")}
         assert not names & OLD_NAMES, (path, names & OLD_NAMES)
         assert not (found := OLD_WORDS.search(text)), (path, found)
+
+
+@pytest.mark.parametrize("line", re.findall(r"^\|.*\]\(\.\./.*$", (ROOT / "docs/read_the_code.md").read_text(), re.M))
+def test_the_map_of_the_code_names_what_is_there(line: str) -> None:
+    """Each function, class or table in backticks is defined in the file that follows it."""
+    where = line.split("|")[2]
+    parts = re.findall(r"([^\[]*)\[[^\]]*\]\(\.\./([^)]+)\)", where)
+    assert parts
+    for words, file in parts:
+        names = re.findall(r"`(\w+)`", words)
+        code = (ROOT / file).read_text()
+        assert names
+        for name in names:
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", code, re.M), (name, file)
+
+
+def test_the_code_of_the_first_chapter_stands_in_the_examples() -> None:
+    loops = "".join((ROOT / "examples" / name).read_text() for name in ("sft_loop.py", "rl_loop.py"))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/in_300_lines.md").read_text(), re.S)
+    assert len(blocks) == 8
+    for block in blocks:
+        assert any(indent(block, " " * depth) in loops for depth in (0, 4, 8)), block

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from d1.models.kinds import block_size, check_room
+from d1.models.messages import REASONING
 from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
 from d1.sampling.settings import LARGEST, SamplingSettings, check_sampler, default_steps
@@ -185,6 +186,13 @@ class Part(BaseModel):
     text: str
 
 
+# Fields of a message that only the chat templates of some models read.
+UNREAD_IN_MESSAGES = {
+    **dict.fromkeys(("tool_calls", "function_call"), "send the call as text in content"),
+    **dict.fromkeys(REASONING, "send the thoughts as text in content, or leave them out"),
+}
+
+
 class Message(BaseModel):
     role: str
     content: str | Annotated[list[Part], Many]
@@ -192,12 +200,13 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def with_content(cls, fields: Any) -> Any:
-        """An assistant's message without content is empty, unless it has calls of tools, which nothing here reads."""
-        if not isinstance(fields, dict) or fields.get("content") is not None:
+        """An assistant's message without content is empty. A field with something that is not read is refused."""
+        if not isinstance(fields, dict):
             return fields
-        if fields.get("tool_calls") or fields.get("function_call"):
-            raise ValueError("tool_calls are not supported here: send the call as text in content")
-        if fields.get("role") == "assistant":
+        for name, advice in UNREAD_IN_MESSAGES.items():
+            if fields.get(name):
+                raise ValueError(f"{name} are not supported here: {advice}")
+        if fields.get("content") is None and fields.get("role") == "assistant":
             return {**fields, "content": ""}
         return fields
 

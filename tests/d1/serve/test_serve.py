@@ -323,8 +323,14 @@ def test_a_refusal_names_the_value_and_what_is_accepted(tiny):
     assert refuse(store=True) == "store: not supported here with the value True: leave it out, or send false"
     assert refuse(chat_id="7") == "chat_id: not supported here with the value '7': leave it out"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert refuse(messages=messages).startswith("messages.1: tool_calls are not supported here")
+    for content, name, value in (
+        (None, "tool_calls", [call]),
+        ("Let me compute.", "tool_calls", [call]),
+        ("Let me compute.", "function_call", call["function"]),
+        ("4", "reasoning_content", "2 + 2"),
+    ):
+        messages = [*CHAT["messages"], {"role": "assistant", "content": content, name: value}]
+        assert refuse(messages=messages).startswith(f"messages.1: {name} are not supported here")
     headers = {"Content-Type": "application/json"}
     answer = requests.post(f"{tiny.url}/v1/chat/completions", data="{bad", headers=headers, timeout=60)
     assert answer.json()["error"]["message"].startswith("body: not JSON at character 1")
