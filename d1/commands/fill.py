@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
-from d1.models.kinds import check_room, native_config
+from d1.models.kinds import check_room
 from d1.sampling.settings import BLOCK_LENGTH, FLAGS, add_model_flags, add_sampling_flags
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models.adapters import adapter_chain
+    from d1.models.folder import ModelFolder
     from d1.sampling import fill
     from d1.sampling.infill import fill_settings
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     ids, hidden, before, after = encoded(tokenizer, pieces)
     names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
     options = {field: getattr(args, name) for name, field in names.items()}
-    config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
+    config = ModelFolder.read(args.model_path, args.checkpoint_path).config
     fill_settings(config, sum(hidden), **options)
     check_room(config, len(ids) - sum(hidden), sum(hidden))
     model = model_of(args)

@@ -19,24 +19,25 @@ def resolve_canvas(args: argparse.Namespace, masks_for: str = "") -> None:
 
     Raise ValueError, before the weights are read, if a completion leaves no room for a prompt, other flags of sampling
     do not suit the model, or it lacks the mask token that `masks_for` needs."""
-    from d1.models.adapters import adapter_chain
-    from d1.models.kinds import check_room, default_gen_length, native_config, require_masks
+    from d1.models.folder import ModelFolder
+    from d1.models.kinds import check_room, require_masks
     from d1.sampling.settings import GEN_LENGTH, sampling_settings
 
-    base = adapter_chain(args.model_path, args.checkpoint_path)[0]
-    config, _ = native_config(base)
+    folder = ModelFolder.read(args.model_path, args.checkpoint_path)
+    config = folder.config
     if masks_for:
         require_masks(config, masks_for)
     if args.gen_length is None:
-        args.gen_length = default_gen_length(base, config) or GEN_LENGTH
+        args.gen_length = folder.gen_length or GEN_LENGTH
     check_room(config, 1, sampling_settings(vars(args), config).gen_length, ": lower --gen_length")
 
 
 def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> Any:
     """The model with its adapter, loaded by `load` (default: `load_on_device`)."""
+    from d1.models.folder import ModelFolder
     from d1.models.load import load_on_device
     from d1.models.memory import check_memory
 
-    check_memory(args.model_path, args.dtype, args.checkpoint_path)
+    check_memory(ModelFolder.read(args.model_path, args.checkpoint_path), args.dtype)
     options = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
     return (load or load_on_device)(args.model_path, args.dtype, **options)

@@ -116,7 +116,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
-    from d1.eval.completions import config_of
+    from d1.eval.completions import folder_of
     from d1.masking import keyed_generator
     from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
@@ -128,7 +128,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
     resolve_canvas(args)
-    config = config_of(args.model_path, args.checkpoint_path)
+    config = folder_of(args).config
     toolbox, functions = tools_of(args, tokenizer, config)  # its errors come before the weights are read
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)

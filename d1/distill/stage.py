@@ -15,9 +15,8 @@ from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
-from d1.models.adapters import adapter_chain
 from d1.models.attention import refuse_causal_context
-from d1.models.kinds import block_size, check_room, default_gen_length, native_config, require_masks
+from d1.models.kinds import block_size, check_room, require_masks
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -40,14 +39,14 @@ ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("s
 
 
 def stage(args: DistillConfig) -> Stage:
-    training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
-    base = adapter_chain(args.model_name, None)[0]
-    config, _ = native_config(base)
-    args.max_completion_length = args.max_completion_length or default_gen_length(base, config) or CANVAS
+    training, model = trainer_arguments(
+        args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no"
+    )
+    args.max_completion_length = args.max_completion_length or model.gen_length or CANVAS
     if args.diffusion_steps is None:
-        block = args.block_length or block_size(config) or BLOCK_LENGTH
+        block = args.block_length or block_size(model.config) or BLOCK_LENGTH
         args.diffusion_steps = default_steps(args.max_completion_length, block)
-    return stage_of(args, training, prepare, ON_RESUME)
+    return stage_of(args, training, model, prepare, ON_RESUME)
 
 
 def prepare(

@@ -41,9 +41,9 @@ from tqdm import tqdm
 from d1 import rooms
 from d1.files import FileLock, Held, read_object, write_atomically, writing
 from d1.masking import keyed_generator
-from d1.models.adapters import adapter_chain
+from d1.models.folder import ModelFolder
 from d1.models.head import NotFiniteError
-from d1.models.kinds import check_room, default_gen_length, native_config
+from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
 from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
@@ -99,18 +99,14 @@ def load_tokenizer_for(args: argparse.Namespace) -> Any:
     return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
-def config_of(model_path: str, checkpoint_path: str) -> Any:
-    """The model's config, without reading its weights."""
-    return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
+def folder_of(args: argparse.Namespace) -> ModelFolder:
+    """The model that the flags name, with its adapter."""
+    return ModelFolder.read(args.model_path, args.checkpoint_path or None)
 
 
-def default_length_of(model_path: str, checkpoint_path: str, config: Any) -> int | None:
-    """The length of a completion that the model's own folder names, if it does."""
-    return default_gen_length(adapter_chain(model_path, checkpoint_path or None)[0], config)
-
-
-def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:
-    """The problems to evaluate, in the order of their split, each `--num_samples` times."""
+def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any, config: Any = None) -> list[Prompt]:
+    """The problems to evaluate, in the order of their split, each `--num_samples` times; `config` is the model's,
+    which only tools read."""
     rows = task.load_rows(args.split, args.data_file)
     if not len(rows):
         raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
@@ -118,7 +114,6 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
     if args.limit is not None and args.limit < len(rows):
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
-    config = config_of(args.model_path, args.checkpoint_path) if args.tools else None
     turns = turns_of(args, tokenizer, config)
     shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     prompts = []
@@ -352,14 +347,13 @@ def wait_for_all() -> None:
 # --- Sampling ---------------------------------------------------------------------------------------------------------
 
 
-def load_model_for(args: argparse.Namespace) -> Any:
+def load_model_for(args: argparse.Namespace, folder: ModelFolder) -> Any:
     """The model on this process's device; the log of the first process says in which dtype."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = "a GPU" if torch.cuda.is_available() else "a CPU"
         logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
-    adapter = args.checkpoint_path or None
-    check_memory(args.model_path, args.dtype, adapter)
-    how = {"adapter": adapter, "attn_implementation": args.attn_implementation}
+    check_memory(folder, args.dtype)
+    how = {"adapter": args.checkpoint_path or None, "attn_implementation": args.attn_implementation}
     return load_on_device(args.model_path, args.dtype, **how)
 
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from d1.eval.completions import (
     Prompt,
-    config_of,
+    folder_of,
     generate_rows,
     join_processes,
     leave_processes,
@@ -227,7 +227,7 @@ def main(args: argparse.Namespace) -> None:
     own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     length = args.gen_length or 1024  # the task's own length is not known yet
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
-    config = config_of(args.model_path, args.checkpoint_path)
+    config = folder_of(args).config
     own["block_length"] = sampling_settings(own | of_a_task, config).block_length
     register()
     check_cache(args.harness, own)
@@ -296,7 +296,7 @@ class HarnessModel:
         known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
         self._rank, self._world_size = known or join_processes()
         self.tokenizer = load_tokenizer_for(self.args)
-        self.model = load_model_for(self.args)
+        self.model = load_model_for(self.args, folder_of(self.args))
         if device == "cpu":  # else each process uses the GPU of its rank; the harness names the first GPU for all
             self.model.to(device)
         self._device = self.model.device

@@ -183,15 +183,16 @@ def run(args: argparse.Namespace) -> list[Row]:
     args.few_shot = shots_of(task, args.few_shot)
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
-    config = completions.config_of(args.model_path, args.checkpoint_path)
+    folder = completions.folder_of(args)
+    config = folder.config
     if args.gen_length is None:
-        args.gen_length = [completions.default_length_of(args.model_path, args.checkpoint_path, config) or GEN_LENGTH]
+        args.gen_length = [folder.gen_length or GEN_LENGTH]
     args.dtype = args.dtype or completions.default_dtype(config)
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
     tokenizer = completions.load_tokenizer_for(args)
     check_chat_template(tokenizer, args.model_path)
-    prompts = completions.read_prompts(runs[0], task, tokenizer)
+    prompts = completions.read_prompts(runs[0], task, tokenizer, config)
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
     output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
     # Rank 0 checks all setups before the model is loaded; an error there ends every process.
@@ -199,7 +200,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     identities = from_rank_0(lambda: [completions.run_identity(one, prompts) for one in runs])
     setups = zip(journals, identities, strict=True)
     incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
-    model = functools.cache(lambda: completions.load_model_for(args))
+    model = functools.cache(lambda: completions.load_model_for(args, folder))
     for one, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):
         if to_do:
             completions.complete(one, model, tokenizer, prompts, journal)

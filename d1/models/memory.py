@@ -9,8 +9,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from d1.models.adapters import adapter_chain
-from d1.models.kinds import native_config
+from d1.models.folder import ModelFolder
 from d1.models.load import auto_class, named_dtype, prepare
 
 GB = 10**9
@@ -23,12 +22,11 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         return prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
 
 
-def check_memory(path: str, dtype: str | None = None, adapter: Any = None) -> None:
+def check_memory(folder: ModelFolder, dtype: str | None = None) -> None:
     """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
     if torch.cuda.is_available():
         return
-    config, _ = native_config(adapter_chain(path, adapter)[0])
-    model, copies = meta_model(config, named_dtype(dtype)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    model, copies = meta_model(folder.config, named_dtype(dtype)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = copies * sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = psutil.virtual_memory().available
     if needed > free:
@@ -36,6 +34,6 @@ def check_memory(path: str, dtype: str | None = None, adapter: Any = None) -> No
         half = "pass --dtype bfloat16, which takes half, or " if name == "float32" else ""
         each = f" in {copies} processes" if copies > 1 else ""
         raise ValueError(
-            f"{path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory are "
-            f"free: {half}use a machine with a GPU or with more memory"
+            f"{folder.path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory "
+            f"are free: {half}use a machine with a GPU or with more memory"
         )

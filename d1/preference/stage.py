@@ -30,8 +30,10 @@ ON_RESUME = on_resume(
 
 
 def stage(args: PreferenceConfig) -> Stage:
-    training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
-    return stage_of(args, training, prepare, ON_RESUME)
+    training, model = trainer_arguments(
+        args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no"
+    )
+    return stage_of(args, training, model, prepare, ON_RESUME)
 
 
 def prepare(

@@ -19,8 +19,9 @@ from trl import ModelConfig, get_peft_config
 
 from d1 import rooms
 from d1.models import load_model, load_tokenizer
-from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.models.kinds import default_gen_length, has_masks, kind_of, native_config
+from d1.models.adapters import lora_targets, merge_adapter
+from d1.models.folder import ModelFolder
+from d1.models.kinds import has_masks, kind_of
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import (
     check_chat_template,
@@ -56,9 +57,9 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
     log_to_console()
-    base = adapter_chain(str(args.model_path), None)[0]
-    config, _ = native_config(base)
-    args.resolve_canvas(config, default_gen_length(base, config))
+    folder = ModelFolder.read(str(args.model_path))
+    config = folder.config
+    args.resolve_canvas(config, folder.gen_length)
     if args.bf16_is_unset and not args.bf16 and cpu_runs_bf16(config):
         args.bf16, args.mixed_precision = True, "bf16"  # as `TrainingArguments` sets both
     return Stage(

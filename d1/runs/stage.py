@@ -23,9 +23,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from d1.files import FileLock, Held, check_output_dir, give_usual_mode, writing
 from d1.models import load_model, load_tokenizer
-from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
+from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.convert import merge
-from d1.models.kinds import native_config
+from d1.models.folder import ModelFolder
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
@@ -160,21 +160,21 @@ def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
 def stage_of(
     args: TrainingSettings,
     training: TrainingArguments,
+    model: ModelFolder,
     prepare: Callable[..., tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
     on_resume: OnResume,
     lora_dropout: float = 0.0,
     **more: Any,
 ) -> Stage:
-    """The `Stage` of SFT, preference training or distillation; `training` is from `trainer_arguments`, `more` are
-    fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer and the model's config, and returns what
-    `Stage.prepare` returns, where the function gets the model."""
+    """The `Stage` of SFT, preference training or distillation; `training` and `model` are from
+    `trainer_arguments`, `more` are fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer and the model's
+    config, and returns what `Stage.prepare` returns, where the function gets the model."""
     folder = Path(str(training.output_dir))
 
     def prepared() -> Prepared:
         tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
         check_chat_template(tokenizer, args.model_name)
-        config = native_config(adapter_chain(args.model_name, None)[0])[0]
-        facts, make_trainer = prepare(args, training, tokenizer, config)
+        facts, make_trainer = prepare(args, training, tokenizer, model.config)
 
         def start() -> Trainer:
             set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
@@ -204,19 +204,19 @@ def chat_flags(args: TrainingSettings) -> list[str]:
     return ["--plain_chat_template"] * args.plain_chat_template
 
 
-def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
-    """The Trainer's arguments for the settings; `more` are those of the stage. ValueError or FileNotFoundError if the
-    folder, the device or the model cannot be used."""
+def trainer_arguments(args: TrainingSettings, **more: Any) -> tuple[TrainingArguments, ModelFolder]:
+    """The Trainer's arguments for the settings, and the model; `more` are those of the stage. ValueError or
+    FileNotFoundError if the folder, the device or the model cannot be used."""
     folder = Path(args.output_dir) / args.job_name
     check_output_dir(folder)
     if args.attn_implementation == "flex_attention" and not on_gpu():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     log_to_console()
-    base, _ = adapter_chain(args.model_name, None)  # what cannot be read is refused before the processes connect
-    args.bf16 = args.bf16 or str(on_gpu() or cpu_runs_bf16(native_config(base)[0])).lower()
+    model = ModelFolder.read(args.model_name)  # what cannot be read is refused before the processes connect
+    args.bf16 = args.bf16 or str(on_gpu() or cpu_runs_bf16(model.config)).lower()
     mixed = args.bf16 == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    return TrainingArguments(
+    training = TrainingArguments(
         output_dir=str(folder),
         resume_from_checkpoint=args.resume,
         run_name=args.job_name,
@@ -238,6 +238,7 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         **{name: getattr(args, name) for name in SAME_IN_TRAINER},
         **more,
     )
+    return training, model
 
 
 def on_gpu() -> bool:

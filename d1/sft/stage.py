@@ -35,7 +35,7 @@ ON_RESUME = on_resume(
 
 def stage(args: SFTConfig) -> Stage:
     evaluate = args.test_split > 0
-    training = trainer_arguments(
+    training, model = trainer_arguments(
         args,
         per_device_eval_batch_size=args.batch_size,
         eval_strategy="steps" if evaluate else "no",
@@ -47,7 +47,7 @@ def stage(args: SFTConfig) -> Stage:
         greater_is_better=False if evaluate else None,
     )
     outcome = partial(kept_step, Path(str(training.output_dir)), args.keep_last)
-    return stage_of(args, training, prepare, ON_RESUME, args.lora_dropout, outcome=outcome)
+    return stage_of(args, training, model, prepare, ON_RESUME, args.lora_dropout, outcome=outcome)
 
 
 def prepare(

@@ -21,6 +21,7 @@ from d1.eval.files import read_setups
 from d1.eval.scores import score_setup
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
+from d1.models.folder import ModelFolder
 from d1.models.head import NotFiniteError
 from d1.sampling import Rollout, rollout
 from d1.tasks import load_task, under_protocol
@@ -246,7 +247,7 @@ def test_a_block_causal_model_is_sampled_in_its_own_blocks_and_others_in_those_o
     assert own["block_length"] == 4
     assert texts(own) == texts(evaluate(tiny_block_dir, tmp_path / "told", "--limit", "3"))  # that it has blocks of 4
     assert without_blocks(tiny_model_dir, tmp_path / "whole")["block_length"] == 32
-    monkeypatch.setattr(completions, "load_model_for", lambda _: pytest.fail("loaded the model"))
+    monkeypatch.setattr(completions, "load_model_for", lambda *_: pytest.fail("loaded the model"))
     with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
         without_blocks(tiny_block_dir, tmp_path / "other", "--block_length", "6")
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
@@ -264,7 +265,7 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
     alone = {length: files(length, length) for length in ("8", "12")}
     loaded: list[str] = []
     load = completions.load_model_for
-    monkeypatch.setattr(completions, "load_model_for", lambda args: loaded.append("model") or load(args))
+    monkeypatch.setattr(completions, "load_model_for", lambda *asked: loaded.append("model") or load(*asked))
     assert files("8", "8", "12", "8") == alone["8"] | alone["12"]  # one length exists already
     assert files("both", "12", "8") == alone["8"] | alone["12"]
     assert loaded == ["model", "model"]
@@ -286,7 +287,7 @@ def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir
     assert f"Loading {tiny_model_dir} as float32, on a CPU" in caplog.text
     (file,) = tmp_path.glob("*_generations.json")
     assert caplog.messages[-1] == f"Completions: {file}"
-    monkeypatch.setattr(completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
+    monkeypatch.setattr(completions, "load_model_for", lambda *_: pytest.fail("loaded a model for nothing"))
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
@@ -337,7 +338,7 @@ def test_other_contents_under_the_same_paths_are_another_run(tiny_model_dir, tmp
 def test_a_run_that_died_before_its_first_completion_blocks_no_other(tiny_model_dir, tmp_path, monkeypatch):
     """An error while the model is loaded, and then a start with other settings."""
     with monkeypatch.context() as patch:
-        patch.setattr(completions, "load_model_for", lambda args: 1 / 0)
+        patch.setattr(completions, "load_model_for", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             evaluate(tiny_model_dir, tmp_path, "--limit", "2")
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "2", "--dtype", "bfloat16", "--temperature", "0.5")
@@ -368,7 +369,7 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
         one setup."""
         journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
         assert journals[0].prepare(completions.run_identity(args, prompts), overwrite=not done)
-        model = partial(completions.load_model_for, args)
+        model = partial(completions.load_model_for, args, completions.folder_of(args))
         for rank, journal in enumerate(journals):
             for entry in done.values() if rank == 0 else ():
                 journal.append(entry)
@@ -451,7 +452,7 @@ def test_a_block_length_that_nobody_gave_need_not_divide_the_length(tiny_model_d
     required = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", "48", "30"]
     for folder, own in (tiny_model_dir, []), (tiny_block_dir, []), (tiny_block_dir, ["--block_length", "4"]):
         args = evaluation.make_parser().parse_args([*required, *own])
-        runs = evaluation.runs_of(args, completions.config_of(str(folder), ""))
+        runs = evaluation.runs_of(args, ModelFolder.read(folder).config)
         assert [run.gen_length for run in runs] == [48, 30]
 
 
