@@ -3,7 +3,7 @@
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
 python -m d1 rl --model_path X --dataset sudoku --max_steps 600   # diffu-GRPO, and the other methods
 python -m d1 prefer --model_name X --train_data FILE   # VRPO and ELBO-KTO: pairs or labels
-python -m d1 distill --model_name X --train_data TASK   # dParallel, T3D: fewer sampling steps
+python -m d1 distill --model_name X --train_data TASK   # dParallel: fewer sampling steps
 python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
 python -m d1 parse results/                         # the accuracies of generation files
 """

@@ -1,4 +1,4 @@
-"""Distillation for fewer sampling steps: dParallel and T3D."""
+"""Distillation for fewer sampling steps: dParallel."""
 
 from __future__ import annotations
 

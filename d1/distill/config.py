@@ -10,7 +10,6 @@ from d1.ranges import COUNT, NATURAL, POSITIVE
 from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount, setting
 
 CANVAS = 256  # tokens, as in d1's RL
-READ_BY_SOME = {name for method in METHODS.values() for name in method.values}
 
 
 @dataclass
@@ -45,26 +44,14 @@ class DistillConfig(MethodSettings):
     tail: Annotated[int | None, NATURAL | -1 | None] = setting(
         None, "tokens after the first EOS that are trained to be EOS; -1: all of the canvas"
     )
-    share_power: OptionalAmount = setting(None, "t3d: a share r of each block is hidden with probability ~ r^power")
 
     # The loss
     entropy_weight: OptionalAmount = setting(None, "dparallel")
     entropy_temperature: Annotated[float | None, POSITIVE | None] = setting(None, "dparallel")
-    beta: Annotated[float | None, POSITIVE | None] = setting(None, "t3d: weight of the log-ratios")
-    rival_weight: OptionalAmount = setting(None, "t3d: of the term that lowers the reference's own predictions")
-    path_weight: OptionalAmount = setting(None, "t3d: of the cross-entropy by trace level")
-    path_tokens: OptionalCount = setting(None, "t3d: tokens of a block per trace level")
-    reference_steps: Annotated[int | None, NATURAL | None] = setting(
-        None, "t3d: steps after which the reference becomes the current model; 0: never"
-    )
     views_at_once: Annotated[int, COUNT] = setting(1, "states of a row per forward pass; more take more memory")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        values = METHODS[self.method].values
-        for name in sorted(READ_BY_SOME - {*values}):
-            if getattr(self, name) is not None:
-                raise ValueError(f"--{name} would be ignored by the method {self.method}: leave it out")
-        self.take(values)
+        self.take(METHODS[self.method].values)
         if not self.train_data:
             raise ValueError("--train_data is missing: a task, or a file with a column prompt")

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -101,13 +100,11 @@ def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor
 
 @dataclass(frozen=True)
 class Compared:
-    """The positions of a micro-batch; `weights` as in `States`."""
+    """The positions of a micro-batch."""
 
     row: Tensor  # (n,) the number of each position's row
     state: Tensor  # (n,) and of its state
     ids: Tensor  # (n,) own tokens
-    weights: Tensor  # (n,)
-    rows: int  # number of rows of the micro-batch
     target: tuple[Tensor, ...] = ()  # what the target read, (n, ...) each
 
 
@@ -116,14 +113,8 @@ def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return (logits.argmax(-1) == ids,)
 
 
-def rival(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """The own token's log-probability, the most likely token, and its log-probability."""
-    best = logits.argmax(-1)
-    return token_logps(logits, ids), best, token_logps(logits, best)
-
-
 Target = Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
-TARGETS: dict[str, Target] = {"own": own, "rival": rival}
+TARGETS: dict[str, Target] = {"own": own}
 
 
 # --- Divergences ------------------------------------------------------------------------------------------------------
@@ -150,32 +141,6 @@ def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: An
     return loss, {"logps/own": logps, "right": right, "entropy": entropies}
 
 
-def read_discriminator(
-    settings: Any, logits: Tensor, ids: Tensor, own: Tensor, rivals: Tensor, of_rivals: Tensor
-) -> tuple[Tensor, ...]:
-    return token_logps(logits, ids), token_logps(logits, rivals)
-
-
-def by_row(values: Tensor, seen: Compared) -> Tensor:
-    """(rows,) means over each row's positions; 0 for rows without one."""
-    zeros = values.new_zeros(seen.rows)
-    count = zeros.index_add(0, seen.row, torch.ones_like(values))
-    return zeros.index_add(0, seen.row, values) / count.clamp(min=1)
-
-
-def discriminator(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
-    """T3D (direct discriminative optimization): with d the mean, over a row's positions, of the log-probability less
-    the reference's, -log sigmoid(beta d) for the own tokens and -w log(1 - sigmoid(beta d)) for the reference's most
-    likely ones; plus the cross-entropy by trace level."""
-    (logps, of_rivals), (reference, _, rival_reference) = read, seen.target
-    ratio, other = by_row(logps - reference, seen), by_row(of_rivals - rival_reference, seen)
-    here = by_row(torch.ones_like(logps), seen)  # 1 for rows with positions, else 0
-    losses = -F.logsigmoid(settings.beta * ratio) - settings.rival_weight * F.logsigmoid(-settings.beta * other)
-    path = -(seen.weights * logps).sum()
-    loss = ((losses * here).sum() + settings.path_weight * path) / rows
-    return loss, {"logps/own": logps, "logps/rival": of_rivals, "ratios/own": ratio, "ratios/rival": other}
-
-
 @dataclass(frozen=True)
 class Divergence:
     """An entry of `DIVERGENCES`."""
@@ -190,5 +155,4 @@ class Divergence:
 
 DIVERGENCES = {
     "certainty": Divergence(read_certainty, certainty, count_certainty),
-    "discriminator": Divergence(read_discriminator, discriminator),
 }

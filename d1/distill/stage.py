@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from d1.distill.config import CANVAS, READ_BY_SOME, DistillConfig
+from d1.distill.config import CANVAS, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
@@ -35,7 +35,8 @@ ALSO = (
     *("train_data", "seed", "plain_chat_template", "bad_rows"),
 )
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
-ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("save_steps", "views_at_once"))
+OF_METHODS = {name for method in METHODS.values() for name in method.values}
+ON_RESUME = on_resume("method", *{*SAMPLING, *OF_METHODS} - SCHEDULE, free=("save_steps", "views_at_once"))
 
 
 def stage(args: DistillConfig) -> Stage:

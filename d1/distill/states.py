@@ -17,7 +17,6 @@ from d1.masking import draw_mask, noise_level
 from d1.sampling import SamplingSettings, eos_cut
 
 COLUMNS = ("ids", "steps", "blocks", "right")  # of `Traces`
-SHARES = (1.0, 0.75, 0.5, 0.25)  # of a block that T3D hides
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class States:
     ids: Tensor  # (rows, canvas) the tokens of the text, which are the own tokens to compare with
     noise: Tensor  # (rows, states, canvas) bool, what each state hides
     positions: Tensor  # (rows, states, canvas) bool, hidden positions where student and target are compared
-    weights: Tensor  # (rows, states, canvas) of a position, where the divergence reads weights
 
 
 def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:
@@ -83,42 +81,8 @@ def halves(traces: Traces, generators: Sequence[Generator], settings: Any) -> St
     chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
     positions = inside & scored.unsqueeze(1)
     noise = inside | ((traces.blocks > chosen) | ~scored).unsqueeze(1)
-    return States(traces.filled, noise, positions, positions.float())
-
-
-def trace(traces: Traces, generators: Sequence[Generator], settings: Any) -> States:
-    """T3D: the share r of each block that the sampler revealed first is hidden, r in `SHARES` with probability
-    proportional to r^power. The weights are those of the cross-entropy by trace level: level s holds the first
-    (s + 1) x `path_tokens` tokens of each block, and the loss is the mean over the levels of the means over tokens."""
-    scored, chances = traces.up_to(settings.tail), torch.tensor(SHARES) ** settings.share_power
-    drawn = [int(torch.multinomial(chances, 1, generator=generator)) for generator in generators]
-    share = torch.tensor(SHARES)[drawn].unsqueeze(-1)
-    ranks = ranks_in_blocks(traces.blocks, traces.steps, scored)
-    sizes = torch.zeros_like(traces.blocks).scatter_add(1, traces.blocks, scored.long()).gather(1, traces.blocks)
-    hidden = scored & (ranks < (sizes * share).long())
-    # (rows, canvas); -1: a token of no level.
-    levels = torch.where(hidden, ranks // settings.path_tokens, -1)
-    last, weights = levels.amax(-1, keepdim=True), torch.zeros(levels.shape)
-    for level in range(int(last.max()) + 1):
-        within = hidden & (levels <= level) & (level <= last)
-        weights += within / within.sum(-1, keepdim=True).clamp(min=1)
-    weights = weights / (last + 1).clamp(min=1)
-    positions = hidden.unsqueeze(1)
-    return States(traces.filled, positions | ~scored.unsqueeze(1), positions, weights.unsqueeze(1))
-
-
-def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
-    """(rows, canvas) the rank of a position, from 0, among those of its block, by the step that revealed it.
-
-    Positions of one step go from left to right. Those that no step revealed come last; those not `among`, after them.
-    """
-    canvas = blocks.shape[1]
-    late = torch.where(steps < 0, steps.amax() + 1, steps) + (steps.amax() + 2) * ~among
-    order = late * canvas + torch.arange(canvas)
-    # (rows, earlier position, later position); the sum over the earlier ones is the later one's rank.
-    before = (blocks.unsqueeze(2) == blocks.unsqueeze(1)) & (order.unsqueeze(1) < order.unsqueeze(2))
-    return before.sum(-1)
+    return States(traces.filled, noise, positions)
 
 
 Draw = Callable[..., States]
-STATES: dict[str, Draw] = {"halves": halves, "trace": trace}
+STATES: dict[str, Draw] = {"halves": halves}

@@ -1,4 +1,4 @@
-"""Distillation of a masked diffusion language model, so that it needs fewer steps: dParallel and T3D.
+"""Distillation of a masked diffusion language model, so that it needs fewer steps: dParallel.
 
     accelerate launch --config_file launch/ddp.yaml --num_processes 8 -m d1.distill.train \\
         --method dparallel --train_data gsm8k

@@ -7,15 +7,11 @@ micro-batch adds its part of the loss. So neither accumulation nor the number of
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer
 
@@ -27,65 +23,10 @@ from d1.distill.traces import TraceSampler
 from d1.masking import keyed_generator
 from d1.models.attention import left_padded
 from d1.models.head import run_inside
-from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.data import IGNORED, BatchRow
-from d1.runs.trainer import SummingTrainer, own_part
+from d1.runs.trainer import SummingTrainer
 
 STATE_DRAWS = 7  # the second part of the key of the states' random numbers
-
-
-def trained_parts(model: Any) -> dict[str, Tensor]:
-    """The trained weights, by name; of split weights, this process's part."""
-    return {name: own_part(weight).detach() for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-class Reference:
-    """A copy of the trained weights (with LoRA, of the adapter alone) as they were at an earlier step. Passes of the
-    reference exchange them with the model's, so no second model is needed."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.weights = {name: part.clone() for name, part in trained_parts(model).items()}
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model has the copied weights."""
-        self.exchange()
-        try:
-            yield
-        finally:
-            self.exchange()
-
-    @torch.no_grad()
-    def exchange(self) -> None:
-        """Swap the copied weights and the model's."""
-        for name, part in trained_parts(self.model).items():
-            own = part.clone()
-            part.copy_(self.weights[name])
-            self.weights[name] = own
-        for weight in self.model.parameters():
-            # ZeRO-3 (DeepSpeed 0.19) keeps small weights whole: it must put them together from their parts again.
-            if weight.requires_grad and hasattr(weight, "ds_status") and weight.ds_status.name == "AVAILABLE":
-                weight.partition()
-
-    def file(self, folder: Path, process: int) -> Path:
-        """The copy's file in a checkpoint: one for all processes, unless each holds only a part of the weights."""
-        split = any(own_part(weight) is not weight for weight in self.model.parameters())
-        return folder / (f"reference_rank{process}.safetensors" if split else "reference.safetensors")
-
-    def save(self, folder: Path, process: int) -> None:
-        """Write the copy into a checkpoint. Every process must call this."""
-        path = self.file(folder, process)
-        if process == 0 or path != self.file(folder, 0):
-            save_file({name: part.contiguous() for name, part in self.weights.items()}, path)
-
-    def load(self, folder: Path, process: int) -> None:
-        """Read the copy. ValueError if the file is missing, damaged, or from another number of processes."""
-        path = self.file(folder, process)
-        with reading_checkpoint(path):
-            found = load_file(path)
-            for name, part in self.weights.items():
-                part.copy_(found[name])
 
 
 class TraceDataset(torch.utils.data.Dataset):
@@ -125,16 +66,11 @@ class DistillTrainer(SummingTrainer, Trainer):
         self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
         self.method = METHODS[settings.method]
         self.divergence = DIVERGENCES[self.method.divergence]
-        self.reference: Reference | None = None
         self.totals: Tensor = torch.zeros(())
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
         batches, count = super().get_batch_samples(*args, **kwargs)
-        if self.method.teacher == "reference":
-            every, step = self.settings.reference_steps, self.state.global_step
-            if self.reference is None or (every and step % every == 0):
-                self.reference = Reference(self.model)
         found = [self.prepared(batch) for batch in batches]
         if found:
             self.totals = self.accelerator.reduce(sum(self.divergence.totals(one["compared"]) for one in found), "sum")
@@ -149,7 +85,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings)
         trained = (labels.cpu() != IGNORED).view(-1, 1, 1)  # to multiply (rows, states, canvas)
         seen, compared = self.seen(states, states.positions & trained, rows)
-        with torch.no_grad(), contextlib.nullcontext() if self.reference is None else self.reference.in_place():
+        with torch.no_grad():
             target = self.read(self.model, seen, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
         return {"labels": labels, "seen": seen, "compared": replace(compared, target=target), "rows": rows}
 
@@ -160,10 +96,10 @@ class DistillTrainer(SummingTrainer, Trainer):
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, at = positions.nonzero().unbind(1)  # (n,) each
-        columns = {"row": row, "state": state, "ids": states.ids[row, at], "weights": states.weights[row, state, at]}
+        columns = {"row": row, "state": state, "ids": states.ids[row, at]}
         there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
         seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
-        return seen, Compared(**there, rows=len(rows))
+        return seen, Compared(**there)
 
     def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
@@ -199,14 +135,3 @@ class DistillTrainer(SummingTrainer, Trainer):
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
         return {name: sums[name] / max(sums[f"n/{name}"], 1) for name in sums if f"n/{name}" in sums}
-
-    def save_extra(self, folder: Path) -> None:
-        super().save_extra(folder)
-        if self.reference is not None:
-            self.reference.save(folder, self.args.process_index)
-
-    def load_extra(self, folder: Path) -> None:
-        super().load_extra(folder)
-        if self.method.teacher == "reference":
-            self.reference = Reference(self.model)
-            self.reference.load(folder, self.args.process_index)

@@ -34,7 +34,8 @@ RUNS, GOAL = DATA / "runs.jsonl", DATA / "goal.jsonl"
 LENGTH, VALIDATION, TEST = 32, 512, 1000
 FRESH_SEEDS = {"test": 1, "goal": 2}  # of the problems that judge; those of seed 0 judged before there were caches
 UNDISTILLED = "undistilled"
-# Optimizer steps. d-opsd was measured with version 0.3; later versions do not have it, because it saved no passes.
+# Optimizer steps. d-opsd and t3d are data alone: version 0.3 has d-opsd, which saved no passes, and commit 6fbae12b has
+# t3d, which was worse than dparallel on both tasks.
 STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}
 METHODS = (UNDISTILLED, *STEPS)
 RATES = {"dparallel": (3e-4, 1e-3), "t3d": (1e-4, 3e-4), "d-opsd": (1e-5, 1e-4)}

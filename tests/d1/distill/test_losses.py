@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,7 @@ from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positio
 from d1.distill.methods import METHODS
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
-OF_T3D = {"beta": 0.7, "rival_weight": 0.5, "path_weight": 0.2}
-SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5, **OF_T3D)
+SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5)
 ROWS, STATES, VOCABULARY = 3, 2, 7
 
 
@@ -26,17 +24,15 @@ def random(*shape: int, seed: int) -> Tensor:
 
 # Row 1 has positions in one state only, row 2 none.
 AT = [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1), (1, 1, 3)]
-STUDENT, TEACHER = random(8, VOCABULARY, seed=1), random(8, VOCABULARY, seed=2)
+STUDENT = random(8, VOCABULARY, seed=1)
 IDS = torch.tensor([0, 3, 3, 1, 2, 6, 5, 0])
 IDS[::3] = STUDENT[::3].argmax(-1)
-WEIGHTS = random(8, seed=3).abs()
 
 
 def compared(which: list[int], method: str) -> Compared:
     row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
-    logits = STUDENT if METHODS[method].teacher == "itself" else TEACHER
-    target = TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which])
-    return Compared(row, state, IDS[which], WEIGHTS[which], ROWS, target)
+    target = TARGETS[METHODS[method].target](SETTINGS, STUDENT[which], IDS[which])
+    return Compared(row, state, IDS[which], target)
 
 
 def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
@@ -51,7 +47,7 @@ def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
 
 
 def by_hand(method: str, logits: Tensor) -> Tensor:
-    logps, reference = logits.log_softmax(-1), TEACHER.log_softmax(-1)
+    logps = logits.log_softmax(-1)
     total = logits.sum() * 0
     if method == "dparallel":
         for state in range(STATES):
@@ -61,16 +57,6 @@ def by_hand(method: str, logits: Tensor) -> Tensor:
             right = [i for i in own if int(STUDENT[i].argmax()) == int(IDS[i])]
             entropies = [-(sharp[i].exp() * sharp[i]).sum() for i in right]
             total = total + 2.0 * sum(entropies) / len(right)
-    if method == "t3d":
-        for row in (0, 1):
-            own = [i for i, at in enumerate(AT) if at[0] == row]
-            rivals = {i: int(TEACHER[i].argmax()) for i in own}
-            ratio = sum(logps[i, IDS[i]] - reference[i, IDS[i]] for i in own) / len(own)
-            other = sum(logps[i, rivals[i]] - reference[i, rivals[i]] for i in own) / len(own)
-            total = total - torch.log(1 / (1 + torch.exp(-0.7 * ratio)))
-            total = total - 0.5 * torch.log(1 - 1 / (1 + torch.exp(-0.7 * other)))
-            total = total - 0.2 * sum(WEIGHTS[i] * logps[i, IDS[i]] for i in own)
-        total = total / ROWS
     return total
 
 
@@ -84,14 +70,6 @@ def test_the_loss_is_the_papers_formula_however_the_step_is_split(method: str) -
         found = loss_of(method, parts, logits)
         torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
         torch.testing.assert_close(torch.autograd.grad(found, logits)[0], slope, atol=1e-7, rtol=1e-6)
-
-
-def test_t3d_starts_at_ratios_of_0() -> None:
-    """And so at (1 + w) log 2 per row."""
-    logits = TEACHER.clone().requires_grad_()
-    path = -0.2 * (WEIGHTS * logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).squeeze(-1)).sum() / ROWS
-    start = loss_of("t3d", [[*range(8)]], logits) - path
-    assert start.item() == pytest.approx(2 * 1.5 * math.log(2) / ROWS, abs=1e-9)
 
 
 @pytest.mark.parametrize("block", [None, 2])

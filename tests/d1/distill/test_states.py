@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from d1.distill.states import STATES, Traces, blocks_of_canvas, halves, trace
+from d1.distill.states import STATES, Traces, blocks_of_canvas, halves
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings
 from tests.d1.scoring.enumeration import EOS
@@ -59,38 +59,11 @@ def test_halves_are_opposite_halves_of_one_block(tail: int) -> None:
     assert {block for row, block in blocks if row == 1} == ({0, 1} if tail == -1 else {0})
 
 
-@pytest.mark.parametrize(("power", "tokens"), [(1000.0, 1), (1000.0, 3), (0.0, 2)])
-def test_a_trace_hides_what_was_revealed_first_and_weighs_it_by_levels(power: float, tokens: int) -> None:
-    """The weighted sum of any values is the mean over levels of their means, by a loop."""
-    values, sizes = torch.randn(2, CANVAS, dtype=torch.float64), set()
-    for seed in range(40):
-        found = drawn(trace, seed, tail=1, share_power=power, path_tokens=tokens)
-        for row, valid in enumerate(([4, 4], [4, 0])):
-            by_block = []
-            for block, size in enumerate(valid):
-                own = [k for k in range(CANVAS) if BLOCKS[k] == block][:size]
-                order = sorted(own, key=lambda k: (int(TRACES.steps[row, k]), k))
-                count = int(found.positions[row, 0, own].sum())
-                sizes.add(count / max(size, 1))
-                assert (
-                    sorted(order[:count]) == (found.positions[row, 0] & (block == BLOCKS)).nonzero().flatten().tolist()
-                )
-                by_block.append(order[:count])
-            longest = max(map(len, by_block))
-            levels = [[k for own in by_block for k in own[: at + tokens]] for at in range(0, longest, tokens)]
-            means = [values[row, level].mean() for level in levels]
-            expected = torch.stack(means).mean() if means else torch.zeros((), dtype=torch.float64)
-            torch.testing.assert_close((found.weights[row, 0] * values[row]).sum(), expected, atol=1e-6, rtol=0)
-            after = torch.arange(CANVAS) >= (8 if row == 0 else 4)
-            assert found.noise[row, 0][after].all()
-    assert sizes == ({1.0, 0.0} if power else {1.0, 0.75, 0.5, 0.25, 0.0})
-
-
 @pytest.mark.parametrize("name", STATES)
 def test_a_rows_states_do_not_depend_on_its_batch(name: str) -> None:
-    settings = SimpleNamespace(tail=-1, share_power=1.0, path_tokens=2)
+    settings = SimpleNamespace(tail=-1)
     both = STATES[name](TRACES, [keyed_generator(0, row) for row in range(2)], settings)
     alone = STATES[name](TRACES.at(torch.tensor([1])), [keyed_generator(0, 1)], settings)
     count = alone.noise.shape[1]
-    for key in ("noise", "positions", "weights"):
+    for key in ("noise", "positions"):
         assert torch.equal(getattr(both, key)[[1], :count], getattr(alone, key))

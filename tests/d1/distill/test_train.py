@@ -1,4 +1,4 @@
-"""Whole runs: traces, references, accumulation, real processes, kill and resume, what is refused."""
+"""Whole runs: traces, accumulation, real processes, kill and resume, what is refused."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from d1.distill import METHODS
 from d1.distill.traces import read_traces
 from d1.distill.train import main, make_parser
-from d1.distill.trainer import Reference, trained_parts
 from d1.models import load_model
 from d1.models.head import NotFiniteError
 from tests import forks
 from tests.faults import edit_json, with_nan, write_at_the_same_time
-from tests.rounding import LOGITS, rounding
 
 start = partial(forks.job, "d1.distill.train")
 # Any text is an answer, and about two thirds of them are right.
@@ -71,44 +68,18 @@ def check_same(one: Path, other: Path, names: Sequence[str] = SAME, **near: floa
 
 @pytest.mark.parametrize("method", METHODS)
 def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: list[str], tmp_path: Path) -> None:
-    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference replaces the weights."""
+    """Steps of 4 rows, the last one short."""
     shared = [*flags, "--method", method]
     run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1, "--views_at_once", 8)
-    trainer = run(shared, tmp_path / "parts", "--batch_size", 1, "--grad_accum_steps", 4)
+    run(shared, tmp_path / "parts", "--batch_size", 1, "--grad_accum_steps", 4)
     check_same(tmp_path / "parts", tmp_path / "one", rel=2e-3, abs=1e-5)
-    if method == "t3d":
-        assert logged(tmp_path / "one", "ratios/own")[0] == pytest.approx(0, abs=rounding(LOGITS))
-        assert abs(logged(tmp_path / "one", "ratios/own")[-1]) > 1e-4
-    own = {name: part.clone() for name, part in trained_parts(trainer.model).items()}
-    reference = Reference(trainer.model)
-    for part in trained_parts(trainer.model).values():
-        part.add_(1.0)
-    with reference.in_place():
-        assert all(torch.equal(part, own[name]) for name, part in trained_parts(trainer.model).items())
-    assert all(torch.equal(part, own[name] + 1) for name, part in trained_parts(trainer.model).items())
-
-
-def test_bf16_weights_start_at_their_reference_and_move(flags: list[str], tmp_path: Path) -> None:
-    trainer = run(flags, tmp_path, "--method", "t3d", "--dtype", "bfloat16", "--learning_rate", "1e-2")
-    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.bfloat16, torch.float32}
-    ratios = logged(tmp_path, "ratios/own")
-    assert ratios[0] == pytest.approx(0, abs=1e-6)
-    assert abs(ratios[-1]) > 1e-3
-
-
-def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_path: Path) -> None:
-    how = ["--method", "t3d", "--batch_size", "4", "--grad_accum_steps", "1", "--full_finetuning"]
-    run([*flags, *how], tmp_path / "follows", "--reference_steps", 1)
-    assert max(map(abs, logged(tmp_path / "follows", "ratios/own"))) < rounding(LOGITS)
-    run([*flags, *how], tmp_path / "stays", "--reference_steps", 0)
-    assert abs(logged(tmp_path / "stays", "ratios/own")[-1]) > 1e-3
 
 
 LAUNCHED = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "zero2": forks.deepspeed(2), "zero3": forks.deepspeed(3)}
 LAUNCHED["fsdp2"] = forks.fsdp2()
 KINDS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
-SLOW = [("t3d", "ddp"), ("t3d", "zero2"), ("t3d", "zero3"), ("t3d --full_finetuning", "zero3")]
-SLOW += [("t3d", "fsdp2"), ("t3d --full_finetuning", "fsdp2")]
+SLOW = [("dparallel", "zero2"), ("dparallel", "zero3"), ("dparallel --full_finetuning", "zero3")]
+SLOW += [("dparallel", "fsdp2"), ("dparallel --full_finetuning", "fsdp2")]
 
 
 @pytest.mark.parametrize(
@@ -128,19 +99,18 @@ def test_two_processes_give_the_run_of_one(method: str, launcher: str, flags: li
 
 
 def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) -> None:
-    """T3D, which keeps a reference; SIGKILL between two checkpoints: all numbers and weights are equal to the bit."""
-    shared = [*flags, "--method", "t3d", "--reference_steps", "3", "--save_steps", "2", "--num_epochs", "2"]
+    """SIGKILL between two checkpoints: all numbers and weights are equal to the bit."""
+    shared = [*flags, "--save_steps", "2", "--num_epochs", "2"]
     shared += ["--batch_size", "4", "--grad_accum_steps", "1"]
     killed = tmp_path / "killed"
     forks.wait_for_kill(start(shared, killed, KILLED_AT=str(killed / "job/checkpoint-4")), killed / "log")
     run(shared, tmp_path / "whole")
-    assert (killed / "job/checkpoint-4/reference.safetensors").exists()
     run([*shared, "--resume"], killed)
-    check_same(killed, tmp_path / "whole", ("loss", "grad_norm", "ratios/own", "compute_tokens", "train_loss"))
+    check_same(killed, tmp_path / "whole", ("loss", "grad_norm", "compute_tokens", "train_loss"))
     weights = [(folder / "job/adapter_model.safetensors").read_bytes() for folder in (tmp_path / "whole", killed)]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match=r"a run with beta 0.1 instead of 0.2"):
-        run([*shared, "--resume", "--beta", "0.2"], killed)
+    with pytest.raises(ValueError, match=r"a run with entropy_weight 2.0 instead of 1.0"):
+        run([*shared, "--resume", "--entropy_weight", "1.0"], killed)
 
 
 def test_traces_are_sampled_once(flags: list[str], tiny_block_dir: Path, tmp_path: Path, caplog) -> None:
@@ -210,7 +180,7 @@ def test_bad_prompts_are_an_error_or_counted(flags: list[str], tmp_path: Path, c
     """A file of prompts cannot judge, so it is for --keep all; a prompt that fills the canvas is a bad row."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1+1=", "<mask>", "1" * 40)))
-    own = [*flags, "--train_data", str(file), "--method", "t3d", "--max_steps", "1"]
+    own = [*flags, "--train_data", str(file), "--keep", "all", "--max_steps", "1"]
     with pytest.raises(
         ValueError, match=r"(?s)2 of 3 rows cannot .*line 2: the mask token.*line 3: the prompt has 43 "
     ):
@@ -228,7 +198,6 @@ def test_bad_prompts_are_an_error_or_counted(flags: list[str], tmp_path: Path, c
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--beta", "0.1"], "--beta would be ignored by the method dparallel"),
         (["--train_data", ""], "--train_data is missing"),
         (["--max_completion_length", "600", "--diffusion_steps", "300"], "512 positions: lower --max_prompt_length"),
     ],
