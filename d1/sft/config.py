@@ -64,6 +64,7 @@ class SFTConfig(TrainingSettings):
     packing: bool = setting(
         False, "concatenate the rows of a micro-batch; each row attends only to itself, and there is no padding"
     )
+    # The authors of LLaDA2 and Fast-dLLM v2 train with it (`recipes/llada2-mini-sft.yaml`, `fast-dllm-v2-7b-sft.yaml`).
     complementary_masks: bool = setting(
         False, "use each row twice per batch, with opposite masks, so that every answer token is trained on each time"
     )
