@@ -72,7 +72,6 @@ BLOCKS = EVAL.replace("pocket/base", "pocket/block_base")
 SAMPLERS = {
     "exact": f"{EVAL} --block_length 8",
     "random": f"{EVAL} --block_length 16 --temperature 0.9 --remasking random --num_samples 2",
-    "gumbel": f"{EVAL} --block_length 16 --temperature 0.9 --remasking gumbel",
     "leftmost": f"{EVAL} --block_length 16 --remasking leftmost",
     "entropy": f"{EVAL} --block_length 32 --temperature 0.5 --remasking entropy --eos_stop",
     "guided": f"{EVAL} --block_length 32 --cfg_scale 0.5",
@@ -129,7 +128,7 @@ JOBS |= {
     "prefer_accumulated": Job(".", f"{PREFER} {FULL} --grad_accum_steps 2 --views_at_once 2"),
     "prefer_blocks": Job(".", f"{PREFER} {FULL} --model_name pocket/block_base"),
     "distill_accumulated": Job(".", f"{DISTILL} {FULL} --grad_accum_steps 2"),
-    "distill_blocks": Job(".", f"{DISTILL} {FULL} --method t3d --model_name pocket/block_base"),
+    "distill_blocks": Job(".", f"{DISTILL} {FULL} --method dparallel --model_name pocket/block_base"),
     **{f"eval_{name}": Job(".", command) for name, command in SAMPLERS.items()},
     **{f"eval_{name}_on_2": Job(".", SAMPLERS[name], 2) for name in ("random", "dual_cached", "blocks_parallel")},
 }

@@ -63,9 +63,6 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
         repeats=(scored.any(-1).sum(1) * mask.sum(1)).sum(),
         active=torch.tensor(4),  # of five rows with an advantage, one takes no part
         reveal_steps=torch.rand(6, 5, generator=generator).argsort(-1),
-        place_logps=(-spread * torch.rand(6, views, generator=generator, dtype=torch.float64)).requires_grad_(),
-        place_old=-spread * torch.rand(6, views, generator=generator, dtype=torch.float64),
-        steps=scored.any(-1) * (0.5 + torch.rand(6, views, generator=generator, dtype=torch.float64)),
     )
 
 
@@ -74,8 +71,7 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     order = torch.randperm(len(inputs.mask), generator=torch.Generator().manual_seed(1))
     parts = len(order) // rows
     of_rows = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask")
-    of_steps = ("place_logps", "place_old", "steps", "trajectory_weights")
-    names = (*of_rows, *of_steps, "reveal_steps", "view_advantages", "log_ratios")
+    names = (*of_rows, "reveal_steps", "view_advantages", "log_ratios")
     given = [name for name in names if getattr(inputs, name) is not None]
     counts = {
         name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "repeats", "active")
@@ -101,7 +97,6 @@ def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
     return {
         "sum": rows,
         "grpo": rows * max(length, 1),
-        "dr_grpo": rows * settings.max_completion_length,
         "bnpo": int(inputs.mask.sum()),
         "dapo": int(inputs.tokens),
         "active": 4 * settings.max_completion_length,

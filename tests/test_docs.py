@@ -146,14 +146,13 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     width = {"rows": 4, "prompt": sampled.prompt_ids.shape[1], "gen_length": 8, "tokens": 8, "views": 3, "group": 2}
     writes = {"write_ids", "write_steps", "write_entropies", "write_logps"}  # of samplers that edit
     blocks = {"blocks"} if kind == "tiny_model_dir" else set()
-    check_shapes("field of `SampledRows`", sampled, width, writes | blocks | {"ranks"})
-    optional = {"shown", "targets", "sampled_logps", "rivals", "ranks", "temperatures", "accepted"}
+    check_shapes("field of `SampledRows`", sampled, width, writes | blocks)
+    optional = {"shown", "targets", "sampled_logps", "temperatures", "accepted"}
     check_shapes("field of `Views`", views, width, optional)
     assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]
-    of_steps = {"place_logps", "place_old", "steps", "trajectory_weights"}  # of estimators with places
-    check_shapes("field of `LossInputs`", inputs, width, of_steps)
+    check_shapes("field of `LossInputs`", inputs, width, set())
     check_shapes("property of `LossInputs`", inputs, width, set())
     assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)
 

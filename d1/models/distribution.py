@@ -18,13 +18,11 @@ class Distribution:
         temperature: > 0; the logits are divided by it.
         top_k: keep only the `top_k` most likely tokens; 0: all.
         top_p: keep only the most likely tokens, as many as it takes to reach this probability together.
-        excluded: a token that is never drawn, such as the mask token; None: every token can be.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    excluded: int | None = None
 
     @property
     def truncates(self) -> bool:
@@ -44,8 +42,6 @@ class Distribution:
     def logits(self, logits: Tensor, ids: Tensor) -> Tensor:
         """The logits (..., vocab) of this distribution, in which the tokens `ids` (...) are always kept: an update can
         make a sampled token too unlikely to be drawn again, but its ratio must stay finite."""
-        if self.excluded is not None:
-            logits = logits.index_fill(-1, ids.new_full((1,), self.excluded), -math.inf)
         if self.truncates:
             out = self.truncated(logits.detach()).isneginf().scatter(-1, ids.unsqueeze(-1), False)
             logits = logits.masked_fill(out, -math.inf)

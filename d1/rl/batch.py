@@ -5,8 +5,8 @@ the canvas, W writes. To TRL's keys are added
 - `canvas_ids` R T and the other tensors of a `RolloutRecord`;
 - `completion_reward` and, if the last reward is an accuracy, `completion_is_right`, R each (`bridge.py`);
 - `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown`, `view_targets`,
-  `view_sampled_logps`, `view_rivals` and `view_ranks` R U V T. The views of update k are [:, k];
-- `old_view_logps` and `ref_view_logps` R U V T, `old_place_logps` R U V, where the loss needs them;
+  `view_sampled_logps` R U V T. The views of update k are [:, k];
+- `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
 - `scoring_views`, `scored_pairs` and `repeated_tokens` R U and `active_rows` R: counts over the whole rollout, the same
@@ -55,8 +55,6 @@ class RolloutRecord(TypedDict, total=False):
     write_steps: Tensor  # R T W, int64; -1 where nothing was written
     write_logps: Tensor  # R T W, fp32
     write_entropies: Tensor  # R T W, fp32
-    reveal_ranks: Tensor  # R T, int64: `Rollout.ranks`, of an order with noise
-    step_logps: Tensor  # R T, fp32: `Rollout.step_logps`, with `SamplingSettings.record_steps`
 
 
 class Everyone(NamedTuple):
@@ -109,8 +107,6 @@ def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float]]
             f"write_{name}": values[..., : int(most_writes.max())] for name, values in sampled.writes._asdict().items()
         }
         costs["sampling/edits"] = edits
-    record |= {} if sampled.ranks is None else {"reveal_ranks": sampled.ranks}
-    record |= {} if sampled.step_logps is None else {"step_logps": sampled.step_logps}
     return cast("RolloutRecord", record), {name: values.float().mean().item() for name, values in costs.items()}
 
 
@@ -150,8 +146,6 @@ class Sampled(NamedTuple):
         steps: the step that revealed each token; -1 for tokens that were not revealed.
         is_end: bool, the tokens that end a text.
         is_padding: bool, the tokenizer's padding token, which may also end a text.
-        settled: the step after which a token cannot change: that which revealed it or, with edits, the last of its
-            block.
     """
 
     ids: Tensor
@@ -159,7 +153,6 @@ class Sampled(NamedTuple):
     steps: Tensor
     is_end: Tensor
     is_padding: Tensor
-    settled: Tensor
 
 
 @dataclass(frozen=True)
@@ -170,20 +163,11 @@ class Scored:
         of: the tokens (rows, canvas) bool that count in the loss.
         after_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
         reads_steps: it reads `Sampled.steps`.
-        whole_steps: it counts all tokens of a step or none, so that the step has a probability.
     """
 
     of: Callable[[Sampled], Tensor]
     after_the_end: bool = False
     reads_steps: bool = False
-    whole_steps: bool = False
-
-
-def to_the_end(sampled: Sampled) -> Tensor:
-    """All tokens revealed up to the step that settled the last token up to the first EOS. Tokens after the EOS whose
-    step counts were part of what the sampler decided in it; later steps cannot change the text."""
-    last = torch.where(sampled.ended, sampled.settled, -1).amax(-1, keepdim=True)
-    return (sampled.steps >= 0) & (sampled.settled <= last)
 
 
 def to_the_last_text(sampled: Sampled) -> Tensor:
@@ -198,20 +182,8 @@ SCORED: dict[str, Scored] = {
     "drawn": Scored(lambda sampled: sampled.steps >= 0, reads_steps=True),
     "steps": Scored(to_the_last_text, after_the_end=True, reads_steps=True),
     "unpadded": Scored(lambda sampled: ~sampled.is_padding, after_the_end=True),
-    "completed": Scored(to_the_end, reads_steps=True, whole_steps=True),
-    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True, whole_steps=True),
+    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True),
 }
-
-
-def settled_steps(batch: Batch, block_length: int, aligned: bool) -> Tensor:
-    """`Sampled.settled`, for blocks that are counted from the first token of the text, if `aligned`, or else of the
-    canvas."""
-    if "write_steps" not in batch:
-        return batch["reveal_steps"]
-    mask, last = batch["prompt_mask"], batch["write_steps"].amax(-1)
-    blocks = cast("Tensor", blocks_of(mask if aligned else mask[:, :0], last.shape[1], block_length))
-    blocks = blocks - blocks[:, :1]
-    return torch.full_like(last, -1).scatter_reduce(1, blocks, last, "amax").gather(1, blocks)
 
 
 def score_more(
@@ -220,7 +192,6 @@ def score_more(
     end_ids: Sequence[int],
     pad_id: int | None,
     everyone: Everyone,
-    settled: Tensor | None = None,
 ) -> None:
     """Makes the tokens that `SCORED[name]` chooses the batch's completions; rows that are out of the loss stay out."""
     ids, mask = batch["canvas_ids"], batch["completion_mask"]
@@ -231,7 +202,6 @@ def score_more(
             steps=batch["reveal_steps"],
             is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
             is_padding=ids == (-1 if pad_id is None else pad_id),
-            settled=batch["reveal_steps"] if settled is None else settled,
         )
     )
     batch["completion_ids"] = ids
@@ -342,7 +312,6 @@ def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | 
         entropies=batch.get("rollout_entropies", unknown),
         blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
-        ranks=batch.get("reveal_ranks"),
     )
 
 
@@ -396,8 +365,6 @@ def count(batch: Batch, everyone: Everyone, rows_per_completion: int = 1) -> Bat
     mask = fitted(batch["completion_mask"], width)[:, None, None]
     scored = (batch["view_weights"] * mask).ne(0)
     scoring = scored.any(-1)
-    if "view_rivals" in batch:
-        scoring |= batch["view_rivals"].ne(0).any(-1)
     views, pairs = scoring.sum((0, 2)), scored.sum((0, 2, 3))  # (updates,)
     lengths = batch["completion_mask"].sum(1)
     repeats = (scored.any(-1).sum(2) * lengths.unsqueeze(1)).sum(0)
@@ -432,18 +399,13 @@ def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
 
 def score_updates(
     model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of tokens (rows, mu, views, canvas) and of places (rows, mu, views) in the views of every update,
-    without dropout. With `only_first`, the first update's are used for all."""
+) -> Tensor:
+    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout. With `only_first`, the first
+    update's are used for all."""
     updates = batch["view_noise"].shape[1]
-
-    def of_all(values: list[Any]) -> Tensor:
-        return torch.stack(values, dim=1).expand(-1, updates, *values[0].shape[1:])
-
     with evaluating(model):
-        scored = [score_one(model, batch, views_of(batch, k)) for k in range(1 if only_first else updates)]
-    of_places = [scores.place_logps for scores in scored]
-    return of_all([scores.view_logps for scores in scored]), None if of_places[0] is None else of_all(of_places)
+        logps = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
+    return torch.stack(logps, dim=1).expand(-1, updates, *logps[0].shape[1:])
 
 
 def score_batch(
@@ -482,7 +444,6 @@ def loss_inputs(
     views_per_draw: int = 1,
     blocks: CanvasBlocks | None = None,
     turns: int = 1,
-    trajectory_weight_cap: float | None = None,
 ) -> LossInputs:
     """The inputs of an objective in update number `update`: tensors as wide as the completions of `batch`.
 
@@ -493,7 +454,6 @@ def loss_inputs(
         views_per_draw: `Estimator.views_per_draw`.
         blocks: those of a model with blocks, where a view contains one step of every block.
         turns: rows per completion.
-        trajectory_weight_cap: `cap` of `trajectory_weights`; None: no weights.
     """
     width = batch["completion_mask"].shape[1]
     of_canvas = blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], *(blocks or CanvasBlocks())[:2])
@@ -525,80 +485,11 @@ def loss_inputs(
         log_ratios=batch.get("log_ratios"),
         turns=turns,
     )
-    if scores.place_logps is not None:
-        inputs = with_choice(inputs, batch, scores.place_logps, update, trajectory_weight_cap)
     if sampling_weight_cap is None:
         return inputs
     old = inputs.logps.detach() if view_old is None else inputs.old
     weights = truncated_weights(fitted(batch["rollout_logps"], width), old, inputs, sampling_weight_cap)
     return replace(inputs, sampling_weights=weights)
-
-
-def with_choice(
-    inputs: LossInputs, batch: Batch, place_logps: Tensor, update: int, trajectory_weight_cap: float | None
-) -> LossInputs:
-    """The inputs with all that belongs to the choice of places in each view."""
-    weights, rivals = batch["view_weights"][:, update], batch["view_rivals"][:, update]
-    # A pass that wrote nothing, because no visible token was replaced, scores places alone.
-    silent = rivals.ne(0).any(-1) & weights.eq(0).all(-1)
-    steps = weights.amax(-1).masked_fill(silent, 1.0)
-    old = place_logps.detach() if "old_place_logps" not in batch else batch["old_place_logps"][:, update]
-    inputs = replace(inputs, place_logps=place_logps, place_old=old, steps=steps)
-    if trajectory_weight_cap is None:
-        return inputs
-    return replace(inputs, trajectory_weights=trajectory_weights(inputs, batch, update, trajectory_weight_cap))
-
-
-def token_sums(inputs: LossInputs) -> Tensor:
-    """(rows, views) log-probabilities of the tokens of each step, under the policy before the first update."""
-    return (known(inputs.view_old) * inputs.scored).sum(-1)
-
-
-def trajectory_gaps(inputs: LossInputs, batch: Batch, update: int) -> Tensor:
-    """(rows, views) log P - log P' of each step that is scored, else 0: P under the policy before the first update, in
-    exact states, P' as the sampler noted it; -inf if P is 0."""
-    noted = torch.where(batch["view_weights"][:, update] != 0, batch["step_logps"].unsqueeze(1), 0.0).sum(-1)
-    assert inputs.place_old is not None
-    assert inputs.steps is not None
-    return (token_sums(inputs) + inputs.place_old - noted).where(inputs.steps > 0, 0.0)
-
-
-def trajectory_weights(inputs: LossInputs, batch: Batch, update: int, cap: float) -> Tensor:
-    """(rows, views) truncated importance weight of the trajectory up to and including each step: the product of P / P'
-    over its steps so far, at most `cap`; 0 from a step on that exact states do not allow."""
-    return trajectory_gaps(inputs, batch, update).cumsum(1).clamp(max=math.log(cap)).exp()
-
-
-def trajectory_metrics(inputs: LossInputs, batch: Batch, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Of a micro-batch in views with places: means per completion of the negative log-probabilities, in nats, of tokens
-    and of the choice of places, and the share of steps that are impossible (P = 0: confidences crossed, or were rounded
-    differently).
-
-    If the sampler noted its steps: the mean log weight of a trajectory, the effective sample size of the weights, as a
-    share of all trajectories, and the share of trajectories whose weight is 0.
-    """
-    of_places, steps = inputs.place_old, inputs.steps
-    assert of_places is not None
-    assert steps is not None
-    possible, rows = of_places.isfinite(), steps.ne(0).any(1)
-    sums = [-(token_sums(inputs) * steps).sum(), -(of_places.where(possible, 0.0) * steps).sum(), rows.sum()]
-    sums += [(~possible & steps.ne(0)).sum(), steps.ne(0).sum()]
-    found = gather(torch.stack([value.double() for value in sums])).view(-1, len(sums)).sum(0).tolist()
-    count = max(found[2], 1)
-    metrics = {"places/tokens_nll": found[0] / count, "places/nll": found[1] / count}
-    metrics["places/impossible"] = found[3] / max(found[4], 1)
-    if "step_logps" not in batch:
-        return metrics
-    log_weights = gather(torch.where(rows, trajectory_gaps(inputs, batch, 0).double().sum(1), torch.nan))
-    log_weights = log_weights[~log_weights.isnan()]
-    finite = log_weights[log_weights.isfinite()]
-    if len(finite):
-        weights = (finite - finite.max()).exp()
-        metrics["places/log_weight"] = finite.mean().item()
-        metrics["places/effective"] = (weights.sum() ** 2 / weights.square().sum() / len(log_weights)).item()
-    if len(log_weights):
-        metrics["places/no_support"] = 1 - len(finite) / len(log_weights)
-    return metrics
 
 
 def where_scored(inputs: LossInputs) -> Tensor:

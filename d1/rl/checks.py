@@ -203,9 +203,6 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
         mask=TRIED.long(),
         tokens=LENGTHS.sum(),
         reveal_steps=torch.arange(TRIAL_CANVAS).repeat(len(LENGTHS), 1),
-        place_logps=logps().mean(-1).requires_grad_() * 1.0,
-        place_old=logps().mean(-1),
-        steps=views.scoring.float(),
     )
 
 
@@ -336,8 +333,7 @@ def about_staleness(s: Settings) -> Iterator[str]:
     """Rollouts that are sampled ahead of the updates."""
     if s.rollout_staleness and s.rollout_mode != "server":
         yield "--rollout_staleness: only servers sample while the trainer learns: set --rollout_mode server"
-    corrected = s.sampling_weight_cap is not None or s.trajectory_weight_cap is not None
-    if s.rollout_staleness and not corrected and not s.old_as_sampled:
+    if s.rollout_staleness and s.sampling_weight_cap is None and not s.old_as_sampled:
         exact = names(ESTIMATORS, lambda entry: entry.as_sampled(s.view_settings()))
         yield (
             f"--rollout_staleness {s.rollout_staleness} needs a correction: set --sampling_weight_cap (3, say), which "
@@ -351,12 +347,7 @@ def about_estimator(s: Settings) -> Iterator[str]:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, views = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
-        able = names(
-            OBJECTIVES,
-            lambda entry: (
-                entry.linear and entry.reads_places == estimator.with_places and (entry.per_view or not entry.reads_old)
-            ),
-        )
+        able = names(OBJECTIVES, lambda entry: entry.linear and (entry.per_view or not entry.reads_old))
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
             f"{s.estimator} needs --objective {able}"
@@ -370,26 +361,6 @@ def about_estimator(s: Settings) -> Iterator[str]:
     if objective.per_draw and not estimator.views_per_draw(views):
         able = names(ESTIMATORS, lambda entry: entry.views_per_draw(views))
         yield f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator {able}"
-
-
-def about_places(s: Settings) -> Iterator[str]:
-    """An estimator of the choice of places, and what a sampler must tell of it."""
-    estimator, objective, sampling = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.sampling_settings()
-    if estimator.with_places != objective.reads_places:
-        able = f"--estimator {names(ESTIMATORS, lambda entry: entry.with_places)} "
-        able += f"--objective {names(OBJECTIVES, lambda entry: entry.reads_places)}"
-        yield f"estimator {s.estimator} and objective {s.objective}: the choice of places is scored and read by {able}"
-    if not estimator.with_places and not s.log_places:
-        return
-    if sampling.unknown_places:
-        yield f"the probability of places is not known: {sampling.unknown_places}"
-    if estimator.with_places and not SCORED[s.scored_tokens].whole_steps:
-        able = names(SCORED, lambda entry: entry.whole_steps)
-        yield f"a step has a probability only with all of its tokens: set --scored_tokens {able}"
-    if s.num_views is not None and sampling.edits is not None and estimator.with_places:
-        yield "num_views: with edits, passes that write nothing count, too, and are not drawn: leave it out"
-    if s.num_views is not None and s.trajectory_weight_cap is not None:
-        yield "trajectory_weight_cap multiplies the weights of all steps so far: leave num_views out"
 
 
 def about_updates(s: Settings) -> Iterator[str]:
@@ -529,7 +500,7 @@ def against_turns(s: Settings) -> Iterator[str]:
 
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
-    *(about_servers, about_staleness, about_estimator, about_places, about_updates, about_loss, about_advantages),
+    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_advantages),
     *(about_replay, about_turns),
 ]
 
@@ -543,8 +514,6 @@ def unread(s: Settings) -> Iterator[tuple[str, str]]:
             yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
     elif s.draw_steps == "top":
         yield "mean_step", "the steps of highest entropy are not drawn, so there is no probability to divide by"
-    if ESTIMATORS[s.estimator].with_places:
-        yield "score_as_sampled", f"{s.estimator} always scores under the distribution that is sampled from"
     if s.sampling_settings().drawn_from == OWN:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if s.max_compute_tokens is None:
@@ -590,8 +559,8 @@ ON_RESUME = OnResume(
         ),
         whole,
     )
-    # Only whether they are 0 or unset is fixed: then the rollout has no reference log-probs, or no log-probs of steps.
-    | {"beta": bool, "trajectory_weight_cap": bool},
+    # Only whether it is 0 is fixed: then the rollout has no reference log-probs.
+    | {"beta": bool},
     free=(
         *("output_dir", "resume_from_checkpoint", "run_name", "report*", "project", "trackio_*", "disable_tqdm"),
         *("log*", "num_completions_to_print", "skip_memory_metrics", "include_*", "debug", "do_*"),
@@ -687,9 +656,6 @@ def check_noise(config: Any, args: Settings) -> None:
         "--state_reward finishes a state by filling its mask tokens": args.state_reward,
         f"--mask_id {args.mask_id}: {kind} has no mask token": args.mask_id is not None,
         "--tools: a canvas is written as a whole, and cannot end with a call": args.tools,
-        "--log_places: tokens are accepted by their entropies, not drawn, so no place has a probability": (
-            args.log_places
-        ),
     }
     for what in (what for what, is_so in wrong.items() if is_so):
         raise ValueError(what)
@@ -757,8 +723,6 @@ def check_trainer(
         raise ValueError(
             "sync_ref_model changes the reference, which no checkpoint stores under ZeRO-3 or FSDP: use DDP or ZeRO-2"
         )
-    if args.trajectory_weight_cap is not None and block_causal:
-        raise ValueError("trajectory_weight_cap: a block-causal model's views hold a step of every block: unset it")
     if samples_in_step and (sampling.rule or args.eos_stop or block_causal):
         raise ValueError(
             "processes that each hold a part of the weights must make the same number of forward passes, which with a "

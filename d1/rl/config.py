@@ -28,7 +28,6 @@ from d1.sampling.settings import (
     BLOCK_LENGTH,
     EDITING,
     FIRST_TOKENS,
-    ORDER_TEMPERATURE,
     OUTPUTS,
     POST_STEPS_RANGE,
     SAMPLERS,
@@ -131,9 +130,6 @@ class DiffuGRPOConfig(GRPOConfig):
     )
     cfg_scale: Amount = setting(0.0, "Classifier-free guidance; 0 turns it off.")
     remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
-    order_temperature: Annotated[float | None, POSITIVE | None] = setting(
-        None, f"Of the noise on remasking gumbel, in nats of log-probability ({ORDER_TEMPERATURE} if unset)."
-    )
     sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
     kv_cache: str | None = setting(
         None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset); none: not the method's."
@@ -237,13 +233,6 @@ class DiffuGRPOConfig(GRPOConfig):
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
     sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
         None, "Truncated importance sampling: largest weight of a token (trained probability / sampling probability)."
-    )
-    trajectory_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
-        None,
-        "clipped_places: largest importance weight of a trajectory up to a step (after a cache or old weights).",
-    )
-    log_places: bool = setting(
-        False, "Log the probability of rollouts with their choice of places, at the cost of a scoring of every step."
     )
     p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
     random_masking: bool = setting(True, "A fresh prompt mask for each update; false: one mask for all of them.")
@@ -370,16 +359,6 @@ class DiffuGRPOConfig(GRPOConfig):
         (`rollout_staleness`). Otherwise they are scored before the first update."""
         exact = ESTIMATORS[self.estimator].as_sampled(self.view_settings())
         return bool(self.rollout_staleness and exact and self.reads_old_logps and self.sampling_weight_cap is None)
-
-    @property
-    def record_exactly(self) -> bool:
-        """`SamplingSettings.record_exactly`: an estimator of places scores the draws themselves."""
-        return ESTIMATORS[self.estimator].with_places
-
-    @property
-    def record_steps(self) -> bool:
-        """`SamplingSettings.record_steps`."""
-        return self.log_places or self.trajectory_weight_cap is not None
 
     @property
     def needs_reference(self) -> bool:

@@ -52,11 +52,6 @@ class LossInputs:
         sampling_weights: (rows, tokens), the weight of each token in the policy gradient (`truncated_weights`); None
             if `sampling_weight_cap` is None.
         turns: rows per completion: the turns of an episode are rows, with empty ones for an episode with fewer turns.
-        place_logps, place_old: (rows, views), log-probabilities of each step's choice of places, under the policy and
-            the one that sampled; -inf where it is impossible. None unless the estimator scores places.
-        steps: (rows, views), the weight of each view's step, 0 where it is not scored; None likewise.
-        trajectory_weights: (rows, views), the weight of each step in the policy gradient; None unless
-            `trajectory_weight_cap` is set.
     """
 
     view_logps: Tensor
@@ -76,10 +71,6 @@ class LossInputs:
     log_ratios: Tensor | None = None
     sampling_weights: Tensor | None = None
     turns: int = 1
-    place_logps: Tensor | None = None
-    place_old: Tensor | None = None
-    steps: Tensor | None = None
-    trajectory_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.view_logps.shape:
@@ -170,7 +161,6 @@ def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns,
     "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean() * inputs.turns,
-    "dr_grpo": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns / settings.max_completion_length,
     "bnpo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.mask.sum().clamp(min=1),
     "dapo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.tokens,
     "active": lambda sums_RV, inputs, settings: sums_RV.sum() / (inputs.active_rows * settings.max_completion_length),
@@ -209,7 +199,6 @@ class Objective:
         per_row: it has one ratio or one bound per row, which must be a whole completion: no turn of an episode.
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
-        reads_places: it reads log-probabilities of places (`Estimator.with_places`).
         loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
         settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
@@ -226,7 +215,6 @@ class Objective:
     per_row: bool = False
     linear: bool = True
     reads_steps: bool = False
-    reads_places: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
@@ -354,26 +342,6 @@ def clipped_steps(inputs: LossInputs, settings: Any) -> Loss:
     return -per_token_RV.sum() / inputs.scoring_views, share(clipped_RV, scored_RVT.any(-1))
 
 
-def clipped_places(inputs: LossInputs, settings: Any) -> Loss:
-    """PPO's loss with one ratio per step, that of the probability of its tokens and of its choice of places; not
-    divided by the number of tokens. Steps that are impossible for the policy are left out. In a block-causal model, a
-    view's step is one step of every block."""
-    places_RV, old_RV, steps_RV = inputs.place_logps, inputs.place_old, inputs.steps
-    if places_RV is None or old_RV is None or steps_RV is None:
-        raise ValueError("places are not scored: this objective needs an Estimator with with_places=True")
-    taken_RV = steps_RV.ne(0) & inputs.mask.bool().any(-1, keepdim=True)
-    possible_RV = places_RV.isfinite() & old_RV.isfinite()
-    of_tokens_RV = ((inputs.view_logps - known(inputs.view_old)) * inputs.scored).sum(-1)
-    log_ratios_RV = of_tokens_RV + places_RV.where(possible_RV, 0.0) - old_RV.where(possible_RV, 0.0)
-    gains_RV, clipped_RV = clip(log_ratios_RV.exp(), inputs.advantages.unsqueeze(1), settings)
-    counted_RV = steps_RV * (taken_RV & possible_RV)
-    if inputs.trajectory_weights is not None:
-        counted_RV = counted_RV * inputs.trajectory_weights
-    dropped = (taken_RV & ~possible_RV).sum() / taken_RV.sum().clamp(min=1)
-    metrics = share(clipped_RV, taken_RV & possible_RV) | {"places/dropped": dropped.item()}
-    return averaged(-(counted_RV * gains_RV), inputs, settings), metrics
-
-
 def clipped_sequences(inputs: LossInputs, settings: Any) -> Loss:
     """PPO's loss with one ratio per completion, exp(bound - old bound), not divided by the length (EBPO, of
     LLaDA2.1)."""
@@ -496,7 +464,7 @@ def stable_drl(inputs: LossInputs, settings: Any) -> Loss:
 CLIP, BOUND = ("epsilon", "epsilon_high", "delta"), ("eubo_beta", "eubo_share")
 # TRL's types whose mean is over rows, and those that weigh a whole row
 TRLS_OVER_ROWS, TRLS_PER_ROW = ("grpo", "dr_grpo", "sapo", "luspo"), ("luspo", "vespo")
-TRLS_MEANS, ROW_MEANS = ("grpo", "bnpo", "dr_grpo", "dapo"), ("sum", "grpo", "dr_grpo", "bnpo", "dapo", "active")
+TRLS_MEANS, ROW_MEANS = ("grpo", "bnpo", "dr_grpo", "dapo"), ("sum", "grpo", "bnpo", "dapo", "active")
 OBJECTIVES: dict[str, Objective] = {
     "trl": Objective(
         None,
@@ -515,14 +483,6 @@ OBJECTIVES: dict[str, Objective] = {
         clipped_views, per_view=True, by_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap"), idle=CLIP
     ),
     "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=(*CLIP, "state_reward"), idle=CLIP),
-    "clipped_places": Objective(
-        clipped_places,
-        per_view=True,
-        reads_places=True,
-        loss_types=ROW_MEANS,
-        settings=("loss_type", *CLIP, "trajectory_weight_cap"),
-        idle=CLIP,
-    ),
     "clipped_sequences": Objective(clipped_sequences, per_row=True, settings=CLIP[:2], idle=CLIP[:2]),
     "bgpo": Objective(bgpo, per_view=True, per_draw=True, per_row=True, settings=CLIP, idle=CLIP),
     "gdsd": Objective(gdsd, per_view=True, per_draw=True, per_row=True, settings=("epsilon",), idle=("epsilon",)),

@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -59,9 +58,7 @@ from d1.rl.batch import (
     score_batch,
     score_more,
     score_updates,
-    settled_steps,
     strip_padding,
-    trajectory_metrics,
     updates_are_alike,
     view_logps_as_sampled,
     views_of,
@@ -75,7 +72,7 @@ from d1.rl.rewards import guarded
 from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
-from d1.sampling import Rollout, SamplingSettings, eos_cut
+from d1.sampling import Rollout, SamplingSettings
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
 from d1.sampling.predict import predict
@@ -291,8 +288,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.complete_rows(batch)
         everyone = self.everyone(batch)
         self.draw_views(batch, everyone)
-        if self.args.log_places:
-            self.log_trajectories(batch, everyone)
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, everyone)
         self.score_rollout(batch)
@@ -324,10 +319,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Sets which tokens count in the loss."""
         if (name := self.args.scored_tokens) != "ended":
             ends = self.eos_token_ids, self.text_tokenizer.pad_token_id
-            score_more(batch, name, *ends, everyone, self.settled(batch))
-
-    def settled(self, batch: Batch) -> Tensor:
-        return settled_steps(batch, self.sampling.block_length, block_size(self.model.config) is not None)
+            score_more(batch, name, *ends, everyone)
 
     def draw_views(self, batch: Batch, everyone: Everyone) -> None:
         """Adds the views of every update, and how many of them score something."""
@@ -391,17 +383,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
             elif args.needs_old_logps:
-                batch["old_view_logps"], of_places = score_updates(self.model, batch, score_one, only_first)
-                batch |= {} if of_places is None else {"old_place_logps": of_places}
+                batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
             if args.needs_reference:
                 with self.reference() as model:
-                    batch["ref_view_logps"], _ = score_updates(model, batch, score_one, only_first)
+                    batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
         own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once, "blocks": self.blocks}
-        own |= {"distribution": self.sampling.record_under(self.mask_token_id), "sampling": self.sampling} | options
+        own |= {"distribution": self.sampling.record_distribution} | options
         with self.accelerator.autocast():
             scores = score_batch(model, batch, views, **own)
         self.compute = self.compute + scores.compute
@@ -417,9 +408,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, self.blocks
-        inputs = loss_inputs(
-            batch, scores, self.update, micro_batches, *given, self.rows_per_completion, args.trajectory_weight_cap
-        )
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.rows_per_completion)
         # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
@@ -447,28 +436,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             metrics |= sampling_gap(
                 sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
             )
-        if self.update == 0 and inputs.place_logps is not None and not args.log_places:
-            metrics |= trajectory_metrics(inputs, batch, self.accelerator.gather)
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
-
-    def log_trajectories(self, batch: Batch, everyone: Everyone) -> None:
-        """Logs `trajectory_metrics` of a rollout, whatever the method scores; not counted in `compute_tokens`."""
-        rows, compute = dict(batch), self.compute
-        ends = eos_cut(batch["canvas_ids"], self.eos_token_ids)
-        rows["completion_mask"] = ends.long() * batch["completion_mask"].any(-1, keepdim=True)
-        score_more(rows, "completed", self.eos_token_ids, None, everyone, self.settled(batch))
-        unused = Randomness([], torch.Generator(), 0, len(ends))
-        settings = replace(self.args.view_settings(), num_views=None)
-        rows |= draw_updates(sampled_rows(rows, self.blocks), unused, 1, ESTIMATORS["places"], settings)
-        rows |= count(rows, everyone, self.rows_per_completion)
-        exact = {"distribution": self.sampling.drawn(self.mask_token_id)}
-        with self.without_checkpointing(), evaluating(self.model):
-            scores = self.scores(self.model, rows, views_of(rows, 0), **exact)
-        self.compute = compute
-        for name, value in trajectory_metrics(loss_inputs(rows, scores, 0), rows, self.accelerator.gather).items():
-            self.log_metric(name, value)
 
     def compare_rows(self, model: Any) -> None:
         """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an

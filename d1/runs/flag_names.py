@@ -126,6 +126,12 @@ COMMANDS: Table = (
     (("infill", "complete"), ("fill",)),
     (("memory", "vram", "size"), ("fit",)),
 )
+# Flags of features that left, because they were measured as no help (CHANGELOG.md, "Removed")
+REMOVED = (
+    *("order_temperature", "trajectory_weight_cap", "log_places"),
+    *("share_power", "rival_weight", "path_weight", "path_tokens", "reference_steps"),
+)
+REMOVED_HINT = " (removed, because it did not help; the code is at commit 6fbae12b)"
 
 
 def meant(word: str, known: Iterable[str], table: Table) -> list[str] | None:
@@ -147,6 +153,8 @@ def hint_of_flag(word: str, parser: argparse.ArgumentParser) -> str:
             shown[action.dest] = f"{action.metavar or action.dest}, without a flag"
     if name in shown:  # written with hyphens
         return f" (the nearest is {shown[name]})"
+    if name in REMOVED:
+        return REMOVED_HINT
     found = meant(name, shown, FLAGS)
     if found is None:
         return nearest(word, [flag for action in parser._actions for flag in action.option_strings])

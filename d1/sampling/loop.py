@@ -25,8 +25,7 @@ from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, has_masks
 from d1.sampling.caches import Cache, cache_of
 from d1.sampling.passes import Block, Columns, Passes
-from d1.sampling.places import Steps, score_steps
-from d1.sampling.predict import Generators, gumbel, predict, uniform
+from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of, start_canvas
 from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SamplingSettings, check_sampler
@@ -236,22 +235,18 @@ def keep(
     due: Tensor,
     left: Sequence[int],
     generator: Generators,
-) -> tuple[Tensor, Tensor]:
-    """Which predictions (n, k) at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule; and
-    their ranks, as in `Rollout`. `logps` are those to order by (`predict`)."""
+) -> Tensor:
+    """(n, k) bool, which predictions at `hidden` positions are kept: `due` (n,) by the schedule, or more by the
+    rule."""
     draw = partial(uniform, logps.shape, generator, logps, left)
-    order = REMASKING[settings.remasking]
-    scores = order.scores(logps, entropies, draw)
-    if order.noisy:
-        scores = scores + settings.noise * gumbel(draw())
-    scores = scores.masked_fill(~hidden, -math.inf)
+    scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
     sorted_by = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
-    ranks, certain = sorted_by.argsort(dim=-1), torch.zeros_like(due)
+    ranks = sorted_by.argsort(dim=-1)
     if settings.rule is not None:  # it counts how many of the best to reveal
         best = scores.gather(1, sorted_by), entropies.gather(1, sorted_by)
         certain = RULES[settings.rule].count(*best, settings.level)
         due = certain.maximum(due).minimum(hidden.sum(1))
-    return ranks < due.unsqueeze(1), (ranks + 1 - certain.unsqueeze(1)).clamp(min=0)
+    return ranks < due.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -298,7 +293,7 @@ class Sampler:
         numbers = canvas.passes[rows]
         found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
-        ids, logps, entropies, record_logps, _, chosen, *noted = self.decide(batch, live, found, still, due, left)
+        ids, logps, entropies, record_logps, chosen = self.decide(batch, live, found, still, due, left)
         # Write what was kept. No host sync: a schedule says how many tokens are left, unless a rule or an edit decides.
         at = (rows.unsqueeze(1), positions)
         if editing:
@@ -319,56 +314,28 @@ class Sampler:
             row.left, row.step = count, row.step + 1
         batch.stop(live)
         predicted, so_far = (ids, record_logps, entropies), (canvas.passes, canvas.forward_tokens)
-        others = self.settings.most_writes, torch.stack(noted) if noted else None
-        return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, *others)
+        return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, self.settings.most_writes)
 
     def decide(
         self, batch: Batch, live: list[int], found: Tensor, still: Tensor, due: Tensor, left: Sequence[int]
     ) -> Sequence[Tensor]:
-        """What `predict` gives (n, k), from the states `found`, which of the predictions at hidden positions (`still`)
-        are kept, and what else is recorded, (n, k) each: ranks, and log-probs of steps."""
+        """What `predict` gives (n, k), from the states `found`, and which of the predictions at hidden positions
+        (`still`) are kept (n, k)."""
         alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings: all, except in a stream
         for index, row in enumerate(live):
             alike.setdefault(batch.rows[row].settings or self.settings, []).append(index)
-        parts, noting = [], max(settings.noting for settings in alike)
+        parts = []
         for settings, some in alike.items():
             those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
             counts, own = [left[index] for index in some], batch.generators([live[index] for index in some])
             drawn = (settings, self.mask_token_id, own, self.noise_dtype)
             guessed = predict(self.model, found[:, those], counts, *drawn)
-            of_rows = still[those], due[those], counts
-            kept, ranks = keep(settings, guessed[4], guessed[2], *of_rows, own)
-            noted = [ranks.to(guessed[1])] * (noting > 0)
-            if settings.record_steps:
-                noted.append(self.step_logps(found[0, those], settings, guessed[0], kept, ranks, *of_rows))
-            noted += [torch.zeros_like(guessed[1])] * (noting - len(noted))
-            parts.append((*guessed, kept, *noted))
+            kept = keep(settings, guessed[1], guessed[2], still[those], due[those], counts, own)
+            parts.append((*guessed, kept))
         if len(parts) == 1:
             return parts[0]
         order = batch.upload([*chain(*alike.values())]).argsort()
         return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
-
-    def step_logps(
-        self,
-        states: Tensor,
-        settings: SamplingSettings,
-        ids: Tensor,
-        kept: Tensor,
-        ranks: Tensor,
-        still: Tensor,
-        due: Tensor,
-        left: Sequence[int],
-    ) -> Tensor:
-        """`Rollout.step_logps` (n, k) of a step, from the states (n, k, hidden) and what `predict` and `keep` gave."""
-        k = kept.shape[1]
-        at = torch.cat([torch.arange(row * k, row * k + count) for row, count in enumerate(left)])
-        at = at.to(kept.device, non_blocking=True)
-        hidden, written, tokens, own_ranks = (of.flatten()[at] for of in (still, kept, ids, ranks))
-        steps = Steps(left, hidden, written, tokens, own_ranks, more=kept.sum(1) > due)
-        drawn = settings.drawn(self.mask_token_id)
-        tokens, log_f, _ = score_steps(self.model, states.flatten(0, 1)[at], steps, settings, drawn)
-        logps = tokens.new_zeros(kept.numel()).index_put((at,), tokens).view_as(kept)
-        return (logps + log_f.unsqueeze(1).where(kept & (kept.cumsum(1) == 1), 0.0)).float()
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""

@@ -31,13 +31,6 @@ def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: S
     return numbers
 
 
-def gumbel(numbers: Tensor) -> Tensor:
-    """Gumbel noise from uniform numbers in [0, 1), which it overwrites."""
-    # torch.rand gives multiples of eps/2, zero included; zero, where the log diverges, is replaced by half a grid cell.
-    grid = torch.finfo(numbers.dtype).eps / 2
-    return numbers.clamp_(min=grid / 2).log_().neg_().log_().neg_()
-
-
 def draw_ids(
     logits: Tensor,
     temperature: float,
@@ -79,8 +72,8 @@ def predict(
     generator: Generators,
     noise_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """A token for each position, its log-probability, the entropy there, the log-probability to record, which is
-    that under `settings.record_under`, and the one to order by: (rows, n) each.
+    """A token for each position, its log-probability, the entropy there, and the log-probability to record, which is
+    that under `settings.record_distribution`: (rows, n) each.
 
     The head runs on a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
     numbers do not depend on its batch.
@@ -94,7 +87,7 @@ def predict(
     at_once = max(1, head.CHUNK_ELEMENTS // 2 // vocabulary(model.config))
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
-    found = torch.empty(4, rows, n, device=states.device)
+    found = torch.empty(3, rows, n, device=states.device)
     run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
@@ -124,17 +117,15 @@ def predict_from(
     # Greedy: one pass over the logits gives all three. The mask token is excluded from the choice, not from log p.
     if settings.temperature == 0 and not plain:
         ids, logps, entropies = head.most_likely(logits, mask_token_id)
-        return ids, logps, entropies, logps, logps
+        return ids, logps, entropies, logps
     log_normaliser = logits.logsumexp(-1)
     entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
     # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
-    recorded_under = settings.record_under(mask_token_id)
+    recorded_under = settings.record_distribution
     whole = logits.clone() if recorded_under != OWN else logits
     logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
     left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
     ids = draw_ids(left, settings.temperature, generator, noise_dtype, counts)
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
-    # An order with noise goes by the most likely token, any other one by the drawn token.
-    order_logps = logits.amax(-1) - log_normaliser if settings.noise else logps
     record_logps = logps if recorded_under == OWN else head.token_logps(recorded_under.logits(whole, ids), ids)
-    return ids, logps, entropies, record_logps, order_logps
+    return ids, logps, entropies, record_logps

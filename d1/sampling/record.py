@@ -62,7 +62,6 @@ class Step:
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
     most_writes: int = 1  # `SamplingSettings.most_writes`
-    noted: Tensor | None = None  # (1 or 2, n, k) ranks, and log-probs of steps, where they are recorded (`Rollout`)
     noised: Tensor | None = None  # (n, k) bool, with uniform noise: what it wrote there is no draw of the model
 
 
@@ -86,8 +85,7 @@ class Rollout:
 
     Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
     whole vocabulary, in the step that revealed the token or, with editing, wrote it last. Tokens that the EOS stop
-    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from; with
-    `record_exactly`, that has no mask token.
+    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
@@ -97,25 +95,17 @@ class Rollout:
     passes: Tensor  # (rows,) forward passes that the row took part in
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
     writes: Writes | None = None  # None without editing
-    # (rows, gen_length), recorded for an order with noise: the rank of a token among those that its step revealed, from
-    # 1; 0 for tokens that a reveal rule accepts, whatever their number.
-    ranks: Tensor | None = None
-    # (rows, gen_length) fp32 with `record_steps`, else None: the log-probability that the token was drawn; and, at the
-    # first token that a step revealed, also that of the step's choice of places (`places.py`).
-    step_logps: Tensor | None = None
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
         """A rollout from a `record` made by `blank_record`."""
-        logps, entropies, numbers, written, *noted = record  # (rows, canvas, writes) each
+        logps, entropies, numbers, written = record  # (rows, canvas, writes) each
         writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
         index = torch.arange(record.shape[-1], device=record.device)
         last = index.where(numbers >= 0, 0).amax(-1, keepdim=True)
         logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
-        ranks, step_logps = (noted[number][..., 0] if len(noted) > number else None for number in range(2))
-        ranks = None if ranks is None else ranks.long()
         numbers = numbers.clamp(min=-1)
-        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes, ranks, step_logps)
+        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes)
 
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
@@ -148,10 +138,10 @@ class Rollout:
         return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps != -1).sum(-1).amax(-1)
 
 
-def blank_record(rows: int, length: int, device: Any, writes: int = 1, noting: int = 0) -> Tensor:
-    """(4 to 6, rows, length, writes): log-probs, entropies, steps, ids and what else is noted of a `Rollout`, in one
-    tensor, so that a step is one write."""
-    record = torch.zeros(4 + noting, rows, length, writes, device=device)
+def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
+    """(4, rows, length, writes): log-probs, entropies, steps and ids of a `Rollout`, in one tensor, so that a step is
+    one write."""
+    record = torch.zeros(4, rows, length, writes, device=device)
     record[2] = -1
     return record
 
@@ -163,9 +153,7 @@ def note(record: Tensor, step: Step, first: int = 0) -> None:
     if step.noised is not None:
         numbers, written = numbers.masked_fill(step.noised, -2), written | step.noised
     now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
-    if step.noted is not None:
-        now = torch.cat([now, step.noted])
-    at = (slice(len(now)), step.rows.unsqueeze(1), step.positions - first)
+    at = (slice(None), step.rows.unsqueeze(1), step.positions - first)
     before = record[at]
     next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] != -1).sum(-1, keepdim=True)
     record[at] = torch.where(written.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
@@ -177,8 +165,7 @@ def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
     for step in steps:
         if record is None:
             rows, length = step.canvas.shape
-            noting = 0 if step.noted is None else len(step.noted)
-            record = blank_record(rows, length - first, step.canvas.device, step.most_writes, noting)
+            record = blank_record(rows, length - first, step.canvas.device, step.most_writes)
         note(record, step, first)
     assert record is not None
     return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)

@@ -6,11 +6,10 @@ A new order or rule is a function, in any module, and an entry in its table: `RE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,28 +73,12 @@ class Rule:
     count: Callable[[Tensor, Tensor, float], Tensor]
     level: float  # the default level
     plain_entropies: bool = False  # entropies computed in a slower way; only preserves old results
-    # For the probability of a step (`places.py`): whether a step whose n-th most confident token has log-probability l
-    # reveals this one, too: (l, n, sum of the n entropies without the largest, level) -> bool. None: unknown.
-    accepts: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
-    by_place: bool = False  # whether that depends on the entropy of the n-th token, not only on its log-probability
-    cutoff: Callable[[float], float] | None = None  # level -> l above which a token is revealed whatever the others are
 
 
 RULES: dict[str, Rule] = {
-    "threshold": Rule(
-        threshold,
-        0.9,
-        accepts=lambda logps, number, bound, level: logps.exp() > level,
-        cutoff=lambda level: math.log(level) if level else -math.inf,
-    ),
-    "factor": Rule(factor, 1.0, accepts=lambda logps, number, bound, level: (number + 1) * -logps.expm1() < level),
-    "entropy": Rule(
-        entropy_bound,
-        0.1,
-        plain_entropies=True,
-        accepts=lambda logps, number, bound, level: bound <= level,
-        by_place=True,
-    ),
+    "threshold": Rule(threshold, 0.9),
+    "factor": Rule(factor, 1.0),
+    "entropy": Rule(entropy_bound, 0.1, plain_entropies=True),
 }
 
 
@@ -108,23 +91,14 @@ class Order:
     scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
     draws: bool = False  # whether uniform numbers are drawn
     by_confidence: bool = False  # whether the scores are the log-probabilities themselves, as reveal rules need
-    # Gumbel noise times `order_temperature` is added to the scores, whose log-probabilities are then those of the most
-    # likely tokens, not of the drawn ones: so the choice of places is independent of the tokens.
-    noisy: bool = False
-    # For the probability of a step (`places.py`), what an order without noise goes by: the "confidence" of the drawn
-    # tokens; the "state" alone; or nothing, so that all sets of places are "even". None: unknown.
-    law: Literal["confidence", "state", "even"] | None = None
 
 
 REMASKING: dict[str, Order] = {
     # The most likely predictions, or positions in random order (LLaDA, arXiv 2502.09992, section 2.4)
-    "low_confidence": Order(lambda logps, entropies, uniform: logps, by_confidence=True, law="confidence"),
-    "random": Order(lambda logps, entropies, uniform: uniform(), draws=True, law="even"),
+    "low_confidence": Order(lambda logps, entropies, uniform: logps, by_confidence=True),
+    "random": Order(lambda logps, entropies, uniform: uniform(), draws=True),
     # From left to right within a block (JustGRPO for blocks, NVIDIA-NeMo/RL research/just_grpo)
-    "leftmost": Order(lambda logps, entropies, uniform: -logps.new_ones(logps.shape).cumsum(-1), law="state"),
+    "leftmost": Order(lambda logps, entropies, uniform: -logps.new_ones(logps.shape).cumsum(-1)),
     # The predictions with the lowest entropy (Dream, DiffuCoder, arXiv 2506.20639)
-    "entropy": Order(lambda logps, entropies, uniform: -entropies, law="state"),
-    # The largest probability of each position, with noise: draws without replacement in proportion to p^(1/temperature)
-    # (Plackett-Luce), whose probability is smooth in the weights
-    "gumbel": Order(lambda logps, entropies, uniform: logps, draws=True, by_confidence=True, noisy=True),
+    "entropy": Order(lambda logps, entropies, uniform: -entropies),
 }

@@ -29,7 +29,6 @@ SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
 POST_STEPS_RANGE = Range(0, 256, integer=True)
-ORDER_TEMPERATURE = 0.1
 # LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
 EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 OUTPUTS = ("argmax", "draw")
@@ -118,9 +117,6 @@ class SamplingSettings:
         "a pass of its own, or as the others (default: causal)",
         choices=FIRST_TOKENS,
     )
-    order_temperature: Annotated[float | None, POSITIVE | None] = setting(
-        None, f"of the noise on the order gumbel, in nats of log-probability (default: {ORDER_TEMPERATURE})"
-    )
     # Of models with uniform noise (`uniform.py`)
     end_temperature: Annotated[float | None, POSITIVE | None] = setting(
         None, "with uniform noise, the temperature falls linearly from --temperature to this in each block"
@@ -145,8 +141,6 @@ class SamplingSettings:
     top_k: Annotated[int, NATURAL] = 0
     top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own
-    record_exactly: bool = False  # the same, and without the mask token, which is never drawn
-    record_steps: bool = False  # record `Rollout.step_logps`, too
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -169,7 +163,7 @@ class SamplingSettings:
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None
         of_edits = any(value is not None for value in (self.edit_threshold, self.max_post_steps, self.editing))
-        drawn_apart = (self.top_k, self.top_p) != (0, 1) or self.record_as_sampled or self.record_exactly
+        drawn_apart = (self.top_k, self.top_p) != (0, 1) or self.record_as_sampled
         wrong = {  # message -> whether it is so; the first one is raised
             f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
             f"edit_threshold, max_post_steps and editing {ignored} parallel one": of_edits and self.rule is None,
@@ -185,17 +179,6 @@ class SamplingSettings:
             ),
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
             "top_k, top_p and record_as_sampled need a temperature above 0": drawn_apart and not self.temperature,
-            f"order_temperature would be ignored by remasking {self.remasking}: choose "
-            f"{', '.join(name for name, order in REMASKING.items() if order.noisy)}": (
-                self.order_temperature is not None and not REMASKING[self.remasking].noisy
-            ),
-            f"record_steps: {self.unknown_places}": self.record_steps and bool(self.unknown_places),
-            "record_steps: with edits, a pass that writes nothing has no token to record at": (
-                self.record_steps and self.edits is not None
-            ),
-            "record_steps: guidance draws from other probabilities than one forward pass gives": (
-                self.record_steps and bool(self.cfg_scale)
-            ),
             f"a parallel sampler reveals by confidence: it needs remasking {orders}, got {self.remasking}": (
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
@@ -249,41 +232,8 @@ class SamplingSettings:
 
     @property
     def record_distribution(self) -> Distribution:
-        """The distribution whose log-probabilities a rollout records; `record_under` also says what it excludes."""
-        return self.drawn_from if self.record_as_sampled or self.record_exactly else OWN
-
-    def record_under(self, mask_token_id: int) -> Distribution:
         """The distribution whose log-probabilities a rollout records."""
-        return replace(self.record_distribution, excluded=mask_token_id if self.record_exactly else None)
-
-    def drawn(self, mask_token_id: int) -> Distribution:
-        """The distribution that tokens are drawn from, at a temperature above 0."""
-        return replace(self.drawn_from, excluded=mask_token_id)
-
-    @property
-    def noise(self) -> float:
-        """The temperature of the noise on the order; 0 without noise."""
-        if not REMASKING[self.remasking].noisy:
-            return 0.0
-        return ORDER_TEMPERATURE if self.order_temperature is None else self.order_temperature
-
-    @property
-    def noting(self) -> int:
-        """How many of `ranks` and `step_logps` a `Rollout` records."""
-        return 2 if self.record_steps else int(self.noise > 0)
-
-    @property
-    def unknown_places(self) -> str:
-        """Why the probability of a step's places (`places.py`) is not known; "" if it is."""
-        order, rule = REMASKING[self.remasking], None if self.rule is None else RULES[self.rule]
-        if not self.temperature:
-            return "at temperature 0 no token is drawn, so that a step has no probability"
-        if order.law is None and not order.noisy:
-            return f"the order {self.remasking} does not say what its choice of places goes by (`Order.law`)"
-        if rule is not None and (rule.accepts is None or (order.noisy and rule.cutoff is None)):
-            able = [name for name, one in RULES.items() if (one.cutoff if order.noisy else one.accepts)]
-            return f"with remasking {self.remasking}, the choice of places is known for the rules {', '.join(able)}"
-        return ""
+        return self.drawn_from if self.record_as_sampled else OWN
 
     @property
     def rule(self) -> str | None:

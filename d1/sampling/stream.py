@@ -217,14 +217,11 @@ class Stream:
         both = Batch.of(rows, canvas)
         more = both.hidden.shape[1] - self.batch.hidden.shape[1]
         both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
-        # The record (4 to 6, rows, canvas, writes) keeps the ends of those who stay.
+        # The record (4, rows, canvas, writes) keeps the ends of those who stay.
         length, writes = self.record.shape[2:]
         most, common = max([writes, *(one.settings.most_writes for one in new)]), min(longest, length)
-        noting = max([len(self.record) - 4, *(one.settings.noting for one in new)])
-        record = blank_record(len(rows), longest, device, most, noting)
-        record[: len(self.record), : len(self.kept), longest - common :, :writes] = self.record[
-            :, stay, length - common :
-        ]
+        record = blank_record(len(rows), longest, device, most)
+        record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]
         self.batch, self.count, self.record = both, len(rows), record
 
     def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:

@@ -47,7 +47,6 @@ class Estimator:
         replays_writes: of a rollout with edits, it replays all that was written, not what was written last.
         uniform_noise: whether it is for models with uniform noise, and for no others.
         clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
-        with_places: whether views have `rivals`: the choice of places is scored, too, and tokens as they are drawn.
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
             exponents.
@@ -70,7 +69,6 @@ class Estimator:
     replays_writes: bool = False
     uniform_noise: bool = False
     clean_prompt: bool = False
-    with_places: bool = False
     partial: Asked = lambda settings: False
     reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
     as_sampled: Asked = lambda settings: False
@@ -147,18 +145,6 @@ ESTIMATORS: dict[str, Estimator] = {
         as_sampled=lambda settings: settings.segment_steps in (None, 1),
         causal_first=True,
         settings=("num_views", "segment_steps", "draw_steps", "mean_step"),
-    ),
-    "places": Estimator(
-        replay.draw_places,
-        lambda settings: settings.num_views or settings.steps,
-        draws=draws_some,
-        replays=True,
-        replays_writes=True,
-        clean_prompt=True,
-        with_places=True,
-        partial=draws_some,
-        reads=steps_and_entropies,
-        settings=("num_views", "draw_steps", "mean_step"),
     ),
     "segments": Estimator(
         replay.draw_segments,

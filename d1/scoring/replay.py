@@ -20,8 +20,6 @@ Of a rollout with edits, a segment also scores the tokens that it wrote over oth
 stood there: the sum is over all written tokens. If a merged segment wrote a position several times, the last write
 counts.
 
-`places` also scores which places each step revealed, so that the sum is the log-probability of the whole trajectory.
-
 For a block-causal model, steps are counted from the first step of each block: a view contains one step of every block.
 """
 
@@ -34,7 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d1.sampling.settings import SamplingSettings
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, ranks_in_blocks, within_blocks
 from d1.scoring.views import Views
 
@@ -176,52 +173,6 @@ def every_segment(last: int, like: Tensor) -> tuple[Tensor, Tensor]:
     have score nothing."""
     chosen = torch.arange(last + 1, device=like.device).expand(len(like), -1)
     return chosen, torch.ones_like(chosen, dtype=torch.float)
-
-
-def draw_places(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """`draw` of single steps, with the places that each of them decided on. In each block, steps count up to the last
-    one that revealed a scored token or, with edits, up to the pass that ended the block, which may write nothing."""
-    sampling, written = settings.sampler, Written.of(sampled)
-    edits = sampling.edits is not None
-    block, later = scheduled(sampled, sampling)
-    # Per block (rows, blocks): the first step, the one that revealed the last mask, and the last one that counts.
-    reveals, last = written.steps[..., 0], torch.where(written.scored, written.steps, -1).amax(-1)
-    none = torch.full_like(later[..., 0], -1)
-    firsts = (none + 2**40).scatter_reduce(1, block, reveals.where(reveals >= 0, 2**40), "amin")
-    filled, lasts = (none.scatter_reduce(1, block, of, "amax") for of in (reveals, last))
-    lasts = lasts + (edits & (lasts >= 0) & (lasts - filled < sampling.post_steps))
-    chosen, weights = chosen_segments(written, random, settings)
-    if edits:
-        chosen, weights = every_segment(max(0, int(lasts.max())), block)
-    views = replay_views(clean_prompt(sampled), written, chosen, weights)
-    at, blocks = chosen.unsqueeze(-1), block.unsqueeze(1).expand(-1, chosen.shape[1], -1)
-    hidden, taken = views.noise[..., -sampled.gen_length :], (firsts.unsqueeze(1) <= at) & (at <= lasts.unsqueeze(1))
-    decided = taken.gather(2, blocks) & (hidden | edits)
-    counts = torch.zeros_like(taken, dtype=torch.long)
-    left = counts.scatter_add(2, blocks, (decided & hidden).long())
-    revealed = counts.scatter_add(2, blocks, (decided & hidden & (reveals.unsqueeze(1) == at)).long())
-    number = (at - firsts.unsqueeze(1)).clamp(0, later.shape[2] - 1)
-    due = left - later.gather(2, number.transpose(1, 2)).transpose(1, 2)
-    sign = torch.where(revealed > due.clamp(min=1), -1, 1).gather(2, blocks)
-    took_place = ((revealed > 0) | edits).gather(2, blocks) & (weights > 0).unsqueeze(-1)
-    rivals = torch.where(decided & took_place, sign * (blocks + 1), 0)
-    ranks = None if sampled.ranks is None else sampled.ranks.unsqueeze(1).expand_as(rivals)
-    return replace(views, rivals=rivals, ranks=ranks)
-
-
-def scheduled(sampled: SampledRows, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """The block of each token (rows, canvas), from 0, and the number of tokens that the schedule leaves to the steps
-    after each step of a block (rows, blocks, steps); 0 for steps that it does not have."""
-    lengths = sampled.attention_mask.sum(-1).tolist()
-    aligned = sampled.blocks is not None
-    schedules = [sampling.schedule(int(length) % sampling.block_length if aligned else None) for length in lengths]
-    most = max(map(len, schedules)), max(len(block) for one in schedules for block in one) + 1
-    later = torch.zeros(len(schedules), *most, dtype=torch.long)
-    for row, one in enumerate(schedules):
-        for number, block in enumerate(one):
-            later[row, number, : len(block)] = sum(block) - torch.tensor(block).cumsum(0)
-    numbers = [[number for number, block in enumerate(one) for _ in range(sum(block))] for one in schedules]
-    return torch.tensor(numbers).to(sampled.scored.device), later.to(sampled.scored.device)
 
 
 def clean_prompt(sampled: SampledRows) -> Tensor:

@@ -28,7 +28,7 @@ class ViewSettings:
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
         segments, segment_steps, draw_steps, mean_step: see `replay.py`.
-        sampling: all settings of the sampler, which estimators of its own probability read (`sampler`).
+        sampling: all settings of the sampler (`sampler`).
     """
 
     gen_length: int = 256
@@ -76,7 +76,6 @@ class SampledRows:
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
         write_ids, write_steps, write_entropies, write_logps: (rows, gen_length, writes), of a sampler that edits all
             that it wrote (`d1.sampling.record.Writes`), the last of which is in the tensors above; None for others.
-        ranks: (rows, gen_length), `Rollout.ranks` of an order with noise; None for other orders.
     """
 
     prompt_ids: Tensor
@@ -92,7 +91,6 @@ class SampledRows:
     write_steps: Tensor | None = None
     write_entropies: Tensor | None = None
     write_logps: Tensor | None = None
-    ranks: Tensor | None = None
 
     @property
     def block_numbers(self) -> Tensor:

@@ -5,8 +5,7 @@ token of the completion, and the log-probability of token k is the weighted sum 
 
     sum over v of weights[v, k] x log p(token k | prompt and canvas with noise[v] hidden).
 
-A view may show other ids than the completion's and score others: the drafts that a sampler corrected later. And it may
-score a choice of places: which of its `rivals` the sampler revealed (`d1/sampling/places.py`).
+A view may show other ids than the completion's and score others: the drafts that a sampler corrected later.
 
 An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once per rollout, they
 are stored, shuffled, split and saved with their samples.
@@ -46,8 +45,6 @@ from d1.models.distribution import OWN, Distribution
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, target_logps, token_entropies
 from d1.models.kinds import block_size, has_masks, vocabulary
 from d1.models.packing import two_stream_states
-from d1.sampling.places import Steps, score_steps
-from d1.sampling.settings import SamplingSettings
 from d1.scoring.rollouts import CanvasBlocks
 
 
@@ -64,10 +61,6 @@ class Views:
         targets: (rows, views, tokens) ids that each view scores; None: the completions.
         sampled_logps: (rows, views, tokens) fp32, what the sampler noted for these targets; None: not known, or that of
             the completions' tokens.
-        rivals: (rows, views, tokens) int64, the places that the view's step decides on, revealed or not: the number of
-            their block, from 1, negative if the step revealed more than its schedule asked for; 0 elsewhere. Of these
-            places, those with a weight are revealed. None: places are not scored.
-        ranks: (rows, views, tokens) int64, `Rollout.ranks`, for rivals under an order with noise; else None.
         temperatures: (rows, views) that the logits of each view are divided by; None: 1.
         accepted: (rows, views, canvas) bool, for models with uniform noise, what a rule chose in each state.
     """
@@ -77,21 +70,17 @@ class Views:
     shown: Tensor | None = None
     targets: Tensor | None = None
     sampled_logps: Tensor | None = None
-    rivals: Tensor | None = None
-    ranks: Tensor | None = None
     temperatures: Tensor | None = None
     accepted: Tensor | None = None
 
     @property
     def scoring(self) -> Tensor:
         """(rows, views) bool, whether a view scores anything in a row."""
-        tokens = self.weights.ne(0).any(-1)
-        return tokens if self.rivals is None else tokens | self.rivals.ne(0).any(-1)
+        return self.weights.ne(0).any(-1)
 
     def only(self, where: Tensor) -> Views:
         """The same views, which score nothing except `where` (rows, views) is true."""
-        rivals = None if self.rivals is None else self.rivals * where.unsqueeze(-1)
-        return replace(self, weights=self.weights * where.unsqueeze(-1), rivals=rivals)
+        return replace(self, weights=self.weights * where.unsqueeze(-1))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Views:
         """Views of which every tensor is changed: moved to a device, or cut to some rows."""
@@ -110,13 +99,10 @@ class Views:
         if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
             raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
         ids = {name: (width, torch.long) for name, width in (("shown", canvas), ("targets", tokens))}
-        ids |= {name: (tokens, torch.long) for name in ("rivals", "ranks")}
         for name, (width, dtype) in {**ids, "sampled_logps": (tokens, torch.float)}.items():
             found, shape = getattr(self, name), (*self.noise.shape[:2], width)
             if found is not None and (found.shape != shape or found.dtype != dtype):
                 raise ValueError(f"views.{name} must be {shape} of {dtype}, got {tuple(found.shape)} of {found.dtype}")
-        if self.rivals is not None and tokens != canvas:
-            raise ValueError(f"views with rivals need completions as long as the canvas, {canvas}, got {tokens}")
         if (given := self.temperatures) is not None and given.shape != self.noise.shape[:2]:
             raise ValueError(f"views.temperatures must be {tuple(self.noise.shape[:2])}, got {tuple(given.shape)}")
 
@@ -154,8 +140,6 @@ class Scores(NamedTuple):
             the same way, 1 per token of a forward pass (`Rollout.forward_tokens`).
         entropies: (rows, tokens), the same weighted sum of the entropies, in nats, of the model's own distributions,
             without gradients; None unless asked for.
-        place_logps: (rows, views) log-probabilities of the choice of places in each view, over all its blocks; -inf if
-            it is impossible, 0 where not scored. Differentiable. None for views without rivals.
         canvas_entropies: (rows, views, canvas), with the `temperatures` of the views, at all positions; None without
             these, or unless entropies were asked for.
     """
@@ -164,35 +148,7 @@ class Scores(NamedTuple):
     view_logps: Tensor
     compute: Tensor
     entropies: Tensor | None = None
-    place_logps: Tensor | None = None
     canvas_entropies: Tensor | None = None
-
-
-class Rivals(NamedTuple):
-    """The steps of the (row, view) pairs of a pass, planned on the host.
-
-    Attributes:
-        at: (places,) flat indices into the pass's (pairs, tokens).
-        written: (places,) bool.
-        counts: places of each step.
-        more: (steps,) bool, as in `Steps`.
-        pair: (steps,) the number of its pair in the pass.
-    """
-
-    at: Tensor
-    written: Tensor
-    counts: list[int]
-    more: Tensor
-    pair: Tensor
-
-    @classmethod
-    def of(cls, rivals: Tensor, scored: Tensor) -> Rivals:
-        """From `Views.rivals` and which tokens are scored, (pairs, tokens) each."""
-        at = rivals.flatten().nonzero().squeeze(1)
-        code, pair = rivals.flatten()[at], at // rivals.shape[1]
-        _, counts = torch.unique_consecutive(torch.stack([pair, code]), dim=1, return_counts=True)
-        first = counts.cumsum(0) - counts
-        return cls(at, scored.flatten()[at], counts.tolist(), code[first] < 0, pair[first])
 
 
 def score(
@@ -208,7 +164,6 @@ def score(
     views_at_once: int = 1,
     distribution: Distribution = OWN,
     blocks: CanvasBlocks | None = None,
-    sampling: SamplingSettings | None = None,
     padded: bool | None = None,
 ) -> Scores:
     """Log-probabilities of completions: the weighted sum over views.
@@ -224,7 +179,6 @@ def score(
         views_at_once: views of each row per forward pass, on average.
         distribution: the distribution, made from the model's logits, whose log-probabilities are returned.
         blocks: with a causal context, those of the sampler; None: as it samples by default.
-        sampling: how the completions were sampled, for views with rivals; `distribution` is then `sampling.drawn`.
         padded: give attention a mask. A GPU's kernels with and without one differ by rounding, so rows that are scored
             in several batches need the same choice; it must be true if there is padding. None: if there is padding.
 
@@ -245,14 +199,14 @@ def score(
         padded = padding_mask(visible) is not None
 
     # The passes are planned on the host's copy: a boolean index on the device would wait for the device in every pass.
-    scored, rivals = views.weights.ne(0).cpu(), None if views.rivals is None else views.rivals.cpu()
+    scored = views.weights.ne(0).cpu()
 
     def upload(values: Tensor) -> Tensor:
         return values.to(clean.device, non_blocking=True)
 
-    def compute(pairs: Tensor, at: Tensor, planned: Rivals | None) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`;
-        # log-probs of places (n,); the entropies at all positions (n, canvas).
+    def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`; and the
+        # entropies at all positions (n, canvas).
         row, view = pairs.unbind(1)
         hidden = views.noise[row, view] & visible[row].bool()
         text = clean[row]
@@ -260,36 +214,23 @@ def score(
         states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
         canvas = states[:, -gen_length:]
         states = canvas[:, :width].flatten(0, 1)[at]
-        of_places = None
         options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
         if views.temperatures is not None:
             temperatures = views.temperatures[row, view].unsqueeze(1)
             options["temperatures"] = temperatures.expand(-1, width).flatten()[at]
         targets = completion_ids[row] if views.targets is None else views.targets[row, view]
-        if planned is None:
-            logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
-        else:
-            assert sampling is not None
-            # The token that a position keeps if the step writes nothing there.
-            standing = (text if shown is None else shown)[:, -gen_length:].flatten()[at]
-            written, more = upload(planned.written), upload(planned.more)
-            ids, masked = targets.flatten()[at].where(written, standing), hidden[:, -gen_length:].flatten()[at]
-            ranks = ids if views.ranks is None else views.ranks[row, view].flatten()[at]
-            steps = Steps(planned.counts, masked, written, ids, ranks, more)
-            logps, of_steps, entropies = score_steps(model, states, steps, sampling, distribution)
-            entropies = entropies.where(written, 0.0)
-            of_places = of_steps.new_zeros(len(row)).index_add(0, upload(planned.pair), of_steps)
+        logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
 
         def placed(values: Tensor) -> Tensor:
             return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
 
         if entropies is None:
-            return placed(logps), None, of_places, None
+            return placed(logps), None, None
         everywhere = None if views.temperatures is None else tempered_entropies(model, canvas, temperatures)
-        return placed(logps), placed(entropies), of_places, everywhere
+        return placed(logps), placed(entropies), everywhere
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id, blocks=blocks)
-    pairs = pairs_to_score(scored if rivals is None else scored | rivals.ne(0))
+    pairs = pairs_to_score(scored)
     passes = list(pairs.split(rows * views_at_once))
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
     recompute = torch.is_grad_enabled() and len(passes) > 1
@@ -297,14 +238,9 @@ def score(
     # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
     computed = []
     for some in passes:
-        own, plan = scored[some.unbind(1)], None
-        if rivals is None:
-            at = own.flatten().nonzero().squeeze(1)
-        else:
-            plan = Rivals.of(rivals[some.unbind(1)], own)
-            at = plan.at
-        computed.append(run(upload(some), upload(at), plan))
-    logps, entropies, of_places, everywhere = zip(*computed, strict=True)
+        at = scored[some.unbind(1)].flatten().nonzero().squeeze(1)
+        computed.append(run(upload(some), upload(at)))
+    logps, entropies, everywhere = zip(*computed, strict=True)
     pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
@@ -314,16 +250,15 @@ def score(
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
-    place_logps = None if rivals is None else by_view(of_places)
     # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
     # the loss a path to the weights costs nothing.
     each = 3 if torch.is_grad_enabled() else 1
-    paid = pairs[:, 0] if scored.any() or (rivals is not None and rivals.any()) else pairs[:0, 0]
+    paid = pairs[:, 0] if scored.any() else pairs[:0, 0]
     fed = visible[paid].sum()
     if again := noised_tokens(model, gen_length):
         fed = fed + visible[paid, -again:].sum()
     at_all = by_view(everywhere) if everywhere[0] is not None else None
-    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed, place_logps, at_all)
+    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed, at_all)
 
 
 @torch.no_grad()

@@ -28,8 +28,6 @@ def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool) -> dict[
         pairs = zip(done.logps[:count], done.ids, strict=False)
         meta["output_token_logprobs"] = [[logp, token, None] for logp, token in pairs]
         meta["output_token_entropies"] = done.entropies[:count]
-        noted = {"output_token_ranks": done.ranks, "output_token_step_logprobs": done.step_logps}
-        meta |= {name: values[:count] for name, values in noted.items() if values is not None}
     return {"output_ids": done.ids[:count], "meta_info": meta}
 
 

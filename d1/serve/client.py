@@ -384,8 +384,6 @@ class RolloutServer:
             entropies=columns["entropies"].float(),
             passes=columns["passes"],
             forward_tokens=columns["forward_tokens"],
-            ranks=columns.get("ranks"),
-            step_logps=columns.get("step_logps"),
         )
 
 
@@ -421,14 +419,6 @@ def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected
     columns = check_row(where, given, len(text), expected, whole="RL reads all of it")
     if [entry[1] for entry in meta["output_token_logprobs"]] != ids:
         raise ValueError(f"{where}output_token_logprobs are those of other tokens than output_ids")
-    if expected.settings.noting > 0:
-        columns["ranks"] = ranks = numbers(meta["output_token_ranks"], f"{where}output_token_ranks", length).long()
-        most = expected.settings.block_length
-        refuse(where, "output_token_ranks", ranks, (ranks < 0) | (ranks > most), f"a rank in a step, 0 to {most}")
-    if expected.settings.noting > 1:
-        name = "output_token_step_logprobs"
-        columns["step_logps"] = logps = numbers(meta[name], f"{where}{name}", length).float()
-        refuse(where, name, logps, ~logps.isfinite() | (logps > ROUNDING), "a finite log-probability, <= 0")
     passes, fed = meta["forward_passes"], meta["forward_tokens"]
     least, most = int(columns["steps"].max()) + 1, 2 * (len(text) + length)  # tokens per pass, with guidance
     if type(passes) is not int or passes < least:

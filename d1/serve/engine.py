@@ -66,8 +66,6 @@ class Completed:
     passes: int
     forward_tokens: int
     weight_version: str
-    ranks: list[int] | None = None  # as in `Rollout`
-    step_logps: list[float] | None = None  # as in `Rollout`
 
 
 @dataclass(frozen=True)
@@ -376,8 +374,7 @@ class Engine:
         """Tells rows of a lane that they have ended. Rows whose logits were not finite stop with an error."""
         faults = lane.faults()
         by_token = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
-        noted = [of for of in (sampled.ranks, sampled.step_logps) if of is not None]
-        columns = sampled.passes, sampled.forward_tokens, *by_token, *noted
+        columns = sampled.passes, sampled.forward_tokens, *by_token
         values = zip(*(of.tolist() for of in columns), strict=True)
         for number, (passes, forward_tokens, *lists) in zip(numbers, values, strict=True):
             with self.changed:
@@ -392,11 +389,10 @@ class Engine:
                 continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
-            ids, logps, entropies, steps, *own = (of[-row.settings.gen_length :] for of in lists)
+            ids, logps, entropies, steps = (of[-row.settings.gen_length :] for of in lists)
             self.tokens += row.settings.gen_length
-            ranks, step_logps = (own[number] if row.settings.noting > number else None for number in range(2))
             counts = passes, forward_tokens, self.version
-            row.tell(Completed(ids, logps, entropies, steps, blocks, *counts, ranks, step_logps))
+            row.tell(Completed(ids, logps, entropies, steps, blocks, *counts))
 
     def advance(self, key: Lane, new: Sequence[Row]) -> None:
         """Lets `new` rows enter a lane and makes a pass (with a cache: fills a block)."""

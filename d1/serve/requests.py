@@ -54,8 +54,7 @@ class Strict(BaseModel):
     _few = model_validator(mode="before")(few)
 
 
-GREEDY = {"top_k": 0, "top_p": 1.0}  # what temperature 0 needs
-GREEDY |= dict.fromkeys(("record_as_sampled", "record_exactly", "record_steps"), False)
+GREEDY = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # what temperature 0 needs
 HINTS = {name: hint for name, hint in get_type_hints(SamplingSettings).items() if name != "gen_length"}
 LIMITS: dict[Any, float] = {float: LARGEST, float | None: LARGEST, int: LARGEST_INTEGER, int | None: LARGEST_INTEGER}
 # The fields of `SamplingSettings`, all of which a request may leave to the server's flags.

@@ -125,8 +125,8 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     due = (still.sum(1) - torch.tensor([row.later for row in rows], device=ids.device)).clamp(min=1)
     own = logits.gather(1, within.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
     generators = [one.generator for one in sampled]
-    new, logps, entropies, record_logps, order_logps = predict_from(own, left, settings, mask_token_id, generators)
-    chosen, _ = keep(settings, order_logps, entropies, still, due, left, generators)
+    new, logps, entropies, record_logps = predict_from(own, left, settings, mask_token_id, generators)
+    chosen = keep(settings, logps, entropies, still, due, left, generators)
     edited = torch.zeros_like(chosen)
     if settings.edits is not None:  # a visible token is replaced if another one is probable enough
         edited = asked.gather(1, within) & ~still & (new != before) & (logps.exp() > settings.edits)
@@ -203,8 +203,6 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
         raise ValueError(f"block_length must be {block_size}, not {settings.block_length}: it is that of the model")
     if settings.cfg_scale > 0 or settings.cache is not None:
         raise ValueError("SGLang does no guidance and has a cache of its own: use d1 serve for cfg_scale and kv_cache")
-    if settings.noting:
-        raise ValueError("SGLang's answers have no ranks and no step_logps: use d1 serve for this remasking")
     return settings
 
 

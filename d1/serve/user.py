@@ -54,8 +54,6 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
         raise ValueError("rollout_func samples the rollouts, and so would rollout_mode server: choose one of them")
     if args.sampling_settings().edits is not None:
         raise ValueError("edit_threshold: a rollout_func does not return what edits replaced: leave it out")
-    if args.sampling_settings().noting:
-        raise ValueError("a rollout_func returns no ranks or step_logps: no gumbel, log_places, trajectory_weight_cap")
     if args.max_compute_tokens is not None:
         raise ValueError("max_compute_tokens counts the tokens of rollouts, which a rollout_func does not tell")
 

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from d1.show.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of
-from studies.collapse.run import ARMS, DATA, STAGES, START, THIRD, runs
+from studies.collapse.run import DATA, FAST, STAGES, START, THIRD, runs
 from studies.json_lines import read_lines
 from studies.reports import Interval, gain, holm, p_above, percent, points, scores
 from studies.training import accuracy
@@ -62,7 +62,7 @@ def share(count: int, of: int) -> Interval:
 
 def by_arm(lines: Lines) -> dict[str, list[Line]]:
     """The lines of each arm that has some, in the order of the arms."""
-    found = {arm: [line for line in lines if line["arm"] == arm] for arm in (START, *ARMS, *THIRD)}
+    found = {arm: [line for line in lines if line["arm"] == arm] for arm in (START, "exact", *FAST, *THIRD)}
     return {arm: own for arm, own in found.items() if own}
 
 

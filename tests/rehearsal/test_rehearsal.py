@@ -233,7 +233,7 @@ VIEWS = {"num_views": 3, "antithetic": True, "stratified": True, "draw_steps": "
 
 
 @pytest.mark.parametrize("block", [None, 2], ids=["full attention", "blocks"])
-@pytest.mark.parametrize("name", [name for name, of in ESTIMATORS.items() if not (of.uniform_noise or of.with_places)])
+@pytest.mark.parametrize("name", [name for name, of in ESTIMATORS.items() if not of.uniform_noise])
 def test_views_and_their_scores(name, block):
     """Log-probs, of each view and summed, the entropies, the computed tokens, and the gradient of each weight."""
     sampled = replace(SAMPLED, blocks=blocks_of(VISIBLE, CANVAS, block))
@@ -265,7 +265,7 @@ def test_objectives_and_penalties():
     mask, advantages = torch.ones(4, 6, dtype=torch.long), torch.tensor([1.0, -1.0, 0.5, -0.5])
     mask[1, 3:] = mask[2] = 0
     drawn += [mask.sum(), mask, advantages, torch.arange(6).repeat(4, 1)]
-    objectives = (entry for entry in OBJECTIVES.values() if entry.loss is not None and not entry.reads_places)
+    objectives = (entry for entry in OBJECTIVES.values() if entry.loss is not None)
     functions = [*objectives, *PENALTIES.values()]
 
     def run(device):

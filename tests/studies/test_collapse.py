@@ -9,7 +9,8 @@ from scipy.stats import ttest_1samp
 from d1.rl.train import make_parser
 from pocket.recipes import ROOT
 from studies.collapse import report
-from studies.collapse.run import ARMS, STAGES, THIRD, flags_of, runs
+from studies.collapse.run import ARCHIVED, ARMS, DATA, FAST, STAGES, THIRD, flags_of, runs
+from studies.json_lines import read_lines
 
 
 def arguments(arm, folder):
@@ -21,17 +22,25 @@ def arguments(arm, folder):
 @pytest.mark.parametrize("arm", ARMS)
 def test_each_arm_is_what_the_protocol_says(arm, tmp_path):
     args = arguments(arm, tmp_path)
-    sampling, merged, exact = args.sampling_settings(), arm in ("exact", "P8", "C8"), arm[-1] in "+wG"
-    assert args.estimator == ("places" if exact else "replay")
-    assert args.objective == ("clipped_places" if exact else "clipped_views")
+    sampling, merged = args.sampling_settings(), arm in ("exact", "P8", "C8")
+    assert (args.estimator, args.objective) == ("replay", "clipped_views")
     assert sampling.cache == ("prefix" if arm.startswith("C") else None)
     assert (sampling.rule, sampling.level) == ((None, 0.0) if arm == "exact" else ("threshold", 0.95))
     assert args.loss_type == ("views" if merged else "sum")
     assert not merged or args.segment_steps == 8
     assert arm not in ("P", "C") or args.segment_steps == 1
-    assert (sampling.noise > 0) == (arm == "G")
-    assert (args.trajectory_weight_cap is not None) == (arm == "C+w")
     assert args.num_iterations == 1
+
+
+def test_the_archived_arms_are_data_alone():
+    """Their lines are complete, and no command can start them."""
+    assert {*FAST} == {*ARCHIVED} | {arm for arm in ARMS if arm != "exact"}
+    for stage in ("test", "tokens"):
+        seeds = {
+            arm: {line["seed"] for line in read_lines(DATA / f"{stage}.jsonl") if line["arm"] == arm} for arm in FAST
+        }
+        assert all(found == {*STAGES[stage].seeds} for found in seeds.values())
+    assert not {*ARCHIVED} & {*ARMS, *THIRD}
 
 
 @pytest.mark.parametrize("arm", THIRD)

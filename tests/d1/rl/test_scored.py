@@ -35,8 +35,6 @@ def scored_in_a_loop(name, ids, steps):
     for position, (token, step) in enumerate(zip(ids, steps, strict=True)):
         if name == "steps":
             yield 0 <= step <= last
-        elif name == "completed":
-            yield 0 <= step <= max(steps[: end + 1])
         elif name == "drawn":
             yield step >= 0
         elif name == "text":

@@ -119,9 +119,8 @@ HOW = {  # of block-causal models ("blocks ...") and of others
     "blocks": {},
     "blocks, parallel": PARALLEL,
     **{name: {"sampler": "cached", "kv_cache": name} for name in CACHES},
-    "dual, parallel": {**PARALLEL, "sampler": "cached+parallel", "kv_cache": "dual", "record_steps": True},
-    "gumbel": {"remasking": "gumbel", "order_temperature": 0.5, "record_steps": True, "record_exactly": True},
-    "blocks, gumbel": {"remasking": "gumbel", "sampler": "parallel", "reveal_level": 0.2},
+    "dual, parallel": {**PARALLEL, "sampler": "cached+parallel", "kv_cache": "dual"},
+    "random": {"remasking": "random", "record_as_sampled": True},
 }
 
 

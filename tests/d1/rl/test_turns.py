@@ -150,7 +150,7 @@ def test_means_over_rows_are_means_over_episodes(tiny_model_dir, tmp_path):
     per_row = -(advantages.unsqueeze(1) * logps.squeeze(1) * mask)
     episodes = per_row.sum(-1).view(3, 2).sum(1)
     means = (per_row.sum(-1) / mask.sum(-1).clamp(min=1)).view(3, 2).sum(1)
-    expected = {"sum": episodes.mean(), "grpo": means.mean(), "dr_grpo": episodes.mean() / 4}
+    expected = {"sum": episodes.mean(), "grpo": means.mean()}
     expected |= {"bnpo": episodes.sum() / 14, "dapo": episodes.sum() / 14, "active": episodes.sum() / 12}
     for name, value in expected.items():
         found = MEANS[name](per_row.sum(-1, keepdim=True), inputs, settings)

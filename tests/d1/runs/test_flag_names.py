@@ -105,6 +105,22 @@ def test_the_flag_that_is_meant_is_named(command: str, typed: str, meant: str | 
         assert f"(the nearest is {meant})" in said, said
 
 
+@pytest.mark.parametrize(
+    ("command", "typed"),
+    [
+        ("rl", "--log_places"),
+        ("eval", "--order_temperature"),
+        ("rl", "--order_temperature"),
+        ("distill", "--path_weight"),
+    ],
+)
+def test_a_removed_flag_names_the_commit_that_has_it(command: str, typed: str, capsys: object) -> None:
+    with pytest.raises((SystemExit, ValueError)) as found:
+        parse(command, typed)
+    said = capsys.readouterr().err + str(found.value)  # type: ignore[attr-defined]
+    assert f"{typed} x (removed, because it did not help; the code is at commit 6fbae12b)" in said, said
+
+
 def test_several_hints_name_their_flags_and_files_and_calls_have_them_too(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         sft.make_parser().parse_args(["--lr", "1", "--epochs", "2", "--temperature", "1"])

@@ -36,7 +36,6 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of a cache and a reveal rule tha
     {"sampler": "cached+parallel", "kv_cache": "delayed", "reveal": "threshold", "reveal_level": 0.6},
     {"sampler": "cached", "kv_cache": "lasting"},
     {"sampler": "cached+parallel", "kv_cache": "lasting", "reveal": "factor", "reveal_level": 1.2},
-    {"sampler": "parallel", "reveal_level": 0.6, "remasking": "gumbel", "order_temperature": 0.3},
 ]
 EDITORS: list[dict[str, Any]] = [  # random models never agree with themselves: budgets end their blocks
     {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.4, "edit_threshold": 0.6},
@@ -82,7 +81,6 @@ class Row:
     logps: list[float]
     entropies: list[float]
     reveal_steps: list[int]
-    ranks: list[int]
     writes: list[list[tuple[int, int, float, float]]]  # of each position: pass, id, log-probability, entropy
     passes: int = 0
     tokens: int = 0
@@ -183,7 +181,7 @@ def sample(model, text, settings, generator, ends=None, holes=None):
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     ids = [*text, *[MASK] * length] if holes is None else [MASK if i in holes else id for i, id in enumerate(text)]
     positions = list(range(len(text), len(ids))) if holes is None else holes
-    row = Row(ids, [0.0] * length, [0.0] * length, [-1] * length, [0] * length, [[] for _ in range(length)])
+    row = Row(ids, [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
     above, budget = settings.edits, settings.post_steps
     lasting = settings.kv_cache == "lasting"
     delayed = settings.kv_cache == "delayed" or lasting
@@ -224,7 +222,7 @@ def sample(model, text, settings, generator, ends=None, holes=None):
             # position.
             if temperature:
                 uniform = torch.rand(len(left), VOCAB, generator=generator).clamp(min=2.0**-25)
-            drawn = settings.remasking in ("random", "gumbel")
+            drawn = settings.remasking == "random"
             ranks = torch.rand(len(left), generator=generator).tolist() if drawn else None
             guesses = []
             for number, i in enumerate(left):
@@ -242,21 +240,16 @@ def sample(model, text, settings, generator, ends=None, holes=None):
                 rank = {"low_confidence": -logp, "entropy": entropy, "leftmost": i}.get(settings.remasking)
                 if settings.remasking == "random":
                     rank = -ranks[number]
-                elif settings.remasking == "gumbel":
-                    best = max(value for k, value in enumerate(log_softmax.tolist()) if k != MASK)
-                    rank = settings.noise * math.log(-math.log(max(ranks[number], 2.0**-25))) - best
                 guesses.append((rank, i, token, logp, entropy))
             other = [guess for guess in guesses if guess[1] not in masked]
             edits = [guess for guess in other if guess[2] != ids[guess[1]] and math.exp(guess[3]) > above]
             guesses = sorted(guess for guess in guesses if guess[1] in masked)
-            due, accepted = scheduled - (size - len(masked)), 0
+            due = scheduled - (size - len(masked))
             if parallel:
                 confidences, entropies = [math.exp(-guess[0]) for guess in guesses], [guess[4] for guess in guesses]
-                accepted = count_by_rule(settings.rule, settings.level, confidences, entropies)
-                due = max(1, due, accepted)
-            for rank, (_, i, token, _, entropy) in enumerate(guesses[:due] + edits, start=1 - accepted):
+                due = max(1, due, count_by_rule(settings.rule, settings.level, confidences, entropies))
+            for _, i, token, _, entropy in guesses[:due] + edits:
                 at, ids[i] = positions.index(i), token
-                row.ranks[at] = max(rank, 0)
                 row.logps[at] = recorded(logits[i].tolist(), token, settings)
                 row.entropies[at], row.reveal_steps[at] = entropy, row.passes
                 row.writes[at].append((row.passes, token, row.logps[at], entropy))
@@ -299,7 +292,6 @@ def check_row(got, row, width, expected, enlarged=1.0):
     length, close = got.logps.shape[1], {"rtol": 0, "atol": rounding(SHARP_LOGITS) * enlarged}
     assert got.ids[row, -length - width :].tolist() == expected.ids
     assert got.reveal_steps[row].tolist() == expected.reveal_steps
-    assert got.ranks is None or got.ranks[row].tolist() == expected.ranks
     for found, wanted in ((got.logps, expected.logps), (got.entropies, expected.entropies)):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found[row], torch.tensor(wanted), **close)

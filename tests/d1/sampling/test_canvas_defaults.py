@@ -161,7 +161,6 @@ EXTREME = ["1e-300", "5e-324", "1e308", "inf", "-inf", "nan", "-1.0", "-0.0"]
 SETTINGS = {  # what else the setting needs
     "temperature": "",
     "cfg_scale": "",
-    "order_temperature": "--remasking gumbel",
     "reveal_level": "--sampler parallel",
     "edit_threshold": "--sampler parallel",
     "end_temperature": "",

@@ -62,7 +62,6 @@ def sample_row(stock: Stock, prompt: list[int], settings: SamplingSettings, gene
         [0.0] * length,
         [0.0] * length,
         [-1] * length,
-        [0] * length,
         [[] for _ in range(length)],
     )
     causal = settings.first_token != "masked"

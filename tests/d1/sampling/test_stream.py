@@ -119,7 +119,7 @@ MIXED = [
     ((16, 10), {"temperature": 1.3, "sampler": "parallel", "reveal": "factor"}, ENDS[:2]),
     ((4, 4), {"temperature": 0.5, "remasking": "random"}, None),
     ((13, 13), {"sampler": "parallel"}, ENDS),
-    ((10, 7), {"temperature": 0.9, "remasking": "gumbel"}, None),
+    ((10, 7), {"temperature": 0.9, "remasking": "entropy"}, None),
     ((14, 9), {"sampler": "parallel", "reveal_level": 0.3, "edit_threshold": 0.2, "max_post_steps": 2}, ENDS),
 ]
 
@@ -163,5 +163,3 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(load, kind, cache, guida
         prompt = torch.tensor([one.ids])
         alone = rollout(model, prompt, torch.ones_like(prompt), one.settings, **options)
         assert_row(part, index, alone, 0)
-        if one.settings.noise:
-            assert part.ranks[index, -one.settings.gen_length :].tolist() == alone.ranks[0].tolist()

@@ -23,7 +23,6 @@ from d1.masking import keyed_generator
 from d1.models import prepare
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
-from d1.sampling import SamplingSettings
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of
 from tests.rounding import LOGITS, assert_near
@@ -42,9 +41,6 @@ SAMPLED = SampledRows(
     logps=torch.zeros(4, CANVAS),
     entropies=torch.tensor([[0.3, 0.0, 1.1, 0.6], [0.2, 0.9, 0.4, 7.0], [0.5, 3.0, 4.0, 0.0], [1.0, 1.0, 1.0, 1.0]]),
 )
-
-
-ONE_BLOCK = SamplingSettings(CANVAS, CANVAS, CANVAS, temperature=0.8)  # of the steps above, for estimators of places
 
 
 def settings(**changes: Any) -> ViewSettings:
@@ -212,14 +208,11 @@ def scores(
     sampled: SampledRows = SAMPLED,
     views_at_once: int = 8,
     distribution: Distribution = OWN,
-    sampling: SamplingSettings = ONE_BLOCK,
 ) -> Any:
     """`score` of a batch."""
     given = (sampled.prompt_ids, sampled.attention_mask, sampled.canvas_ids, views)
     options = {"mask_token_id": MASK, "gen_length": sampled.gen_length, "views_at_once": views_at_once}
-    if views.rivals is not None:
-        distribution = sampling.drawn(MASK)
-    return score(model, *given, distribution=distribution, sampling=sampling, **options)
+    return score(model, *given, distribution=distribution, **options)
 
 
 def gradient(model: Any, values: Tensor) -> Tensor:

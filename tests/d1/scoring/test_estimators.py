@@ -11,7 +11,6 @@ from d1.masking import keyed_generator
 from d1.scoring import ESTIMATORS, Randomness, Views
 from tests.d1.scoring.enumeration import (
     LENGTHS,
-    ONE_BLOCK,
     PROMPT,
     SAMPLED,
     after_end,
@@ -46,8 +45,6 @@ CHOSEN = {  # estimator and settings: those of methods, and all ways to draw
     "tracerl": ("replay", {"segment_steps": 2}),
     "left_to_right": ("left_to_right", {}),
     "just-grpo-fast": ("left_to_right", {"num_views": 2}),
-    "places": ("places", {"sampling": ONE_BLOCK}),
-    "places, drawn": ("places", {"sampling": ONE_BLOCK, "num_views": 3, "draw_steps": "entropy"}),
 }
 SIX = some_rows(SAMPLED, [0, 1, 2, 3, 0, 1])
 each = pytest.mark.parametrize("name", CHOSEN)
@@ -100,7 +97,7 @@ def test_padding_moves_no_view(name):
 @each
 def test_successive_draws_differ_unless_nothing_is_random(name):
     one, two, three = updates_of(name, SIX)
-    fixed = name in ("replay", "egspo", "tracerl", "left_to_right", "just-grpo-fast", "places")
+    fixed = name in ("replay", "egspo", "tracerl", "left_to_right", "just-grpo-fast")
     for a, b in ((one, two), (two, three), (one, three)):
         assert (torch.equal(a.noise, b.noise) and torch.equal(a.weights, b.weights)) == fixed
     other = updates_of(name, SIX, seed=5)[0]

@@ -17,7 +17,7 @@ from d1.models.distribution import OWN
 from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
-from d1.scoring.replay import chances, drawn, scheduled
+from d1.scoring.replay import chances, drawn
 from d1.scoring.rollouts import blocks_of, strata
 from tests.d1.scoring.enumeration import (
     CANVAS,
@@ -42,28 +42,6 @@ from tests.rounding import LOGITS, assert_near, rounding
 
 REPLAY = ESTIMATORS["replay"]
 LEFT_TO_RIGHT = ESTIMATORS["left_to_right"]
-
-
-# --- The schedule ---------------------------------------------------------------------------------------------------
-
-
-def test_the_schedule_leaves_what_later_steps_of_a_block_reveal():
-    """Two blocks of four tokens in six steps reveal 2, 1 and 1 tokens. In a block-causal model with prompts of 0, 1 and
-    3 tokens, the first block has 4, 3 or 1 tokens on the canvas."""
-    canvas = {"reveal_steps": torch.zeros(3, 8, dtype=torch.long), "canvas_ids": torch.ones(3, 8, dtype=torch.long)}
-    canvas["scored"] = torch.ones(3, 8, dtype=torch.bool)
-    prompts = torch.tensor([[0, 0, 0], [0, 0, 1], [1, 1, 1]])
-    sampled = replace(SAMPLED, prompt_ids=prompts, attention_mask=prompts, maskable=prompts.bool(), **canvas)
-    block, later = scheduled(sampled, SamplingSettings(8, 4, 6))
-    assert block.tolist() == [[0] * 4 + [1] * 4] * 3
-    assert later.tolist() == [[[2, 1, 0, 0]] * 2] * 3
-    block, later = scheduled(replace(sampled, blocks=blocks_of(prompts, 8, 4)), SamplingSettings(8, 4, 8))
-    assert block.tolist() == [[0] * 4 + [1] * 4, [0] * 3 + [1] * 4 + [2], [0] + [1] * 4 + [2] * 3]
-    assert later.tolist() == [
-        [[3, 2, 1, 0, 0], [3, 2, 1, 0, 0], [0] * 5],
-        [[2, 1, 0, 0, 0], [3, 2, 1, 0, 0], [0] * 5],
-        [[0] * 5, [3, 2, 1, 0, 0], [2, 1, 0, 0, 0]],
-    ]
 
 
 # --- States rebuilt by hand ------------------------------------------------------------------------------------------
