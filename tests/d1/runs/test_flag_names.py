@@ -118,7 +118,8 @@ def test_a_removed_flag_names_the_commit_that_has_it(command: str, typed: str, c
     with pytest.raises((SystemExit, ValueError)) as found:
         parse(command, typed)
     said = capsys.readouterr().err + str(found.value)  # type: ignore[attr-defined]
-    assert f"{typed} x (removed, because it did not help; the code is at commit 6fbae12b)" in said, said
+    assert typed in said
+    assert "(removed, because it did not help; the code is at commit 6fbae12b)" in said, said
 
 
 def test_several_hints_name_their_flags_and_files_and_calls_have_them_too(tmp_path, capsys) -> None:
