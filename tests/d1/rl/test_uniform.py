@@ -99,7 +99,7 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny_canvas_dir, tmp_path):
         ({"diffusion_steps": 10}, "multiple of 3"),
         ({"block_length": 2, "diffusion_steps": 12}, "block_length must be 4"),
         ({"sampler": "cached+parallel"}, "needs no cached sampler"),
-        ({"remasking": "random"}, "accepts by entropy"),
+        ({"remasking": "random"}, "needs remasking low_confidence"),
         ({"tools": ["calculator"]}, "cannot end with a call"),
         ({"rollout_mode": "server", "rollout_server_base_url": ["http://localhost:1"]}, "server"),
     ],
