@@ -21,10 +21,12 @@ def resolve_canvas(args: argparse.Namespace, masks_for: str = "") -> None:
     do not suit the model, or it lacks the mask token that `masks_for` needs."""
     from d1.models.folder import ModelFolder
     from d1.models.kinds import check_room, require_masks
+    from d1.sampling.graphs import check_compile
     from d1.sampling.settings import GEN_LENGTH, sampling_settings
 
     folder = ModelFolder.read(args.model_path, args.checkpoint_path)
     config = folder.config
+    check_compile(args.compile, config, kernel=args.attn_implementation)
     if masks_for:
         require_masks(config, masks_for)
     if args.gen_length is None:
@@ -37,7 +39,8 @@ def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -
     from d1.models.folder import ModelFolder
     from d1.models.load import load_on_device
     from d1.models.memory import check_memory
+    from d1.sampling.graphs import set_compile
 
     check_memory(ModelFolder.read(args.model_path, args.checkpoint_path), args.dtype)
     options = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
-    return (load or load_on_device)(args.model_path, args.dtype, **options)
+    return set_compile((load or load_on_device)(args.model_path, args.dtype, **options), args.compile)

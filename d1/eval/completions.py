@@ -50,6 +50,7 @@ from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
 from d1.runs.record import CONTENTS, IMPORTS, of_file, of_model, of_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
+from d1.sampling.graphs import set_compile
 from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 
@@ -189,6 +190,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         identity["tools"] = [name if name in rooms.TOOLS else of_file(name) for name in args.tools]
     code = of_settings({"dataset": args.dataset, "tools": args.tools or []})
     identity |= {name: found for name, found in code.items() if name.startswith(IMPORTS)}
+    if args.compile != "none":
+        identity["compile"] = args.compile
     if not in_fp32(args):  # the rest changes the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,
@@ -354,7 +357,7 @@ def load_model_for(args: argparse.Namespace, folder: ModelFolder) -> Any:
         logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
     check_memory(folder, args.dtype)
     how = {"adapter": args.checkpoint_path or None, "attn_implementation": args.attn_implementation}
-    return load_on_device(args.model_path, args.dtype, **how)
+    return set_compile(load_on_device(args.model_path, args.dtype, **how), args.compile)
 
 
 def complete(

@@ -50,6 +50,7 @@ from d1.ranges import COUNT, SEED
 from d1.runs.cli import OneLineParser
 from d1.runs.record import CONTENTS, of_model
 from d1.sampling import SamplingSettings, rollout_steps
+from d1.sampling.graphs import check_compile
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
 from d1.scoring import Views, score
 from d1.scoring.rollouts import rotation
@@ -229,6 +230,7 @@ def main(args: argparse.Namespace) -> None:
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
     config = folder_of(args).config
     own["block_length"] = sampling_settings(own | of_a_task, config).block_length
+    check_compile(args.compile, config, kernel=args.attn_implementation)
     register()
     check_cache(args.harness, own)
     from lm_eval.__main__ import cli_evaluate
@@ -252,6 +254,7 @@ def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
     settings = {name: value for name, value in own.items() if name not in named}
     known = {CONTENTS + "model_path": of_model(own["model_path"], own["checkpoint_path"] or None)} | settings
     there = read_object(file, "it is damaged: choose another PATH") if file.is_file() else known
+    there = {"compile": "none"} | there  # files from before this setting say nothing of it
     if other := [f"{name} {there.get(name)} (now {known[name]})" for name in known if there.get(name) != known[name]]:
         raise ValueError(f"--use_cache {prefix} has answers of {', '.join(other)}: choose another PATH, or delete it")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method
 from d1.runs.record import OnResume, whole
-from d1.sampling.settings import OUTPUTS, SamplingSettings
+from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.estimators import called
 from d1.scoring.replay import DRAW_STEPS
@@ -252,6 +252,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "rollout_mode": ("trainer", "server"),
+    "compile": COMPILE,
     "draw_steps": DRAW_STEPS,
     "output": OUTPUTS,
     "estimator": ESTIMATORS,
@@ -325,6 +326,8 @@ def about_servers(s: Settings) -> Iterator[str]:
         yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
     if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
         yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
+    if s.rollout_mode == "server" and s.compile != "none":
+        yield f"--compile {s.compile} compiles what the trainer samples: give it to `d1 serve` instead"
     if s.rollout_mode == "server" and limit >= s.ddp_timeout:
         yield f"--rollout_server_timeout {limit:g} must be below --ddp_timeout {s.ddp_timeout}, when processes give up"
 
@@ -569,7 +572,7 @@ ON_RESUME = OnResume(
         *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
         *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
         *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
-        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*"),
+        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*", "compile"),
         *("tool_seconds", "log_tool_results"),
     ),
 )
@@ -723,6 +726,8 @@ def check_trainer(
         raise ValueError(
             "sync_ref_model changes the reference, which no checkpoint stores under ZeRO-3 or FSDP: use DDP or ZeRO-2"
         )
+    if args.compile != "none" and weights_are_split:
+        raise ValueError(f"--compile {args.compile}: each process holds only a part of the weights: use DDP or ZeRO-2")
     if samples_in_step and (sampling.rule or args.eos_stop or block_causal):
         raise ValueError(
             "processes that each hold a part of the weights must make the same number of forward passes, which with a "

@@ -165,6 +165,9 @@ class DiffuGRPOConfig(GRPOConfig):
     rollout_batch_size: OptionalCount = setting(
         None, "Completions sampled at once (servers: per request); all if unset."
     )
+    compile: str = setting(
+        "none", "How rollouts run forward passes: none; layers (torch.compile); graphs (CUDA graphs, for few tokens)."
+    )
     rollout_mode: str = setting("trainer", "Where rollouts are sampled: trainer, or server (`d1 serve`).")
     rollout_server_base_url: list[str] | None = setting(None, "Addresses of the servers of rollout_mode server.")
     rollout_server_timeout: Annotated[float, POSITIVE] = setting(

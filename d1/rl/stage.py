@@ -47,6 +47,7 @@ from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
 from d1.runs.stage import Prepared, Stage
 from d1.runs.turns import TurnSettings
+from d1.sampling.graphs import check_compile
 from d1.sampling.settings import FLAGS as SAMPLING_FLAGS
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 
@@ -59,6 +60,8 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     log_to_console()
     folder = ModelFolder.read(str(args.model_path))
     config = folder.config
+    how = {"kernel": model_args.attn_implementation, "on_cpu": args.use_cpu}
+    check_compile(args.compile, config, quantized=model_args.load_in_4bit, **how)
     args.resolve_canvas(config, folder.gen_length)
     if args.bf16_is_unset and not args.bf16 and cpu_runs_bf16(config):
         args.bf16, args.mixed_precision = True, "bf16"  # as `TrainingArguments` sets both

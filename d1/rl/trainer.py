@@ -73,6 +73,7 @@ from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, SamplingSettings
+from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
 from d1.sampling.predict import predict
@@ -132,6 +133,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         model = loaded_model(model)
         self.check_completions(args, rollout_func is not None, kwargs.get("environment_factory"))
         require_prepared(model)
+        set_compile(model, args.compile)
         own, masks = processing_class.mask_token_id, has_masks(model.config)
         self.mask_token_id = cast(Any, None if not masks else own if args.mask_id is None else args.mask_id)
         if self.mask_token_id is None and masks:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
-from d1.models.head import body_and_head
+from d1.sampling.graphs import forward_pass
+from d1.sampling.kv_cache import join_rows, layers_of, read_only, same_layers, select_rows
 from d1.transformers_bridge import CACHE
 
 
@@ -69,7 +69,7 @@ class Passes:
     def __init__(
         self, model: Any, *, branches: int, mask_token_id: int, device: Any, masked: bool, aligned: bool
     ) -> None:
-        self.body, _ = body_and_head(model)
+        self.body = forward_pass(model)
         self.branches, self.mask_token_id, self.device = branches, mask_token_id, device
         self.masked, self.aligned = masked, aligned
         self.over_queries = takes_masks_over_queries(model.config)
@@ -131,38 +131,6 @@ class Passes:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
 
-def layers_of(past: DynamicCache) -> list[Any]:
-    layers: Any = past.layers
-    return list(layers)
-
-
-def same_layers(past: DynamicCache) -> DynamicCache:
-    """A cache with the keys and values of `past`; changes to it do not change `past`."""
-    other = copy(past)
-    other.layers = [copy(layer) for layer in past.layers]
-    return other
-
-
-def select_rows(past: DynamicCache, rows: Tensor) -> DynamicCache:
-    """A cache of these rows of `past`, which is not changed."""
-    if not past.get_seq_length():
-        return DynamicCache()
-    selected = same_layers(past)
-    selected.batch_select_indices(rows)
-    return selected
-
-
-def join_rows(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
-    """One cache with the rows of all parts, padded on the left, in the order `order`."""
-    whole, width = same_layers(parts[0]), max(past.get_seq_length() for past in parts)
-    for layer, *others in zip(layers_of(whole), *map(layers_of, parts), strict=True):
-        for name in ("keys", "values"):
-            tensors = [getattr(other, name) for other in others]
-            padded = [pad(of, (0, 0, width - of.shape[2], 0)) if of.shape[2] < width else of for of in tensors]
-            setattr(layer, name, torch.cat(padded)[order])
-    return whole
-
-
 # --- Windows: passes that process a part of the canvas and read the keys and values of the rest -----------------------
 #
 # For full attention, the cache is that of Fast-dLLM (arXiv 2505.22618, section 3.2), an approximation. The first pass
@@ -215,9 +183,9 @@ class WindowPasses(Passes):
         if self.window is None:
             self.window, states, fed = self.first_pass(ids, visible, positions)
             return states, fed
-        states = self.feed(self.window, ids, positions)
-        self.window.past.crop(-self.window.positions.shape[1])
-        return states, self.window.fed.sum(-1)
+        # The window's own keys and values change in the next pass, so none of them is kept.
+        reading = replace(self.window, past=read_only(self.window.past))
+        return self.feed(reading, ids, positions), self.window.fed.sum(-1)
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         """The window of the later passes, and the two results of `states` for this pass."""

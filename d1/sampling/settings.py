@@ -380,11 +380,17 @@ def check_uniform(settings: SamplingSettings, kind: str) -> None:
 # --- Flags of every command that loads a model and samples ------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
+COMPILE = ("none", "layers", "graphs")
+COMPILE_HELP = (
+    "how sampling runs forward passes: none; layers, by torch.compile; or graphs, by CUDA graphs, for passes of few "
+    "tokens and small models (default: none)"
+)
 MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`
     "model_path": {"required": True, "help": "folder or hub name of a model, or folder of an adapter"},
     "checkpoint_path": {"help": "LoRA adapter to put on the model"},
     "dtype": {"choices": DTYPES, "help": "data type of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
     "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
+    "compile": {"choices": COMPILE, "default": "none", "help": COMPILE_HELP},
     "plain_chat_template": {"action": "store_true", "help": "use a plain template if the tokenizer has none"},
 }
 ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags

@@ -33,6 +33,7 @@ from d1.masking import keyed_generator
 from d1.models.adapters import add_adapter
 from d1.models.kinds import block_size, native_config
 from d1.models.load import load_model
+from d1.sampling.graphs import compile_of, set_compile
 from d1.sampling.record import Rollout, Step
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
@@ -192,7 +193,7 @@ def loaded(folder: Path, model: Any) -> Any:
     new = load_model(folder, dtype=model.dtype, attn_implementation=attention_kernel(model.config))
     for tensor in (*new.parameters(), *new.buffers()):
         tensor.data = tensor.data.clone()  # else it is mapped from the file, which may be overwritten
-    return new
+    return set_compile(new, compile_of(model))
 
 
 # --- The engine: its public methods, which any thread may call, and the thread that samples ---------------------------

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.sampling import SamplingSettings, rollout
+from d1.sampling.graphs import MADE, set_compile
 from pocket.make_base import build_model, diffusion_loss
 from pocket.tokenizer import build_tokenizer
 from tests.commands import ROOT
 from tests.d1.conftest import write_transformers
+from tests.rounding import LOGITS, rounding
 
 pytestmark = pytest.mark.gpu
 IDS = torch.randint(4, 64, (2, 16), generator=keyed_generator(0))
@@ -100,6 +103,35 @@ def test_nf4_weights_compute_what_they_do_on_a_cpu(tmp_path, llada_writer):
         models = (load_model(folder, device=device, quantization="nf4") for device in ("cuda", None))  # None: the CPU
         found, wanted = ({"logits": logits(model).cpu()} for model in models)
     check(found, wanted, 1e-3)
+
+
+@pytest.mark.parametrize("kind_", ["llama", "Dream", "sdar"])
+@pytest.mark.parametrize("sampler", [{}, {"sampler": "cached", "kv_cache": "dual"}, {"sampler": "parallel"}], ids=str)
+@pytest.mark.parametrize("compile", ["graphs", "layers"])
+def test_compiled_passes_sample_as_plain_ones(kind_dirs, kind_, sampler, compile):
+    """Greedy and drawn, with rows that leave at an EOS; shapes that are new, captured and replayed."""
+    if kind_ == "sdar" and "kv_cache" in sampler:
+        pytest.skip("block-causal models have a cache of their own")
+    model: Any = load_model(kind_dirs[kind_], device="cuda")
+    ids, visible = IDS.cuda().repeat(3, 1), VISIBLE.cuda().repeat(3, 1)
+
+    def sampled(temperature: float, ends: list[int] | None) -> Any:
+        how = SamplingSettings(16, 4, 12, temperature, **sampler)
+        draws = [keyed_generator(row, device="cuda") for row in range(6)] if temperature else None
+        return rollout(model, ids, visible, how, mask_token_id=3, generator=draws, eos_token_ids=ends)
+
+    cases = [(temperature, ends) for temperature in (0.0, 0.8) for ends in (None, [*range(10, 20)])]
+    plain = [sampled(*case) for case in cases]
+    set_compile(model, compile)
+    for _ in range(3):
+        for case, wanted in zip(cases, plain, strict=True):
+            found = sampled(*case)
+            assert torch.equal(found.ids, wanted.ids)
+            torch.testing.assert_close(found.logps, wanted.logps, rtol=0, atol=rounding(LOGITS))
+    if compile == "graphs":
+        made = MADE[model][1]
+        assert made.replays > 4 * made.captures > 0
+        assert not made.failed
 
 
 def run(*words: str | Path, folder: str, **variables: str) -> str:

@@ -274,6 +274,8 @@ def test_a_cache_of_another_model_or_settings_is_refused(tiny_model_dir, tmp_pat
         check_cache(harness, own)
         with pytest.raises(ValueError, match=rf"--use_cache {cache} has answers of mc_num 128 \(now 7\): choose"):
             check_cache(harness, own | {"mc_num": 7})
+        with pytest.raises(ValueError, match=r"has answers of compile none \(now layers\)"):
+            check_cache(harness, own | {"compile": "layers"})
     config = (model / "config.json").read_text()
     edit_json(model / "config.json", rms_norm_eps=0.5)
     with pytest.raises(ValueError, match=r"has answers of contents of model_path \{.* \(now \{.*: choose another PATH"):

@@ -23,7 +23,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.folder import ModelFolder
 from d1.models.head import NotFiniteError
-from d1.sampling import Rollout, rollout
+from d1.sampling import Rollout, graphs, rollout
 from d1.tasks import load_task, under_protocol
 from tests import forks
 from tests.faults import edit_json, flip_bit, with_nan
@@ -88,6 +88,18 @@ def test_a_file_holds_what_the_model_said_and_the_record_what_the_run_was(tiny_m
     assert record["identity"]["dtype"] == "torch.float32"
     assert record["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
     assert {"python", "gpus", "cpu"} <= set(record)
+
+
+def test_compiled_passes_are_the_same_and_recorded(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(graphs, "CompiledLayers", partial(graphs.CompiledLayers, "eager"))
+    plain = evaluate(tiny_model_dir, tmp_path / "plain", "--limit", "3")
+    found = evaluate(tiny_model_dir, tmp_path / "layers", "--limit", "3", "--compile", "layers")
+    assert texts(found) == texts(plain)
+    records = [json.loads(next((tmp_path / name).glob("*_record.json")).read_text()) for name in ("plain", "layers")]
+    assert [record["settings"]["compile"] for record in records] == ["none", "layers"]
+    assert [record["identity"].get("compile") for record in records] == [None, "layers"]
+    with pytest.raises(ValueError, match="--compile graphs needs a GPU"):
+        evaluate(tiny_model_dir, tmp_path / "graphs", "--compile", "graphs")
 
 
 def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from datasets import Dataset
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
+from d1.models.head import unwrapped
 from d1.rl import bridge as trl_bridge
 from d1.rl.bridge import rollout_buffer
+from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.sampling import rollout
+from d1.sampling import graphs, rollout
 from tests import tiny_grpo
 from tests.rounding import LOGITS, assert_near, rounding
 
@@ -71,6 +74,32 @@ def test_the_eos_stop_changes_nothing_but_the_work(tiny_model_dir, tmp_path):
         expected = {name: value for name, value in other.items() if name not in work}
         found = {name: value for name, value in entry.items() if name not in work}
         assert found == pytest.approx(expected, rel=rounding(LOGITS), abs=rounding(LOGITS))
+
+
+def test_compiled_passes_sample_the_same_rollout(tiny_model_dir, tmp_path, monkeypatch):
+    """Layers as dynamo captured them, without inductor. Only sampling is compiled."""
+    monkeypatch.setattr(graphs, "CompiledLayers", partial(graphs.CompiledLayers, "eager"))
+    trainer = make_trainer(tiny_model_dir, tmp_path / "layers", compile="layers", max_steps=1)
+    assert trainer.args.to_dict()["compile"] == "layers"
+    (entry,), (plain,) = trained(trainer), trained(make_trainer(tiny_model_dir, tmp_path / "none", max_steps=1))
+    assert entry == pytest.approx(plain, rel=rounding(LOGITS), abs=rounding(LOGITS))
+    assert graphs.MADE[unwrapped(trainer.model)][1].compiled
+    assert not any("forward" in vars(layer) for layer in unwrapped(trainer.model).model.layers)
+
+
+def test_servers_compile_on_their_own():
+    servers = {"rollout_mode": "server", "rollout_server_base_url": ["http://localhost:1"]}
+    with pytest.raises(ValueError, match="--compile layers compiles what the trainer samples: give it to `d1 serve`"):
+        DiffuGRPOConfig(compile="layers", **servers)
+    with pytest.raises(ValueError, match="--compile must be one of none, layers, graphs, got 'graph'"):
+        DiffuGRPOConfig(compile="graph")
+
+
+def test_weights_that_processes_share_are_not_compiled(tmp_path):
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), compile="layers", use_cpu=True)
+    with pytest.raises(ValueError, match="--compile layers: each process holds only a part of the weights"):
+        check_trainer(args, args.sampling_settings(), [vowels], False, True, False)
+    check_trainer(args, args.sampling_settings(), [vowels], False, False, False)
 
 
 class Spy(DiffuGRPOTrainer):

@@ -16,7 +16,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from d1.models import load_model, load_tokenizer
-from d1.sampling import SamplingSettings
+from d1.models.head import unwrapped
+from d1.sampling import SamplingSettings, graphs
 from d1.sampling.stream import Stream
 from d1.serve.engine import Completed, Engine, Event, Loader, QueueFull, Row, Stopped
 from tests.conftest import save_tiny_model
@@ -182,3 +183,23 @@ def test_an_update_that_nobody_waits_for_any_more(tiny_model_dir, folders):
                 engine.replace_model(lambda model: model, "two")
         update.result(60)
         assert engine.version == "one"
+
+
+def test_a_server_samples_by_graphs_with_any_weights(tiny_model_dir, folders, monkeypatch):
+    """Rows of several lanes and of new weights are those of the plain pass; each model has its own graphs."""
+    monkeypatch.setattr(graphs, "GPUCapture", lambda: graphs.run_again)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loader = Loader(lambda: graphs.set_compile(load_model(tiny_model_dir), "graphs"))
+    with running(tiny_model_dir) as engine:
+        graphs.set_compile(engine.model, "graphs")
+        for name in (None, "other", "adapter"):
+            if name is not None:
+                engine.replace_model(lambda model, name=name: loader.load(folders / name, model), name).result(60)
+            rows, events = rows_of(4)
+            engine.submit(rows)
+            sampled = last_of(rows, events)
+            assert graphs.compile_of(engine.model) == "graphs"
+            assert graphs.MADE[unwrapped(engine.model)][1].replays > 0
+            graphs.set_compile(engine.model, "none")
+            check(engine, sampled)
+            graphs.set_compile(engine.model, "graphs")

@@ -1,0 +1,66 @@
+"""Operations on the key-value caches of Transformers: selecting, joining, and reading without writing."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+class ReadOnlyLayer(DynamicLayer):
+    """A layer whose keys and values a pass reads in front of its own, and does not change."""
+
+    keys: Tensor
+    values: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+
+def layers_of(past: DynamicCache) -> list[Any]:
+    layers: Any = past.layers
+    return list(layers)
+
+
+def same_layers(past: DynamicCache) -> DynamicCache:
+    """A cache with the keys and values of `past`; changes to it do not change `past`."""
+    other = copy(past)
+    other.layers = [copy(layer) for layer in past.layers]
+    return other
+
+
+def read_only(past: DynamicCache) -> DynamicCache:
+    """A cache with the keys and values of `past`, to which a pass adds none of its own."""
+    other = same_layers(past)
+    for layer in layers_of(other):
+        layer.__class__ = ReadOnlyLayer
+    return other
+
+
+def is_read_only(past: DynamicCache) -> bool:
+    return any(isinstance(layer, ReadOnlyLayer) for layer in past.layers)
+
+
+def select_rows(past: DynamicCache, rows: Tensor) -> DynamicCache:
+    """A cache of these rows of `past`, which is not changed."""
+    if not past.get_seq_length():
+        return DynamicCache()
+    selected = same_layers(past)
+    selected.batch_select_indices(rows)
+    return selected
+
+
+def join_rows(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
+    """One cache with the rows of all parts, padded on the left, in the order `order`."""
+    whole, width = same_layers(parts[0]), max(past.get_seq_length() for past in parts)
+    for layer, *others in zip(layers_of(whole), *map(layers_of, parts), strict=True):
+        for name in ("keys", "values"):
+            tensors = [getattr(other, name) for other in others]
+            padded = [pad(of, (0, 0, width - of.shape[2], 0)) if of.shape[2] < width else of for of in tensors]
+            setattr(layer, name, torch.cat(padded)[order])
+    return whole
