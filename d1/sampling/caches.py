@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from d1.models.kinds import block_size
+from d1.models.kinds import block_size, windowed
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Cache:
     together: bool = True  # whether all rows of `rollout_stream` begin their blocks in the same pass
 
 
-def of(name: str, **options: Any) -> Callable[..., Any]:
-    """A class of `d1/sampling/passes.py`, which is imported on first use, because it needs torch."""
-    return lambda *args, **given: getattr(import_module("d1.sampling.passes"), name)(*args, **options, **given)
+def of(name: str, module: str = "d1.sampling.passes", **options: Any) -> Callable[..., Any]:
+    """A class of `d1/sampling/passes.py` or another module, which is imported on first use, because it needs torch."""
+    return lambda *args, **given: getattr(import_module(module), name)(*args, **options, **given)
 
 
 CACHES: dict[str, Cache] = {
@@ -34,6 +34,7 @@ CACHES: dict[str, Cache] = {
     "lasting": Cache(of("DelayedPasses", lasts=True)),
 }
 NO_CACHE = Cache(of("Passes"), together=False)
+PACKED_TEXTS = Cache(of("PackedPasses", "d1.sampling.packed"), together=False)  # the same, for flash attention
 FINISHED_BLOCKS = Cache(of("FinishedBlocks"))  # exact: block-causal models use it with every sampler
 # The same for models with a causal context, and what it is compared with.
 CAUSAL_CONTEXT = Cache(of("CausalContext"))
@@ -45,7 +46,10 @@ def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:
     if name is not None:
         return CACHES[name]
     if not block_size(config):
-        return NO_CACHE
+        from d1.transformers_bridge import attention_kernel
+
+        is_flash = (attention_kernel(config) or "").startswith("flash_attention")
+        return PACKED_TEXTS if is_flash and not windowed(config) else NO_CACHE
     from d1.models.attention import has_causal_context
 
     if has_causal_context(config):
