@@ -35,6 +35,7 @@ from d1.distill.methods import METHODS as DISTILLATIONS
 from d1.preference.methods import METHODS as PREFERENCES
 from d1.rl.methods import METHODS
 from d1.runs.cli import run_script
+from d1.sampling.reveal import RULES
 from d1.show.tables import markdown_table
 from pocket.phases import ENVIRONMENT as ONE_THREAD
 
@@ -75,7 +76,7 @@ SAMPLERS = {
     "leftmost": f"{EVAL} --block_length 16 --remasking leftmost",
     "entropy": f"{EVAL} --block_length 32 --temperature 0.5 --remasking entropy --eos_stop",
     "guided": f"{EVAL} --block_length 32 --cfg_scale 0.5",
-    **{f"parallel_{rule}": f"{EVAL} --sampler parallel --reveal {rule}" for rule in ("threshold", "factor", "entropy")},
+    **{f"parallel_{rule}": f"{EVAL} --sampler parallel --reveal {rule}" for rule in RULES},
     **{
         f"{cache}_{sampler}": f"{EVAL} --block_length 8 --sampler {sampler} --kv_cache {cache} --temperature 0.5"
         for cache, sampler in product(("prefix", "dual", "delayed", "lasting"), ("cached", "cached+parallel"))

@@ -65,6 +65,14 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     return (entropies.cumsum(-1) - entropies.cummax(-1).values <= level).sum(-1)
 
 
+def risk_budget(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
+    """The largest n whose tokens all have a probability p above `level`, and whose risks 1 - p sum to at most
+    1 - `level` (SLIM-RL, laolaorkkkkk/SLIM-RL@0c4960b sample/jetengine_ext/engine/scheduler.py)."""
+    certain = logps.exp() > level
+    within_budget = -logps.expm1().cumsum(-1) <= 1 - level
+    return (certain & within_budget).sum(-1)
+
+
 @dataclass(frozen=True)
 class Rule:
     """An entry of the table."""
@@ -79,6 +87,7 @@ RULES: dict[str, Rule] = {
     "threshold": Rule(threshold, 0.9),
     "factor": Rule(factor, 1.0),
     "entropy": Rule(entropy_bound, 0.1, plain_entropies=True),
+    "risk_budget": Rule(risk_budget, 0.9),
 }
 
 

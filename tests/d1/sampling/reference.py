@@ -36,6 +36,7 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of a cache and a reveal rule tha
     {"sampler": "cached+parallel", "kv_cache": "delayed", "reveal": "threshold", "reveal_level": 0.6},
     {"sampler": "cached", "kv_cache": "lasting"},
     {"sampler": "cached+parallel", "kv_cache": "lasting", "reveal": "factor", "reveal_level": 1.2},
+    {"sampler": "parallel", "reveal": "risk_budget", "reveal_level": 0.5},
 ]
 EDITORS: list[dict[str, Any]] = [  # random models never agree with themselves: budgets end their blocks
     {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.4, "edit_threshold": 0.6},
@@ -141,6 +142,9 @@ def count_by_rule(rule, level, probabilities, entropies):
             good = probabilities[n] > level
         elif rule == "factor":
             good = (more + 1) * (1 - probabilities[n]) < level
+        elif rule == "risk_budget":
+            risk = sum(1 - probability for probability in probabilities[:more])
+            good = probabilities[n] > level and risk <= 1 - level
         else:
             good = sum(entropies[:more]) - max(entropies[:more]) <= level
         if not good:

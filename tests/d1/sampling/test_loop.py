@@ -57,7 +57,7 @@ def test_rows_of_a_padded_batch_equal_the_reference_on_each_row_alone(load, kind
 EDITING = st.fixed_dictionaries(
     {
         "sampler": st.just("parallel"),
-        "reveal": st.sampled_from(["threshold", "factor", "entropy"]),
+        "reveal": st.sampled_from(["threshold", "factor", "entropy", "risk_budget"]),
         "reveal_level": st.floats(0.05, 0.99),
         "edit_threshold": st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9]),
         "max_post_steps": st.integers(0, 4),

@@ -58,6 +58,13 @@ def test_a_threshold_is_met_by_what_exceeds_it():
     assert RULES["threshold"].count(certain - 1e-3, certain, 0.0).item() == 3
 
 
+def test_the_risk_budget_reveals_less_than_the_threshold_it_starts_from():
+    """SLIM-RL's rule at level .9: the risks .005, .03, .04 and .05 of the first four sum to .125, more than .1."""
+    logps = torch.tensor([[0.995, 0.97, 0.96, 0.95, 0.93, 0.8]]).log()
+    counts = [RULES[rule].count(logps, logps, 0.9).item() for rule in ("risk_budget", "threshold")]
+    assert counts == [3, 5]
+
+
 # --- Rules and orders from outside ------------------------------------------------------------------------------------
 
 
