@@ -94,8 +94,9 @@ def evaluating(model: Any) -> Iterator[None]:
 # --- Record -----------------------------------------------------------------------------------------------------------
 
 
-def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float]]:
-    """The record of a rollout, and what sampling took per row, on average. Waits for the device."""
+def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float], list[int]]:
+    """The record of a rollout, what sampling took per row on average, and each row's forward passes. Waits for the
+    device."""
     counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
     passes, tokens, edits, most_writes = torch.stack(counts).cpu()  # one wait for all numbers
     costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": tokens}
@@ -107,7 +108,8 @@ def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float]]
             f"write_{name}": values[..., : int(most_writes.max())] for name, values in sampled.writes._asdict().items()
         }
         costs["sampling/edits"] = edits
-    return cast("RolloutRecord", record), {name: values.float().mean().item() for name, values in costs.items()}
+    means = {name: values.float().mean().item() for name, values in costs.items()}
+    return cast("RolloutRecord", record), means, passes.tolist()
 
 
 def completion_ids_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:

@@ -77,6 +77,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
         self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
+        self.rollout_columns: dict[str, list[float]] = {}  # what rewards also get of the current rollout, per row
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        rewards = super()._calculate_rewards(inputs, *args, **kwargs)
+        rewards = super()._calculate_rewards(self.with_rollout_columns(inputs), *args, **kwargs)
         watched = getattr(self.reward_funcs[-1], "only_watched", False)
         if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
@@ -169,12 +170,17 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
+    def with_rollout_columns(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of the dataset with `rollout_columns`, which override columns of the same name."""
+        columns = self.rollout_columns
+        return [row | {name: values[number] for name, values in columns.items()} for number, row in enumerate(rows)]
+
     def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
         """(rows,) `weighted_sum` of the rewards of other completions of the current rollout's rows."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
-        rewards = super()._calculate_rewards(self.rows, prompts, completions, completion_ids)
+        rewards = super()._calculate_rewards(self.with_rollout_columns(self.rows), prompts, completions, completion_ids)
         own = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
         return weighted_sum(own, self.reward_weights.cpu()).to(rewards.device)
 

@@ -38,6 +38,9 @@ Reward = Callable[..., Any]
 LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1])]
 
 
+SPEED = "tokens_per_forward_pass"  # a column of the rollout: a completion's tokens / the forward passes of its row
+
+
 class RewardError(RunError):
     """A reward function raised an error, or returned something that is not a reward."""
 
@@ -158,7 +161,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
         ValueError: a reward raises an error, or returns something that `checked` refuses.
     """
     columns: dict[str, Any] = {key: [value] for key, value in rows[0].items() if key != "prompt"}
-    columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]]}
+    columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]], SPEED: [1.0]}
     columns |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     completions = [[{"role": "assistant", "content": ""}]]
     for reward in [*task.REWARDS, accuracy_of(task)]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -68,7 +69,7 @@ from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buff
 from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
-from d1.rl.rewards import guarded
+from d1.rl.rewards import SPEED, guarded
 from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
@@ -215,8 +216,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started = time.perf_counter()
         ids, mask = self.padded(prompt_ids)
         sampled = self.sample(ids, mask)
-        record, costs = record_and_costs(sampled)
+        record, costs, passes = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
+        speeds = [len(ids) / count for ids, count in zip(completions, passes, strict=True)]
+        self.rollout_columns = {SPEED: speeds}
+        costs[f"sampling/{SPEED}"] = fmean(speeds)
         self.log_rollout(started, record, costs)
         keys = self.row_keys("rollout", len(ids))
         self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, keys)

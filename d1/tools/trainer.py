@@ -113,7 +113,7 @@ class EpisodeTrainer(DiffuGRPOTrainer):
             own = [keys[row * turns + turn] for row in rows]
             columns = [self.toolbox.columns_of(self.episodes[row]) for row in rows]
             sampled = self.sample(ids, mask, own, self.toolbox.stop_of(turn), columns)
-            record, spent = record_and_costs(sampled)
+            record, spent, _ = record_and_costs(sampled)
             for name, value in spent.items():  # per episode
                 costs[name] = costs.get(name, 0.0) + value * len(rows) / count
             self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, own)

@@ -45,11 +45,11 @@ def talkative(folder):
     return model
 
 
-def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, **changes):
+def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, reward=vowels, **changes):
     prompts = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
     return cls(
         model=talkative(model_dir),
-        reward_funcs=vowels,
+        reward_funcs=reward,
         args=DiffuGRPOConfig(**({"output_dir": str(folder), "max_steps": 2} | SETTINGS | changes)),
         train_dataset=Dataset.from_list(prompts),
         processing_class=load_tokenizer(str(model_dir)),
@@ -71,6 +71,7 @@ def test_the_eos_stop_changes_nothing_but_the_work(tiny_model_dir, tmp_path):
     assert stopped[0]["sampling/forward_passes"] < full[0]["sampling/forward_passes"] == 12
     for entry, other in zip(stopped, full, strict=True):
         work = {"sampling/forward_tokens", "sampling/forward_passes", "compute_tokens"}
+        work.add("sampling/tokens_per_forward_pass")
         expected = {name: value for name, value in other.items() if name not in work}
         found = {name: value for name, value in entry.items() if name not in work}
         assert found == pytest.approx(expected, rel=rounding(LOGITS), abs=rounding(LOGITS))
@@ -227,3 +228,28 @@ def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_ste
 def test_settings_that_do_not_go_with_the_kind_are_refused_at_the_start(tiny_block_dir, tmp_path):
     with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
         make_trainer(tiny_block_dir, tmp_path, block_length=6)
+
+
+def test_a_reward_reads_the_tokens_per_forward_pass_of_its_row(tiny_model_dir, tmp_path):
+    """With a threshold, rows take different numbers of passes, and some end before their canvas is full."""
+    passes, rewarded = [], []
+
+    class Counting(DiffuGRPOTrainer):
+        def sample(self, *args, **options):
+            sampled = super().sample(*args, **options)
+            passes.extend(sampled.passes.tolist())
+            return sampled
+
+    def speed(completions, completion_ids, tokens_per_forward_pass, **columns):
+        rewarded.extend(zip(map(len, completion_ids), tokens_per_forward_pass, strict=True))
+        return tokens_per_forward_pass
+
+    options = {"sampler": "parallel", "reveal_level": 0.3, "max_steps": 1}
+    trainer = make_trainer(tiny_model_dir, tmp_path, Counting, speed, **options)
+    entry = trained(trainer)[0]
+    assert len({*passes}) > 1
+    expected = [length / count for (length, _), count in zip(rewarded, passes, strict=True)]
+    assert [value for _, value in rewarded] == expected
+    mean = sum(expected) / len(expected)
+    assert entry["sampling/tokens_per_forward_pass"] == pytest.approx(mean)
+    assert entry["reward"] == pytest.approx(mean)
