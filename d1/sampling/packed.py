@@ -32,13 +32,13 @@ class PackedPasses(Passes):
         if not self.masked:
             return super().states(ids, visible, positions)
         if self.lengths is None:
-            self.lengths = self.place(visible)
+            self.lengths = self.locate_tokens(visible)
         segments: Any = [(length, 0) for length in self.lengths]  # no text has noised copies
         packed, at = ids.flatten()[self.real].unsqueeze(0), self.number.gather(1, positions)
         states = self.body(packed, None, at.flatten().unsqueeze(0), segments=segments)
         return states[0].unflatten(0, positions.shape), visible.sum(-1)
 
-    def place(self, visible: Tensor) -> list[int]:
+    def locate_tokens(self, visible: Tensor) -> list[int]:
         """Sets where each token of these rows is packed to, and returns their lengths."""
         lengths = visible.sum(1)
         self.real = visible.flatten().nonzero().squeeze(1)
