@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from d1.commands.model import model_of, resolve_canvas, tokenizer_of
 from d1.ranges import COUNT, Range
-from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import add_model_flags, add_sampling_flags, refuse_scdd, sampling_settings
 from d1.serve import KEY, LOCAL
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
     limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
     limits |= {"allowed_hosts": hosts(args.host, args.allowed_hosts), "loader": Loader(partial(served_model, args))}
     name, defaults = args.served_model_name or args.model_path, sampling_settings(vars(args), model.config)
+    refuse_scdd(defaults, "a server")
     return Server(engine, tokenizer, name, defaults, args.seed, **limits)
 
 

@@ -21,7 +21,7 @@ from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, of_settings, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling import SamplingSettings
-from d1.sampling.settings import BLOCK_LENGTH, default_steps
+from d1.sampling.settings import BLOCK_LENGTH, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ def prepare(
     refuse_causal_context(config, "distillation")
     require_masks(config, "distillation")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
+    refuse_scdd(settings, "distillation")
     prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:
         raise ValueError(f"--keep right needs a task that judges completions: {args.train_data} is none; --keep all")

@@ -176,6 +176,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     }
     if sampling.edits is not None:
         identity["editing"] = [sampling.edits, sampling.post_steps]
+    if sampling.sampler == "scdd":
+        identity["nucleus_p"] = sampling.nucleus
     if sampling.first_token is not None:
         identity["first_token"] = sampling.first_token
     given = {name: getattr(sampling, name) for name in OF_UNIFORM_NOISE}
@@ -494,7 +496,7 @@ class Rows:
         lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
         values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits, sampled.reveal_steps
         ids, first_ids, passes, forward_tokens, edits, steps = (of.tolist() for of in values)
-        edits_tokens = sampling_settings(vars(self.args)).edits is not None
+        edits_tokens = sampling_settings(vars(self.args)).rewrites
         entries = []
         for row, number in enumerate(numbers):
             prompt, problem = self.at_work.pop(number)

@@ -175,7 +175,6 @@ def target_logps(
         (n,) each, in nats, fp32 (fp64 for a model in fp64); None for entropies that were not asked for.
     """
     head = body_and_head(model)[1]
-    at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
 
     def chunk(states: Tensor, targets: Tensor, divide_by: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = head(states)
@@ -186,18 +185,33 @@ def target_logps(
         with torch.no_grad():
             return logps, token_entropies(logits) if with_entropies else None
 
-    chunks = calls_in_step(model, -(-len(targets) // at_once))
-    cut = max(0, len(targets) - at_once)
+    columns = (states, targets) if temperatures is None else (states, targets, temperatures)
+    results: list[Any] = map_chunks(model, chunk, *columns)
+    logps, entropies = zip(*results, strict=True)
+    return torch.cat(logps), torch.cat(entropies) if with_entropies else None
+
+
+def map_chunks(model: Any, compute: Callable[..., T], *columns: Tensor, tensors_per_logit: int = 1) -> list[T]:
+    """Run `compute`, which calls the head, for one chunk of positions after the other.
+
+    All chunks but the last are recomputed in the backward pass, which begins with the last and frees it first.
+
+    Args:
+        columns: (n, ...) each, split alike.
+        tensors_per_logit: how many numbers `compute` holds at once for each logit.
+    """
+    count = len(columns[0])
+    at_once = max(1, CHUNK_ELEMENTS // tensors_per_logit // vocabulary(model.config))
+    chunks = calls_in_step(model, -(-count // at_once))
+    cut = max(0, count - at_once)
 
     def split(values: Tensor) -> list[Tensor]:
         return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
 
-    given = (states, targets) if temperatures is None else (states, targets, temperatures)
-    *others, last = zip(*map(split, given), strict=True)
-    again = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
-    done: list[Any] = [(again if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
-    logps, entropies = zip(*done, strict=True)
-    return torch.cat(logps), torch.cat(entropies) if with_entropies else None
+    *others, last = zip(*map(split, columns), strict=True)
+    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    run: Any = again if torch.is_grad_enabled() else compute
+    return [run(*part) for part in others] + [compute(*last)]
 
 
 def runs_in_step(model: Any) -> bool:

@@ -150,7 +150,7 @@ REFUSED = {  # `model_type` -> why a model that looks like one of the table cann
 
 # The author's choices for one machine; `load_model` has an argument for them.
 ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-LEARNT = ("edit_noise",)  # what training adds to a config, whatever the format
+LEARNT = ("edit_noise", "uniform_ratio")  # what training adds to a config, whatever the format
 
 
 def kind_of(config: Any) -> Kind:

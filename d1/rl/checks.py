@@ -31,7 +31,7 @@ from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method
 from d1.runs.record import OnResume, whole
-from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings
+from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, refuse_scdd
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.estimators import called
 from d1.scoring.replay import DRAW_STEPS
@@ -606,6 +606,7 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
 
     Returns the tokens per block of a model with blocks, which become `block_length` if it is not set."""
     sampling = args.sampling_settings(config)
+    refuse_scdd(sampling, "rl")
     check_first_token(sampling, args)
     check_noise(config, args)
     if args.mask_id is not None and args.mask_id >= vocabulary(config):

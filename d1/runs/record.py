@@ -230,6 +230,7 @@ STAGES = {  # a setting that no stage below has -> the tag of the stage, and how
     "keep": ("distillation", "distillation, method {method}: {paper}"),
     "method": ("preference", "preferences, method {method}: {paper}"),
     "edit_noise": ("sft", f"{SFT}, and visible tokens to correct (--edit_noise {{edit_noise}})"),
+    "noise": ("sft", "SFT with masks and uniform ids (--noise {noise}), openreview.net/forum?id=zQKlzKB6I9"),
     "model_name": ("sft", SFT),
 }
 

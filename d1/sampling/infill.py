@@ -17,7 +17,7 @@ from d1.sampling.loop import Batch, Row, Sampler, check_generator
 from d1.sampling.predict import Generators
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of
 from d1.sampling.reveal import schedule_of
-from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, default_steps
+from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,7 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     if given.get("steps") is None:
         given["steps"] = default_steps(count, given["block_length"], tokens_per_step=1)
     settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
+    refuse_scdd(settings, "filling in")
     if settings.cache is not None:
         raise ValueError(
             f"the sampler {settings.sampler} caches keys and values outside one block of consecutive positions, but "

@@ -22,14 +22,14 @@ from torch import Generator, Tensor
 from d1.masking import token_ids
 from d1.models.attention import has_causal_context, require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
-from d1.models.kinds import block_size, has_masks
+from d1.models.kinds import block_size
 from d1.sampling.caches import Cache, cache_of
+from d1.sampling.other_samplers import other_sampler
 from d1.sampling.passes import Block, Columns, Passes
 from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of, start_canvas
 from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SamplingSettings, check_sampler
-from d1.sampling.uniform import uniform_steps
 
 logger = logging.getLogger(__name__)
 Stops = Callable[[Sequence[int]], bool]  # whether a completion that begins with these ids ends with them
@@ -461,9 +461,10 @@ def rollout_steps(
     settings = settings.suited(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
-    if not has_masks(model.config):
+    steps_of_all = other_sampler(model.config, settings)
+    if steps_of_all is not None:
         generators = generator if isinstance(generator, Sequence) else []
-        return uniform_steps(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or ())
+        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
     masked = not bool(attention_mask.all())
     sampler = Sampler(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
@@ -496,5 +497,5 @@ def check_generator(
     if isinstance(generator, Sequence):
         if len(generator) != rows:
             raise ValueError(f"sampling needs one generator per row, got {len(generator)} for {rows} rows")
-    elif settings.draws and (eos_token_ids is not None or settings.rule is not None):
+    elif settings.draws and (eos_token_ids is not None or settings.rule is not None or settings.sampler == "scdd"):
         raise ValueError("random draws with eos_token_ids or a parallel sampler need a list of generators, one per row")

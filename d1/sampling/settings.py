@@ -25,13 +25,14 @@ BLOCK_LENGTH = 32  # d1's
 GEN_LENGTH = 128  # the shortest canvas of d1's evaluation
 TOKENS_PER_STEP = 2  # d1's
 LEAST_BLOCK = 8  # tokens of a block that nobody chose, unless the canvas is shorter
-SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
+SAMPLERS = ("exact", "cached", "parallel", "cached+parallel", "scdd")
 FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
 POST_STEPS_RANGE = Range(0, 256, integer=True)
 # LLaDA2.1's (arXiv 2602.08676): the level of the rule "threshold", and `edit_threshold`
 EDITING: dict[str, tuple[float, float]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 OUTPUTS = ("argmax", "draw")
+NUCLEUS_P = 0.9  # SCDD's
 STOP_ENTROPY = 0.005  # DiffusionGemma's
 # Of numbers that are not counts, unless they are 0. Logits over a smaller temperature, or their gradients, overflow in
 # 32 bits; a smaller level is 0 there; larger numbers overflow or change nothing.
@@ -93,7 +94,8 @@ class SamplingSettings:
     cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "classifier-free guidance; 0, the default, is off")
     remasking: str = setting("low_confidence", "which tokens are revealed first", choices=REMASKING)
     # "exact" is the published algorithm; "cached" reads keys and values from a cache, "parallel" reveals as many tokens
-    # as a rule allows. A block-causal model's own cache costs no accuracy, and every sampler uses it.
+    # as a rule allows. A block-causal model's own cache costs no accuracy, and every sampler uses it. "scdd" is that of
+    # models which SFT with `--noise scdd` trained (`scdd.py`).
     sampler: str = setting("exact", "all but exact trade accuracy for speed", choices=SAMPLERS)
     kv_cache: str | None = setting(None, "cache of a cached sampler (default: dual)", choices=CACHES)
     reveal: str | None = setting(None, "reveal rule of a parallel sampler (default: threshold)", choices=RULES)
@@ -116,6 +118,9 @@ class SamplingSettings:
         "with a causal context, how the first token of a block is predicted: from the clean text before the block, in "
         "a pass of its own, or as the others (default: causal)",
         choices=FIRST_TOKENS,
+    )
+    nucleus_p: Annotated[float | None, Range(0, 1, open_low=True) | None] = setting(
+        None, f"with the sampler scdd, draw from the most likely tokens up to this probability (default: {NUCLEUS_P})"
     )
     # Of models with uniform noise (`uniform.py`)
     end_temperature: Annotated[float | None, POSITIVE | None] = setting(
@@ -178,6 +183,9 @@ class SamplingSettings:
                 self.edits is not None and self.cache is not None
             ),
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
+            f"nucleus_p={self.nucleus_p} would be ignored by the sampler {self.sampler}: choose scdd": (
+                self.nucleus_p is not None and self.sampler != "scdd"
+            ),
             "top_k, top_p and record_as_sampled need a temperature above 0": drawn_apart and not self.temperature,
             f"a parallel sampler reveals by confidence: it needs remasking {orders}, got {self.remasking}": (
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
@@ -249,11 +257,21 @@ class SamplingSettings:
         return own if self.reveal_level is None else self.reveal_level
 
     @property
+    def nucleus(self) -> float:
+        """The probability up to which the sampler scdd keeps the most likely tokens."""
+        return NUCLEUS_P if self.nucleus_p is None else self.nucleus_p
+
+    @property
     def edits(self) -> float | None:
         """The probability above which another token replaces a revealed one; None: revealed tokens stay."""
         if self.edit_threshold is None and self.editing is not None:
             return EDITING[self.editing][1]
         return self.edit_threshold
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a token that is visible may be replaced."""
+        return self.edits is not None or self.sampler == "scdd"
 
     @property
     def post_steps(self) -> int:
@@ -324,6 +342,8 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
                 )
     else:
         check_uniform(settings, kind)
+    if settings.sampler == "scdd":
+        check_scdd(settings, config)
     if settings.cache is not None:
         caches = attention_of(config).caches
         wrong = {
@@ -375,6 +395,29 @@ def check_uniform(settings: SamplingSettings, kind: str) -> None:
     }
     for what in (what for what, is_so in wrong.items() if is_so):
         raise ValueError(f"the sampler of {kind} {what}")
+
+
+def check_scdd(settings: SamplingSettings, config: Any) -> None:
+    """Raise ValueError for models and settings that the sampler scdd does not suit."""
+    ratio, kind = getattr(config, "uniform_ratio", None), config.model_type
+    learnt = isinstance(ratio, Real) and ratio in BELOW_ONE
+    wrong = {
+        f"needs full attention, and {kind} has {attention_name(config)} attention": attention_name(config) != "full",
+        f"is for models of SFT with --noise scdd, and the config of this {kind} has uniform_ratio {ratio}": not learnt,
+        "draws from the model's distribution: set --temperature, 1 as published": not settings.temperature,
+        "reveals by the posterior: leave remasking out": settings.remasking != "low_confidence",
+        "has no guidance: leave cfg_scale out": settings.cfg_scale,
+        "cuts distributions by nucleus_p: leave top_k and top_p out": settings.drawn_from.truncates,
+        "records log-probabilities of the model alone: leave record_as_sampled out": settings.record_as_sampled,
+    }
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise ValueError(f"the sampler scdd {what}")
+
+
+def refuse_scdd(settings: SamplingSettings, what: str) -> None:
+    """Raise ValueError if `what`, the subject of the message, cannot sample by scdd."""
+    if settings.sampler == "scdd":
+        raise ValueError(f"{what} has no sampler scdd, which fills the blocks of whole batches: choose another sampler")
 
 
 # --- Flags of every command that loads a model and samples ------------------------------------------------------------

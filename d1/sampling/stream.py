@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
-from d1.models.kinds import block_size, has_masks
+from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import Batch, Row, Sampler, Stops
+from d1.sampling.other_samplers import other_sampler, stream_in_batches
 from d1.sampling.passes import Columns
 from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
-from d1.sampling.uniform import uniform_stream
 
 # Ids without padding, the row's generator where sampling draws, and perhaps `stops` and its columns as in `rollout`
 Prompt = (
@@ -45,8 +45,8 @@ def rollout_stream(
 
     A row leaves when its last block is filled or, with the EOS stop, when the block with its first EOS is filled. Only
     then is the next prompt taken from `prompts`, so that several processes can share one queue. With a cache, all rows
-    begin their blocks together; with uniform noise, they also leave together. Rows equal those of `rollout` with one
-    generator per row: in fp32 they depend neither on the batch nor on the order of the prompts.
+    begin their blocks together; with uniform noise or the sampler scdd, they also leave together. Rows equal those of
+    `rollout` with one generator per row: in fp32 they depend neither on the batch nor on the order of the prompts.
 
     Args:
         prompts: (ids, generator) each; the generator may be None if sampling draws nothing. For the least padding, sort
@@ -67,8 +67,9 @@ def rollout_stream(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     ends = tuple(eos_token_ids or ())
-    if not has_masks(model.config):
-        return uniform_stream(model, prompts, settings, batch_size, ends)
+    steps_of_all = other_sampler(model.config, settings)
+    if steps_of_all is not None:
+        return stream_in_batches(steps_of_all, model, prompts, settings, batch_size, ends, mask_token_id)
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
     # `map` asks again after an iterator has ended once.

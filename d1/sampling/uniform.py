@@ -16,19 +16,17 @@ prod of d(candidate) over accepted positions x vocabulary^-(other positions): se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from d1.models import head
-from d1.models.attention import left_padded
 from d1.models.canvas import Context, decode, encode, soft_embeddings
 from d1.models.head import NotFiniteError
 from d1.models.kinds import vocabulary
-from d1.sampling.record import Canvas, Rollout, Step, rollout_of, start_canvas
+from d1.sampling.record import Canvas, Step, start_canvas
 from d1.sampling.reveal import entropy_bound
 from d1.sampling.settings import SamplingSettings
 
@@ -92,6 +90,7 @@ def uniform_steps(
     settings: SamplingSettings,
     generators: Sequence[Generator],
     ends: Sequence[int],
+    mask_token_id: None = None,
 ) -> Iterator[Step]:
     """One `Step` per pass of the decoder, and one before the first pass of each canvas, which writes its noise."""
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, 0)
@@ -174,27 +173,3 @@ def fill_canvas(
             live, shown, likely = live[kept], shown[kept], likely[kept]
             soft, context = None if soft is None else soft[kept], context.rows(kept)
             own = [own[row] for row in kept.tolist()]
-
-
-def uniform_stream(
-    model: Any,
-    prompts: Iterable[Any],
-    settings: SamplingSettings,
-    batch_size: int,
-    ends: Sequence[int],
-) -> Iterator[tuple[list[int], Rollout]]:
-    """`rollout_stream`: `batch_size` prompts after the other. ValueError for a prompt with `stops`."""
-    waiting, pad = enumerate(prompts), model.config.pad_token_id or 0
-    while some := [*islice(waiting, batch_size)]:
-        for number, (_, generator, *stops) in some:
-            if any(stops):
-                raise ValueError("a model with uniform noise has no stops within a completion, which tools need")
-            if generator is None:
-                raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-        ids, mask = (values.to(model.device) for values in left_padded([[*prompt[0]] for _, prompt in some], pad))
-        own = [prompt[1] for _, prompt in some]
-        try:
-            sampled = rollout_of(uniform_steps(model, ids, mask, settings, own, ends), ids.shape[1])
-        except NotFiniteError as error:
-            raise NotFiniteError(some[error.number][0], error.why) from error
-        yield [number for number, _ in some], sampled

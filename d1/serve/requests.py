@@ -23,7 +23,7 @@ from d1.models.kinds import block_size, check_room
 from d1.models.messages import REASONING
 from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
-from d1.sampling.settings import LARGEST, SamplingSettings, check_sampler, default_steps
+from d1.sampling.settings import LARGEST, SamplingSettings, check_sampler, default_steps, refuse_scdd
 from d1.serve import LOCAL
 from d1.serve.answers import Choice, choice_of, envelope, server_sent, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
@@ -287,6 +287,7 @@ class Server:
                 steps = max(round(length * own.steps / own.gen_length), blocks)
             values["steps"] = min(steps, length)
         settings = SamplingSettings(**values).suited(self.engine.model.config)
+        refuse_scdd(settings, "a server")
         check_sampler(settings, self.engine.model.config)
         return settings
 

@@ -10,6 +10,7 @@ from d1.runs.cli import TrainingSettings, setting
 
 EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
 OF_CANVASES = ("self_conditioning", "causal_weight")  # `d1/sft/canvases.py`
+NOISES = ("scdd",)  # `d1/sft/scdd.py`
 EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 
 
@@ -80,6 +81,17 @@ class SFTConfig(TrainingSettings):
     edit_keep_weight: Annotated[float, AMOUNT] = setting(1.0, "weight of a visible token that was not replaced")
     edit_turns: Annotated[int, COUNT] = setting(1, "forward passes per batch: each later one corrects the one before")
 
+    # Masks and uniform ids in one bound, for the sampler scdd
+    noise: str | None = setting(
+        None,
+        "scdd: masks and uniform ids, which the model learns to correct, for full attention (default: the model's own "
+        "noise)",
+        choices=NOISES,
+    )
+    uniform_ratio: Annotated[float, BELOW_ONE] = setting(
+        0.1, "with --noise scdd, the largest share of uniform ids, at t = 1/2"
+    )
+
     # Models with a causal context
     masked_weight: Annotated[float, AMOUNT] = setting(
         CausalLoss.masked_weight,
@@ -122,3 +134,5 @@ class SFTConfig(TrainingSettings):
         idle = [name for name in EDIT_SETTINGS if getattr(self, name) != getattr(SFTConfig, name)]
         if self.edit_noise is None and idle:
             raise ValueError(f"--{idle[0]} {getattr(self, idle[0])} would do nothing: set --edit_noise")
+        if self.noise is None and self.uniform_ratio != SFTConfig.uniform_ratio:
+            raise ValueError(f"--uniform_ratio {self.uniform_ratio} would do nothing: set --noise scdd")

@@ -11,16 +11,18 @@ from typing import Any
 from transformers import TrainingArguments
 
 from d1.models.attention import has_causal_context
-from d1.models.kinds import block_size, check_room, has_masks, vocabulary
+from d1.models.kinds import attention_name, block_size, check_room, has_masks, vocabulary
 from d1.runs.checkpoints import read_state
 from d1.runs.console import show_row
 from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, of_rows, of_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
+from d1.sampling.scdd import MixedNoise
 from d1.sft.canvases import CanvasCollator, CanvasTrainer
 from d1.sft.config import EDIT_SETTINGS, OF_CANVASES, CausalLoss, SFTConfig
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
 from d1.sft.editing import EditNoise
+from d1.sft.scdd import SCDDCollator, SCDDTrainer
 from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
 
 SAME_IN_DATA = (
@@ -29,6 +31,7 @@ SAME_IN_DATA = (
 ON_RESUME = on_resume(
     *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
     *("assistant_only_loss", "edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
+    *("noise", "uniform_ratio"),
     free=("quiet",),
 )
 
@@ -87,6 +90,11 @@ def prepare(
         if not has_masks(model.config):
             sizes = model.config.canvas_length, vocabulary(model.config), args.self_conditioning
             return CanvasTrainer(args.causal_weight, data_collator=CanvasCollator(tokenizer, *sizes), **given)
+        if args.noise == "scdd":
+            model.config.uniform_ratio = args.uniform_ratio  # saved with it: the sampler scdd reads it
+            noise = MixedNoise(args.uniform_ratio)
+            collator = SCDDCollator(tokenizer, noise, vocabulary(model.config), packed=args.packing)
+            return SCDDTrainer(data_collator=collator, **given)
         how: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         if has_causal_context(model.config):
             how["causal"] = causal
@@ -110,6 +118,22 @@ def check_noise(args: SFTConfig, config: Any) -> None:
     for name in (name for name in idle if getattr(args, name) != getattr(SFTConfig, name)):
         noise = "has uniform noise, in canvases that EOS fills" if uniform else "hides tokens by masks"
         raise ValueError(f"--{name} {getattr(args, name)} would do nothing: {kind} {noise}")
+    if args.noise == "scdd":
+        check_scdd(args, config)
+
+
+def check_scdd(args: SFTConfig, config: Any) -> None:
+    """Raise ValueError if `--noise scdd` does not suit the model or another setting."""
+    kind, attention = config.model_type, attention_name(config)
+    if not has_masks(config) or attention != "full":
+        raise ValueError(
+            f"--noise scdd needs masks and full attention, and {kind} has "
+            f"{f'{attention} attention' if has_masks(config) else 'uniform noise alone'}: leave --noise out"
+        )
+    if args.edit_noise is not None:
+        raise ValueError(f"--edit_noise {args.edit_noise} is another noise than --noise scdd: use one of them")
+    if args.complementary_masks:
+        raise ValueError("--complementary_masks hides what a first draw left visible, and --noise scdd also replaces")
 
 
 def kept_step(folder: Path, keep_last: bool) -> list[str]:

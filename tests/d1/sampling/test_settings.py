@@ -34,7 +34,7 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
         *[({name: value}, "need a temperature above 0") for name, value in TRUNCATED.items()],
         ({"remasking": "margin"}, "remasking must be one of low_confidence, random, .*got 'margin'"),
         (PARALLEL | {"remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
-        ({"sampler": "fast"}, r"sampler must be one of exact, cached, parallel, cached\+parallel, got 'fast'"),
+        ({"sampler": "fast"}, r"sampler must be one of exact, cached, parallel, cached\+parallel, scdd, got 'fast'"),
         ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual, delayed"),
         (PARALLEL | {"reveal": "margin"}, "reveal must be one of threshold, factor, entropy"),
         ({"kv_cache": "dual"}, "kv_cache='dual' would be ignored by the sampler exact"),

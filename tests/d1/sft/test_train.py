@@ -94,7 +94,10 @@ def test_killed_run_repeats_an_uninterrupted_one(flags, tmp_path):
     assert_same_weights(killed / "job", whole / "job")
 
 
-@pytest.mark.parametrize(("family", "how"), [("causal", ["--packing", "--masked_weight", "0.5"]), ("canvas", [])])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("causal", ["--packing", "--masked_weight", "0.5"]), ("canvas", []), ("model", ["--noise", "scdd"])],
+)
 def test_a_killed_run_of_another_noise_or_attention_repeats_an_uninterrupted_one(request, tmp_path, family, how):
     rows, killed = tmp_path / "rows.jsonl", tmp_path / "killed"
     lines = [{"prompt": f"{i}+{i}", "completion": str(2 * i) * (1 + i % 5)} for i in range(12)]

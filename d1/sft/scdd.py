@@ -1,0 +1,174 @@
+"""SFT with masks and uniform ids in one bound (SCDD, openreview.net/forum?id=zQKlzKB6I9), which teaches corrections.
+
+The loss is that of NVIDIA's NeMo Automodel 0.7 (`SCDDLoss`, `SCDDStrategy`, `corrupt_mix`). Each row has one time t on
+a grid of 1/1000, and each of its answer tokens is hidden, replaced or kept with the masses of `d1/sampling/scdd.py`. A
+replacement is another id than the clean one, and no mask. With s = t - 1/1000, the K ids without the mask, the model's
+distribution p over these, w = rho_t / rho_s and
+
+    f(v) = log((1 - rho_s) / K + rho_s p(v))
+    q(v) = [(1 - rho_s) / K + rho_s 1(v = x)] [(1 - w) / K + w 1(v = z)] / [(1 - rho_t) / K + rho_t 1(z = x)]
+
+the loss of an answer token x that the model sees as z is
+
+    z hidden:   -1000 (gamma_s - gamma_t) / (1 - gamma_t) [(1 - rho_s) / K sum_v f(v) + rho_s f(x)]
+    z visible:  -1000 sum_v q(v) [f(v) - log((1 - rho_t) / K + rho_t p(z))]        kept tokens, too
+
+and that of an optimizer step is their sum over all answer tokens, divided by the number of these. With m = 0 it is the
+cross-entropy of the masks over t, the loss of plain SFT. The entropy of q is left out, as in Automodel, so the loss can
+be negative. The model has no input for t.
+
+Automodel computes the masses and the differences of logarithms in fp32, here they are fp64 and log1p: its loss of a
+visible token is rounded by some 1e-3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.masking import keyed_generator, noise_level
+from d1.models.head import body_and_head, map_chunks, run_inside
+from d1.runs.data import IGNORED
+from d1.sampling.scdd import TINY, MixedNoise
+from d1.sft.data import by_row, dLLMDataCollator, row_numbers
+from d1.sft.trainer import dLLMTrainer, positions_of, states_of
+
+TIMES = 1000  # steps of the bound
+REPLACEMENTS = 1  # the last part of a random generator's key
+
+
+def grid_steps(t: Tensor) -> Tensor:
+    """The point of the grid, 2 to 999 thousandths, for t in [0, 1]. At 1000 nothing would be visible."""
+    steps = (noise_level(t.double()) * TIMES).floor().long() + 1
+    return steps.clamp(max=TIMES - 1)
+
+
+def grid_time(t: Tensor) -> Tensor:
+    """The time of the grid for t in [0, 1], in fp64."""
+    return grid_steps(t).double() / TIMES
+
+
+def scdd_losses(
+    logits: Tensor, clean: Tensor, noised: Tensor, t: Tensor, noise: MixedNoise, mask_token_id: int
+) -> Tensor:
+    """The loss in nats of each answer token, by the formula above: (n,), in the data type of `logits`.
+
+    Args:
+        logits: (n, vocab), fp32 or fp64.
+        clean: (n,) ids x, none of them the mask.
+        noised: (n,) ids z, what the model sees.
+        t: (n,) times of the grid, fp64.
+    """
+    vocabulary, kind = logits.shape[-1], logits.dtype
+    ids = vocabulary - 1  # K
+    s = t - 1 / TIMES
+    rho_t, rho_s = noise.rho(t), noise.rho(s)
+    base_t, base_s = (1 - rho_t) / ids, (1 - rho_s) / ids
+    keep = rho_t / rho_s
+    jump = (1 - keep) / ids
+    revealed = 1 - noise.stays_hidden(t, s)
+
+    # f at every id, the clean one and the visible one. At the mask, which p excludes, f is log base_s.
+    logps = logits.index_fill(-1, noised.new_tensor([mask_token_id]), -torch.inf).log_softmax(-1)
+    log_base = base_s.clamp(min=TINY).log().to(kind)
+    terms = torch.logaddexp(log_base.unsqueeze(-1), rho_s.log().to(kind).unsqueeze(-1) + logps)
+    total = terms.sum(-1) - log_base
+    at_clean = terms.gather(-1, clean.unsqueeze(-1)).squeeze(-1)
+    at_noised = terms.gather(-1, noised.unsqueeze(-1)).squeeze(-1)
+
+    hidden = noised == mask_token_id
+    of_hidden = -revealed.to(kind) * (base_s.to(kind) * total + rho_s.to(kind) * at_clean)
+
+    # The logarithm of the denominator of q under p, and f(z) minus it. The two are almost equal, so where they are, the
+    # difference is a log1p: (1 - rho_s) / K - (1 - rho_t) / K = (rho_t - rho_s) / K.
+    logp = logps.gather(-1, noised.unsqueeze(-1)).squeeze(-1).masked_fill(hidden, 0.0)
+    p, before = logp.exp(), base_t.to(kind) + rho_t.to(kind) * logp.exp()
+    log_before = torch.logaddexp(base_t.clamp(min=TINY).log().to(kind), rho_t.log().to(kind) + logp)
+    change = (rho_s - rho_t).to(kind) * (p - 1 / ids) / before.clamp(min=TINY)
+    at_noised = torch.where(change.abs() < 0.5, change.clamp(-0.5, 0.5).log1p(), at_noised - log_before)
+
+    kept = (noised == clean).double()
+    q_total = ((base_s * jump), (rho_s * jump), keep * (base_s + rho_s * kept))
+    of_all, of_clean, of_noised = ((mass / (base_t + rho_t * kept).clamp(min=TINY)).to(kind) for mass in q_total)
+    of_visible = -(of_all * (total - ids * log_before) + of_clean * (at_clean - log_before) + of_noised * at_noised)
+    return TIMES * torch.where(hidden, of_hidden, of_visible)
+
+
+class SCDDCollator(dLLMDataCollator):
+    """`dLLMDataCollator` whose visible answer tokens are uniform ids in part.
+
+    `t` is a time of the grid, and `steps`, (rows,) whole numbers, are the same in thousandths: DeepSpeed rounds what is
+    no whole number.
+
+    The masks are drawn by the same random numbers as those of plain SFT. Evaluation rows have the same noise.
+
+    Args:
+        vocabulary: number of ids of the model, with the mask.
+    """
+
+    def __init__(self, tokenizer: Any, noise: MixedNoise, vocabulary: int, **options: Any) -> None:
+        super().__init__(tokenizer, **options)
+        self.noise, self.vocabulary = noise, vocabulary
+
+    def schedule(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """At times t, before the grid: the probability that an answer token is hidden; and 1 / grid time, its weight
+        where there are no uniform ids."""
+        t = grid_time(t)
+        return self.noise.mask_mass(t), 1 / t
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        batch = super().__call__(features)
+        batch["steps"] = grid_steps(batch["t"])
+        batch["t"] = batch["steps"].double() / TIMES
+        rows = zip(features, by_row(batch, "input_ids"), by_row(batch, "labels"), batch["t"], strict=True)
+        for row, noised, labels, t in rows:
+            self.replace_visible(noised, labels, t, keyed_generator(*row["key"], REPLACEMENTS))
+        return batch
+
+    def replace_visible(self, noised: Tensor, labels: Tensor, t: Tensor, generator: Generator) -> None:
+        """Replace answer tokens of `noised` (tokens,), a row with its masks, in place. A uniform id is the clean one
+        with probability 1 / K; the others are drawn."""
+        answer = labels != IGNORED
+        ids, mask = self.vocabulary - 1, self.mask_token_id
+        visible_mass = 1 - self.noise.mask_mass(t)
+        probability = float(self.noise.uniform_mass(t) * (ids - 1) / ids / visible_mass)
+        numbers = torch.rand(int(answer.sum()), generator=generator)
+        drawn = torch.randint(self.vocabulary - 2, (len(numbers),), generator=generator)
+        clean = labels[answer].long()
+        drawn = drawn + (drawn >= clean.clamp(max=mask)).long()
+        drawn = drawn + (drawn >= clean.clamp(min=mask)).long()
+        replaced = (numbers < probability) & (noised[answer] != mask)
+        noised[answer] = torch.where(replaced, drawn.to(noised.dtype), noised[answer])
+
+
+class SCDDTrainer(dLLMTrainer):
+    """`dLLMTrainer` for batches of `SCDDCollator`."""
+
+    def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
+        """(rows,) sums of `scdd_losses` over each row's answer; `masked_scale` is for models with a causal context."""
+        collator: Any = self.data_collator
+        labels, mask = inputs["labels"], collator.mask_token_id
+        scored = ((labels != IGNORED) & (labels != mask)).cpu()  # a mask token in the text has nothing to predict
+        weight = float(scored.any())
+        if not weight:  # score one token with weight 0, because every process has to call the head
+            scored[0, 0] = True
+        at = positions_of(scored, labels.device)
+        rows = row_numbers(inputs)[at]
+        clean = labels[at].clamp(min=0)
+
+        def losses_of(inner: Any) -> Tensor:
+            head = body_and_head(inner)[1]
+
+            def losses_of_chunk(states: Tensor, clean: Tensor, noised: Tensor, t: Tensor) -> Tensor:
+                logits = head(states)
+                logits = logits if logits.dtype == torch.float64 else logits.float()
+                return scdd_losses(logits, clean, noised, t, collator.noise, mask)
+
+            states = states_of(inner, inputs, scored, at)
+            columns = states, clean, inputs["input_ids"][at], (inputs["steps"].double() / TIMES)[rows]
+            return torch.cat(map_chunks(inner, losses_of_chunk, *columns, tensors_per_logit=4))
+
+        losses = run_inside(model, losses_of)
+        return losses.new_zeros(len(inputs["t"])).index_add(0, rows, losses * weight)
