@@ -2,7 +2,7 @@
 # diffu-GRPO with d1's settings on the GPUs of this machine:
 #   CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 bash run.sh
 #   DATASET=countdown NUM_ITER=8 MODEL_PATH=../SFT/runs/llada-s1/merged bash run.sh --learning_rate 1e-6
-# Another method, from d1/rl/methods.py or a file of yours, with its own mu, learning rate and completions per prompt:
+# Another method, from d1/rl/methods/ or a file of yours, with its own mu, learning rate and completions per prompt:
 #   METHOD=espo DATASET=sudoku bash run.sh
 # The pocket model, on any machine:
 #   CONFIG=pocket.yaml bash run.sh

@@ -7,6 +7,7 @@ import sys
 
 from d1.rl.methods import METHODS, Method
 from d1.runs.tables import aligned_table
+from d1.show.tables import markdown_table
 
 COLUMNS = {  # header -> the setting
     "estimator": "estimator",
@@ -22,9 +23,13 @@ COLUMNS = {  # header -> the setting
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(METHODS)
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"one of {known}, or the path of your own .py file")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/methods.md")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.markdown:
+        sys.stdout.write(page_table())
+        return
     sys.stdout.write(one_method(args.name) if args.name else all_methods())
 
 
@@ -39,6 +44,19 @@ def all_methods() -> str:
             shown["advantage"] = {"none": "r - mean", "group": "(r - mean) / std"}[shown["scale_rewards"]]
         rows.append([name, *(str(shown[setting]) for setting in COLUMNS.values()), trained_by(method), method.paper])
     return aligned_table(["method", *COLUMNS, "trained by its authors", "paper"], rows)
+
+
+def page_table() -> str:
+    """The table of docs/methods.md, in Markdown: the methods with a release."""
+    head = ["method", "paper", "log-probabilities from; loss; KL", "release", "trained by its authors"]
+    rows = []
+    for name, method in METHODS.items():
+        if method.page is None:
+            continue
+        page = method.page
+        cells = [page.paper, page.scores, page.release, trained_by(method), page.largest_difference, page.differs]
+        rows.append([f"`{name}`", *cells])
+    return markdown_table([*head, "largest difference", "differs on purpose"], rows)
 
 
 def trained_by(method: Method) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.ranges import nearest
 from d1.rl.batch import SCORED
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
-from d1.rl.methods import METHODS, Method
+from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, parts_of_papers
 from d1.runs.record import OnResume, whole
 from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, refuse_scdd
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
-from d1.scoring.estimators import called
+from d1.scoring.entry import called
 from d1.scoring.replay import DRAW_STEPS
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,28 @@ Settings = Any  # a `DiffuGRPOConfig`, whose module imports this one
 
 # --- Methods by name or file ------------------------------------------------------------------------------------------
 
-# A user's own file may define entries of these tables besides `METHOD`.
+# A method's file, a published one or a user's own, may define entries of these tables besides `METHOD`.
 TABLES: dict[str, dict[str, Any]] = {
     "ESTIMATORS": ESTIMATORS,
     "OBJECTIVES": OBJECTIVES,
     "PENALTIES": PENALTIES,
     "ADVANTAGES": ADVANTAGES,
 }
+TABLE_OF = {"estimator": "ESTIMATORS", "objective": "OBJECTIVES", "kl": "PENALTIES", "advantage": "ADVANTAGES"}
+for each in TABLES:
+    TABLES[each].update(parts_of_papers(each))
+PAPERS = {kind: papers_of_parts(table) for kind, table in TABLE_OF.items()}  # a part of one paper -> its method
+
+
+def may_combine(chosen: dict[str, str]) -> bool:
+    """Whether two chosen parts {kind: name} are not of two papers, or are shown together somewhere (`SHOWN_PAIRS`)."""
+    papers = {PAPERS[kind][name] for kind, name in chosen.items() if name in PAPERS[kind]}
+    return len(papers) < 2 or frozenset(chosen.values()) in pairs_of_papers()
+
+
+def shared_parts(kind: str) -> str:
+    """The names of the entries that belong to no single paper."""
+    return ", ".join(name for name in TABLES[TABLE_OF[kind]] if name not in PAPERS[kind])
 
 
 def find_method(name: str) -> Method:
@@ -73,6 +89,8 @@ def find_method(name: str) -> Method:
             module = module_in(path, f"d1_user_method_{path.stem}")
         own = {table: getattr(module, table, {}) for table in TABLES}
         for table, values in {**own, "METHOD": getattr(module, "METHOD", None)}.items():
+            if table == "METHOD" and isinstance(values, Method):  # as the published methods' files have it
+                continue
             if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
                 raise ValueError(f"{table} must be a dictionary with names as keys, {table} = {{...}}, got {values!r}")
         for table in TABLES:
@@ -82,7 +100,7 @@ def find_method(name: str) -> Method:
         raise ValueError(f"method file {path}: {kind}{error}") from error
     for table, entries in TABLES.items():
         entries.update(own[table])
-    return Method(str(path), module.METHOD)
+    return module.METHOD if isinstance(module.METHOD, Method) else Method(str(path), module.METHOD)
 
 
 def check_table(table: str, own: dict[str, Any]) -> None:
@@ -350,10 +368,15 @@ def about_estimator(s: Settings) -> Iterator[str]:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, views = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
-        able = names(OBJECTIVES, lambda entry: entry.linear and (entry.per_view or not entry.reads_old))
+        able = [
+            name
+            for name, entry in OBJECTIVES.items()
+            if entry.linear and (entry.per_view or not entry.reads_old)
+            if may_combine({"estimator": s.estimator, "objective": name})
+        ]
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
-            f"{s.estimator} needs --objective {able}"
+            f"{s.estimator} needs --objective {', '.join(able)}"
         )
     if estimator.linear != objective.linear:
         bounds = [names(table, lambda entry: not entry.linear) for table in (ESTIMATORS, OBJECTIVES)]
@@ -362,8 +385,15 @@ def about_estimator(s: Settings) -> Iterator[str]:
             f"give no log-probabilities, and go with objectives of bounds alone ({bounds[1]})"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
-        able = names(ESTIMATORS, lambda entry: entry.views_per_draw(views))
-        yield f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator {able}"
+        able = [
+            name
+            for name, entry in ESTIMATORS.items()
+            if entry.views_per_draw(views) and may_combine({"estimator": name, "objective": s.objective})
+        ]
+        yield (
+            f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator "
+            f"{', '.join(able)}"
+        )
 
 
 def about_updates(s: Settings) -> Iterator[str]:
@@ -437,6 +467,20 @@ def about_advantages(s: Settings) -> Iterator[str]:
         yield from (f"{why}, and refills {s.refills} replaces prompts: set --refills 0" for why in wrong if wrong[why])
 
 
+def about_papers(s: Settings) -> Iterator[str]:
+    """Parts of two papers, which combine only where a published method, a study or a test has them together."""
+    chosen = {"estimator": s.estimator, "objective": s.objective, "advantage": s.advantage}
+    if adds_kl(s):
+        chosen["kl"] = s.kl
+    for first, second in combinations(chosen, 2):
+        parts = {first: chosen[first], second: chosen[second]}
+        if may_combine(parts):
+            continue
+        belong = " and ".join(f"--{kind} {name} belongs to {PAPERS[kind][name]}" for kind, name in parts.items())
+        able = "; ".join(f"--{kind} {shared_parts(kind)}" for kind in parts)
+        yield f"{belong}, and no study or test has both: replace one of them by a part of no single paper ({able})"
+
+
 def about_replay(s: Settings) -> Iterator[str]:
     """An estimator that scores tokens in the sampler's own states; and a sampler that replaces revealed tokens."""
     estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
@@ -504,7 +548,7 @@ def against_turns(s: Settings) -> Iterator[str]:
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
     *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_advantages),
-    *(about_replay, about_turns),
+    *(about_replay, about_turns, about_papers),
 ]
 
 

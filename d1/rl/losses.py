@@ -1,10 +1,12 @@
 """The losses of RL: pure functions in literal tables of objectives, KL penalties and advantages.
 
 From top to bottom: the inputs of a loss; means; entries of the tables, which say what a function reads and needs;
-objectives, KL penalties and advantages. A new one is a function and an entry, here or in a file of yours.
+objectives, KL penalties and advantages that several methods use. What one paper alone uses is in its method's file
+(`d1/rl/methods/`), and joins these tables in `d1/rl/checks.py`. A new one is a function and an entry, in a method's
+file.
 
 Shapes end a tensor's name where it has several dimensions: R rows, V views, T tokens of the canvas, D draws. The name
-`logps_RVT` is (rows, views, tokens).
+`logps_RVT` is (rows, views, tokens). This module imports no torch, so that the methods' files need none either.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+from d1.scoring.entry import called, described
 
-from d1.scoring.estimators import called, described
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Loss = tuple[Tensor, dict[str, float]]  # of one micro-batch, a scalar; and metrics to log, of this process's rows
 
 # --- Inputs -----------------------------------------------------------------------------------------------------------
 
@@ -181,8 +185,6 @@ def averaged(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
 # line. The checks of combinations, the scoring and the plan of a run read the entries, so users' entries are treated
 # like the others.
 
-Loss = tuple[Tensor, dict[str, float]]  # of one micro-batch, a scalar; and metrics to log, of this process's rows
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -273,6 +275,8 @@ class Advantage:
 
     def __call__(self, groups: Tensor) -> Tensor:
         """The advantages. Raises ValueError if the function returned something else."""
+        from torch import Tensor
+
         assert self.of is not None
         returned = self.of(groups)
         if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
@@ -283,6 +287,8 @@ class Advantage:
 
 def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
     """Raises ValueError unless a function returned a scalar, with a gradient if the policy's log-probs have one."""
+    from torch import Tensor
+
     if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad >= inputs.view_logps.requires_grad:
         return value
     raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")
@@ -308,7 +314,7 @@ def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Ten
     low = 1 - settings.epsilon
     high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
     delta = math.inf if settings.delta is None else settings.delta
-    gains = torch.min(ratios.clamp(max=delta) * advantages, ratios.clamp(low, high) * advantages)
+    gains = (ratios.clamp(max=delta) * advantages).minimum(ratios.clamp(low, high) * advantages)
     up = (ratios > min(high, delta)) & (advantages > 0)
     return gains, up | (((ratios < low) | (ratios > max(high, delta))) & (advantages < 0))
 
@@ -330,31 +336,6 @@ def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
     return loss, share(clipped_RVT, inputs.scored)
 
 
-def clipped_steps(inputs: LossInputs, settings: Any) -> Loss:
-    """PPO's loss with one ratio per view, that of the product of its tokens' probabilities; divided by the number of
-    these tokens and averaged over all views (EGSPO, arXiv 2603.12554)."""
-    scored_RVT = inputs.scored
-    # log r of a view = sum over its tokens of log p - log p_old
-    log_ratios_RV = ((inputs.view_logps - known(inputs.view_old)) * scored_RVT).sum(-1)
-    advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
-    gains_RV, clipped_RV = clip(log_ratios_RV.exp(), advantages_RV, settings)
-    per_token_RV = gains_RV * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
-    return -per_token_RV.sum() / inputs.scoring_views, share(clipped_RV, scored_RVT.any(-1))
-
-
-def clipped_sequences(inputs: LossInputs, settings: Any) -> Loss:
-    """PPO's loss with one ratio per completion, exp(bound - old bound), not divided by the length (EBPO, of
-    LLaDA2.1)."""
-    log_ratios = ((inputs.logps - inputs.old) * inputs.mask).sum(-1)
-    positive = inputs.advantages >= 0
-    # Clip logarithms, so that a clipped ratio cannot overflow.
-    high = math.log1p(settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
-    low = math.log1p(-settings.epsilon) if settings.epsilon < 1 else -math.inf
-    held = torch.where(positive, log_ratios.clamp(max=high), log_ratios.clamp(min=low))
-    clipped, taking_part = (held != log_ratios) & (inputs.advantages != 0), inputs.mask.bool().any(-1)
-    return -(inputs.advantages * held.exp() * taking_part).mean(), share(clipped, taking_part)
-
-
 def draws_log_ratios(inputs: LossInputs) -> Tensor:
     """(rows, draws) log-ratio of each draw's bound to the old policy's, divided by the completion's length."""
     difference_RVT = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
@@ -363,105 +344,12 @@ def draws_log_ratios(inputs: LossInputs) -> Tensor:
     return per_draw_RD.shape[1] * per_draw_RD / inputs.lengths.unsqueeze(1)
 
 
-def bgpo(inputs: LossInputs, settings: Any) -> Loss:
-    """BGPO's loss, the mean over draws (arXiv 2510.11683, section 3). d is a draw's log-ratio of bounds per token.
-
-    The ratio exp(d) is replaced by its lower bound 1 + d if A > 0, and kept if A <= 0.
-    """
-    d_RD, advantages = draws_log_ratios(inputs), inputs.advantages.unsqueeze(1)
-    gains_RD, clipped_RD = clip(torch.where(advantages > 0, 1 + d_RD, d_RD.exp()), advantages, settings)
-    taking_part_RD = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped_RD)
-    return -(gains_RD * taking_part_RD).mean(), share(clipped_RD, taking_part_RD)
-
-
-def gdsd(inputs: LossInputs, settings: Any) -> Loss:
-    """(clamp(log r) / L - 10 A)^2 for the log-ratio of each draw, summed over draws (GDSD, arXiv 2605.29398).
-
-    As in the published code, the log-ratio of the whole completion is clamped at log(1 +- epsilon), and the target lies
-    far outside. So the gradient is that of -20 A log p / L inside the clamp, up to a millionth, and 0 outside.
-    """
-    log_ratios_RD = draws_log_ratios(inputs) * inputs.lengths.unsqueeze(1)
-    held_RD = log_ratios_RD.clamp(math.log1p(-settings.epsilon), math.log1p(settings.epsilon))
-    taking_part_RD = inputs.mask.bool().any(1, keepdim=True).expand_as(held_RD)
-    distance_RD = held_RD / inputs.lengths.unsqueeze(1) - 10 * inputs.advantages.unsqueeze(1)
-    return (distance_RD**2 * taking_part_RD).sum(1).mean(), share(held_RD != log_ratios_RD, taking_part_RD)
-
-
-def likely(inputs: LossInputs) -> Tensor:
-    """(rows, views, tokens) bool: the scored tokens that the view's step revealed, and those to which the current
-    policy gives a probability of at least 0.6 (RLDF)."""
-    if inputs.reveal_steps is None:
-        raise ValueError("reveal_steps is missing: a view reveals the tokens of its first step")
-    scored_RVT = inputs.scored
-    steps_RVT = inputs.reveal_steps.unsqueeze(1).expand_as(scored_RVT)
-    first = steps_RVT.masked_fill(~scored_RVT, torch.iinfo(steps_RVT.dtype).max).amin(-1, keepdim=True)
-    return scored_RVT & ((steps_RVT == first) | (inputs.view_logps.detach() >= math.log(0.6)))
-
-
-def mean_of_states(values_RVT: Tensor, counts_RVT: Tensor) -> Tensor:
-    """The mean of values where `counts_RVT` is true: first per view, over the tokens of all rows of the micro-batch,
-    then over the views."""
-    return ((values_RVT * counts_RVT).sum((0, 2)) / counts_RVT.sum((0, 2)).clamp(min=1)).mean()
-
-
-def rldf(inputs: LossInputs, settings: Any) -> Loss:
-    """-A log p of the `likely` tokens in a few states of the rollout; the mean per state, then over states (RLDF)."""
-    counts_RVT = likely(inputs)
-    loss = mean_of_states(-inputs.advantages[:, None, None] * inputs.view_logps, counts_RVT)
-    return loss, {"likely": (counts_RVT.sum() / inputs.scored.sum().clamp(min=1)).item()}
-
-
-def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tensor]:
-    """SPG's two estimates of the log-probability per token, (rows,) each (arXiv 2510.09541, section 3).
-
-    The first is the weighted sum over views. The second, with beta = `eubo_beta` and t_v the share of a row's
-    tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
-
-    With masks of a single block, the mean of the first over draws is a lower bound. The second is an upper bound only
-    for beta >= the completion's length and many draws. With several blocks neither is a bound.
-    """
-    hidden_RVT = inputs.weights != 0
-    shares_RV = hidden_RVT.sum(-1) / inputs.lengths.unsqueeze(1)  # t_v
-    # log(p^beta / t_v); 1e-12 only where a view hides nothing, which is left out below
-    powers_RVT = eubo_beta * inputs.view_logps - shares_RV.clamp(min=1e-12).log().unsqueeze(-1)
-    met_RT = hidden_RVT.any(1)
-    # A token that no view hides gets zeros: the logsumexp of -inf alone has a gradient of NaN.
-    joined_RVT = torch.where(hidden_RVT, powers_RVT, -torch.inf).masked_fill(~met_RT.unsqueeze(1), 0.0)
-    joined_RT = (joined_RVT.logsumexp(1) - math.log(hidden_RVT.shape[1])) / eubo_beta
-    upper = joined_RT.masked_fill(~met_RT, 0.0).sum(-1) / met_RT.sum(-1).clamp(min=1)
-    return inputs.logps.sum(-1), upper
-
-
-def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
-    """(rows,) SPG's bound: the lower one if A > 0, else a mixture with share `settings.eubo_share` of the upper one."""
-    lower, upper = evidence_bounds(inputs, settings.eubo_beta)
-    mixed = settings.eubo_share * upper + (1 - settings.eubo_share) * lower
-    return torch.where(inputs.advantages > 0, lower, mixed)
-
-
-def spg(inputs: LossInputs, settings: Any) -> Loss:
-    """-A x bound, each row weighted by its length (SPG, arXiv 2510.09541, section 3)."""
-    per_row = -inputs.advantages * sandwiched(inputs, settings) * inputs.lengths
-    return averaged(per_row.unsqueeze(1), inputs, settings), {}
-
-
 def sequence_log_ratios(inputs: LossInputs) -> Tensor:
     """(rows,) the estimator's log-ratio of a completion's new to old probability; without gradients."""
     return ((inputs.logps - inputs.old) * inputs.mask).sum(-1).detach()
 
 
-def stable_drl(inputs: LossInputs, settings: Any) -> Loss:
-    """-sum of w A x SPG's bound over a prompt's completions, where w is the softmax of their capped log-ratios;
-    averaged over prompts (StableDRL, arXiv 2603.06743)."""
-    most = math.log(settings.ratio_cap)
-    own = sequence_log_ratios(inputs).clamp(max=most)
-    group = torch.zeros_like(own).unsqueeze(1) if inputs.log_ratios is None else inputs.log_ratios.clamp(max=most)
-    weights = (own - group.logsumexp(1)).exp() * group.shape[1]  # 1 on average, because the loss is a mean over rows
-    loss = -(weights * inputs.advantages * sandwiched(inputs, settings)).mean()
-    return loss, {"weight_max": weights.max().item()}
-
-
-CLIP, BOUND = ("epsilon", "epsilon_high", "delta"), ("eubo_beta", "eubo_share")
+CLIP = ("epsilon", "epsilon_high", "delta")
 # TRL's types whose mean is over rows, and those that weigh a whole row
 TRLS_OVER_ROWS, TRLS_PER_ROW = ("grpo", "dr_grpo", "sapo", "luspo"), ("luspo", "vespo")
 TRLS_MEANS, ROW_MEANS = ("grpo", "bnpo", "dr_grpo", "dapo"), ("sum", "grpo", "bnpo", "dapo", "active")
@@ -481,29 +369,6 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "clipped_views": Objective(
         clipped_views, per_view=True, by_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap"), idle=CLIP
-    ),
-    "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=(*CLIP, "state_reward"), idle=CLIP),
-    "clipped_sequences": Objective(clipped_sequences, per_row=True, settings=CLIP[:2], idle=CLIP[:2]),
-    "bgpo": Objective(bgpo, per_view=True, per_draw=True, per_row=True, settings=CLIP, idle=CLIP),
-    "gdsd": Objective(gdsd, per_view=True, per_draw=True, per_row=True, settings=("epsilon",), idle=("epsilon",)),
-    "rldf": Objective(rldf, reads_old=False, per_view=True, by_view=True, reads_steps=True, settings=()),
-    "spg": Objective(
-        spg,
-        reads_old=False,
-        per_view=True,
-        per_row=True,
-        linear=False,
-        loss_types=ROW_MEANS,
-        settings=("loss_type", *BOUND),
-    ),
-    "stable_drl": Objective(
-        stable_drl,
-        over_group=True,
-        per_view=True,
-        per_row=True,
-        linear=False,
-        settings=(*BOUND, "ratio_cap"),
-        idle=("ratio_cap",),
     ),
 }
 
@@ -525,46 +390,8 @@ def k3(inputs: LossInputs, settings: Any) -> Tensor:
     return averaged((inputs.weights * per_token_RVT * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
 
 
-def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
-    """k3 to the policy that sampled: summed over a view's tokens, averaged over views (TraceRL, arXiv 2509.06949)."""
-    per_token_RVT = k3_of(known(inputs.view_old) - inputs.view_logps)
-    return (per_token_RVT * inputs.scored).sum() / inputs.scoring_views
-
-
-def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:
-    """k3 of the product of a view's probabilities, divided by its number of tokens; averaged over views (EGSPO)."""
-    scored_RVT = inputs.scored
-    log_d_RV = ((known(inputs.view_reference) - inputs.view_logps) * scored_RVT).sum(-1)
-    per_token_RV = k3_of(log_d_RV) * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
-    return per_token_RV.sum() / inputs.scoring_views
-
-
-def k3_likely(inputs: LossInputs, settings: Any) -> Tensor:
-    """k3 of each `likely` token, averaged like the objective `rldf` (RLDF)."""
-    return mean_of_states(k3_of(known(inputs.view_reference) - inputs.view_logps), likely(inputs))
-
-
-def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
-    """k2 of a completion's whole log-probability, divided by its length (ESPO, arXiv 2512.03759)."""
-    log_d = ((known(inputs.reference) - inputs.logps) * inputs.mask).sum(-1)
-    return (log_d**2 / 2 / inputs.lengths).mean()
-
-
-def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
-    """k2 of each draw's whole log-probability, divided by the completion's length; averaged over draws (GDSD)."""
-    difference_RVT = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
-    log_d_RD = inputs.by_draw(difference_RVT)
-    log_d_RD = log_d_RD.shape[1] * log_d_RD  # as in `draws_log_ratios`
-    return (log_d_RD**2 / 2 / inputs.lengths.unsqueeze(1)).mean()
-
-
 PENALTIES: dict[str, Penalty] = {
     "k3": Penalty(k3, settings=("loss_type",), by_view=True),
-    "k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True),
-    "k3_steps": Penalty(k3_steps, settings=(), by_view=True),
-    "k3_likely": Penalty(k3_likely, settings=(), by_view=True, reads_steps=True),
-    "k2_sequence": Penalty(k2_sequence, settings=(), per_row=True),
-    "k2_draws": Penalty(k2_draws, settings=(), per_row=True),
 }
 
 
@@ -580,26 +407,13 @@ def leave_one_out(advantages: Tensor) -> Tensor:
     return advantages * generations / (generations - 1)  # r_i - mean of the others = n / (n - 1) (r_i - m)
 
 
-def signed_softmax(advantages: Tensor) -> Tensor:
-    """softmax(A) - softmax(-A) over the group (wd1, arXiv 2507.08838, section 3), times the group's size: wd1 sums over
-    a group and averages over groups, and the loss here is a mean over rows."""
-    return (advantages.softmax(1) - (-advantages).softmax(1)) * advantages.shape[1]
-
-
 def standardised(advantages: Tensor) -> Tensor:
     """Advantages divided by the group's standard deviation (divisor n, no epsilon); 0 where the deviation is 0."""
     return (advantages / advantages.std(1, correction=0, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
 
 
-def floored(advantages: Tensor) -> Tensor:
-    """Advantages divided by the group's standard deviation, or by 0.01 if that is larger (RLDF)."""
-    return advantages / advantages.std(1, keepdim=True).clamp(min=0.01)
-
-
 ADVANTAGES: dict[str, Advantage] = {
     "trl": Advantage(None, centred=False),
     "leave_one_out": Advantage(leave_one_out),
-    "signed_softmax": Advantage(signed_softmax),
     "standardised": Advantage(standardised),
-    "floored": Advantage(floored),
 }

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from d1.lazy import lazily
 
 if TYPE_CHECKING:
+    from d1.scoring.entry import Estimator as Estimator
     from d1.scoring.estimators import ESTIMATORS as ESTIMATORS
-    from d1.scoring.estimators import Estimator as Estimator
     from d1.scoring.masks import mean_field_logps as mean_field_logps
     from d1.scoring.rollouts import Randomness as Randomness
     from d1.scoring.rollouts import SampledRows as SampledRows
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from d1.scoring.views import views_of_canvas as views_of_canvas
 
 HOMES = {
-    **dict.fromkeys(("ESTIMATORS", "Estimator"), "estimators"),
+    "ESTIMATORS": "estimators",
+    "Estimator": "entry",
     **dict.fromkeys(("Randomness", "SampledRows", "ViewSettings"), "rollouts"),
     **dict.fromkeys(("Scores", "Views", "score", "views_of_canvas"), "views"),
     "mean_field_logps": "masks",

@@ -1,18 +1,13 @@
 """Monte Carlo estimates of the any-order evidence lower bound of log p, with random masks.
 
 For a completion of L tokens, the bound is the sum over x = 1..L of E[sum of the hidden tokens' log-probs] / x, where
-the expectation is over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). The first
-three estimators are unbiased for it; they differ in how a draw chooses the hidden tokens:
+the expectation is over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). The
+estimators are unbiased for it; they differ in how a draw chooses the hidden tokens:
 
 - `elbo`: a uniform time t, then each token is hidden with probability t; weight 1 / t (LLaDA's training loss);
 - `espo`: a count x, uniform on 0..L, then a random set of x tokens; weight (L + 1) / x (ESPO, arXiv 2512.03759);
 - `counts`: a count x, uniform on 1..L, then a random set of x tokens; weight L / x (BGPO, arXiv 2510.11683). In a
-  block-causal model, the bound is the sum of the bounds of its blocks, and each block has its own count (EBPO);
-- `gauss`: Gauss-Legendre quadrature of the integral over the share t of hidden tokens, at three t; each has max(1,
-  floor(t L)) hidden tokens and the weight w / t (GDPO, arXiv 2510.08554). Biased for short completions, where t L is
-  far from a whole number: the weights of a token sum to 1.10 on average at L = 5 and to .96 at L = 20;
-- `complements`: a random mask of x tokens and its complement, each token with weight 1/2: half the sum of the
-  log-probabilities, each token scored in the one view that hides it. This is not a bound (GDSD).
+  block-causal model, the bound is the sum of the bounds of its blocks, and each block has its own count (EBPO).
 
 `antithetic` adds to each draw its opposite, which hides the other tokens; `stratified` spreads times or counts evenly
 over the draws of a row and over all rows of the rollout.
@@ -20,7 +15,6 @@ over the draws of a row and over all rows of the rollout.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +23,6 @@ from d1.scoring.views import Views, views_of_canvas
 
 # Shapes: times and counts (rows, draws); numbers and ranks of tokens, and what a draw hides, (rows, draws, canvas);
 # prompt noise (rows, views or 1, prompt). A draw gives one view or, if antithetic, two.
-
-NODES, PARTS = (torch.tensor(values / 2, dtype=torch.float64) for values in np.polynomial.legendre.leggauss(3))
-NODES = NODES + 0.5  # from [-1, 1] to [0, 1]
 
 
 def weighed(
@@ -98,14 +89,6 @@ def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)
 
 
-def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    counts = uniform_counts(sampled, random, settings)
-    hidden = ranks_of_tokens(sampled, random, settings.draws) < counts.unsqueeze(-1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
-    weights = torch.full_like(counts, 1 / settings.draws, dtype=torch.float)
-    return weighed(noise, hidden, sampled.scored, weights, weights, antithetic=True)
-
-
 def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block.
     If stratified, it is shifted from block to block: evenly over all draws and scored blocks of a row."""
@@ -120,13 +103,3 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
     weights = lengths.unsqueeze(1) / (settings.draws * counts.clamp(min=1))
     return views_of_canvas(noise, ranks < counts, scored, weights)
-
-
-def draw_gauss(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    scored, device = sampled.scored, sampled.scored.device
-    times = NODES.to(device)
-    counts = (times * scored.sum(-1, keepdim=True)).long().clamp(min=1)
-    hidden = ranks_of_tokens(sampled, random, len(times)) < counts.unsqueeze(-1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, len(times))
-    weights = (PARTS.to(device) / times).float().expand(len(scored), -1).unsqueeze(-1)
-    return views_of_canvas(noise, hidden, scored, weights)

@@ -10,10 +10,6 @@ in the state at its beginning. With `num_views`, only that many segments are cho
   2510.04019).
 - `top` takes the segments whose tokens have the highest mean entropy, with weight 1. Biased by design (EGSPO).
 
-Two estimators are variants of it. `segments` cuts the steps of the whole canvas into `segments` parts and hides prompt
-tokens at random, so its states are not the sampler's own (d2, arXiv 2509.21474). `states` draws `num_views` steps,
-prefers those whose revealed tokens were unlikely, and scores all tokens hidden there (RLDF, arXiv 2605.25638).
-
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
 Of a rollout with edits, a segment also scores the tokens that it wrote over others, and a view shows the drafts that
@@ -29,10 +25,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, ranks_in_blocks, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, within_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy", "top")
@@ -178,83 +173,3 @@ def every_segment(last: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def clean_prompt(sampled: SampledRows) -> Tensor:
     """(rows, 1, prompt) bool: no token of the prompt is hidden."""
     return torch.zeros_like(sampled.maskable).unsqueeze(1)
-
-
-def number_of_segments(settings: ViewSettings) -> int:
-    return min(settings.segments or settings.steps, settings.steps)
-
-
-def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """Cut all the steps that a canvas can take into equal segments, the same for every row. All segments hide the same
-    tokens of the prompt."""
-    written = Written.of(sampled)
-    if sampled.blocks is not None:  # each block has its share of the steps
-        settings = replace(settings, steps=-(-settings.steps * settings.block_length // settings.gen_length))
-    count = number_of_segments(settings)
-    chosen = torch.arange(count, device=written.steps.device).expand(len(written.steps), -1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
-    ones = torch.ones_like(chosen, dtype=torch.float)
-    return replay_views(noise, written.merged(written.steps * count // settings.steps), chosen, ones)
-
-
-def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """Draw steps with probabilities proportional to the exponential of the mean surprisal of what they revealed:
-    without replacement, then, if a row has fewer steps, more of them with replacement.
-
-    Tokens that do not count are hidden only in the row's first step: its later states show them, also those that the
-    sampler had not revealed yet (as released).
-    """
-    scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
-    sums, counts = per_segment(steps, scored, -sampled.logps)
-    surprisals = (sums / counts.clamp(min=1)).masked_fill(counts == 0, -torch.inf)
-    surprisals[:, 0].masked_fill_(~scored.any(1), 0.0)  # a row that takes no part has a step, too
-    # The largest log-probabilities plus Gumbel noise: a draw without replacement.
-    uniform = random.uniform(settings.steps)[:, : sums.shape[1]].double().clamp(min=1e-12).to(sums.device)
-    noisy = surprisals - (-uniform.log()).log()
-    # A fixed number of views: a mean over them must not depend on the other rows of the batch.
-    noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
-    chosen, is_new = highest(noisy, settings.draws)
-    again = with_replacement(surprisals.softmax(-1), random.uniform(settings.draws).to(sums.device))
-    chosen = torch.where(is_new > 0, chosen, again).unsqueeze(-1)
-    first = (counts > 0).long().argmax(-1)[:, None, None]
-    hidden = torch.where(scored.unsqueeze(1), steps.unsqueeze(1) >= chosen, chosen == first)
-    noise = torch.cat([clean_prompt(sampled).expand(-1, chosen.shape[1], -1), hidden], dim=-1)
-    return Views(noise, (hidden & scored.unsqueeze(1)).float())
-
-
-def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """The chain rule: each token is scored given the prompt and the tokens before it, with all later tokens hidden
-    (JustGRPO, arXiv 2601.15165). One view per token; in a model with blocks, a view scores one token of every block.
-    Exact for a sampler with `block_length` 1, or one that reveals from left to right.
-
-    With `num_views` n, the n tokens of each block that were least likely in the rollout, with weight 1: biased by
-    design (the fast variant of NVIDIA-NeMo/RL, research/just_grpo)."""
-    rows, canvas = sampled.scored.shape
-    order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
-    steps = within_blocks(order, sampled.blocks)
-    if settings.num_views:
-        return least_likely(sampled, steps, settings.num_views)
-    written = Written(steps.unsqueeze(-1), sampled.scored.unsqueeze(-1), sampled.entropies.unsqueeze(-1))
-    last = int(last_scored(steps, sampled.scored).max())
-    return replay_views(clean_prompt(sampled), written, *every_segment(last, written.steps))
-
-
-def least_likely(sampled: SampledRows, steps: Tensor, count: int) -> Views:
-    """`count` views. View v scores, in each block, the v-th from the left of its `count` least likely scored tokens (in
-    a tie, the first ones) and hides this token and all after it in the block; `steps` (rows, canvas) number its tokens.
-    """
-    scored, blocks = sampled.scored, sampled.block_numbers
-    logps = sampled.logps.masked_fill(~scored, torch.inf)
-    chosen = scored & (ranks_in_blocks(logps.unsqueeze(1), blocks).squeeze(1) < count)
-    first_of_block = torch.arange(steps.shape[1], device=steps.device) - steps
-    before = chosen.cumsum(1) - chosen.long()
-    number = before - before.gather(1, first_of_block)  # among the block's chosen tokens, from the left
-    # (rows, views, canvas): whether a view scores a token, and the number in its block of the one that it scores there.
-    asked = chosen.unsqueeze(1) & (number.unsqueeze(1) == torch.arange(count, device=steps.device)[:, None])
-    firsts = steps.new_full((len(steps), count, steps.shape[1]), steps.shape[1])
-    expanded = blocks.unsqueeze(1).expand_as(firsts)
-    firsts = firsts.scatter_reduce(2, expanded, torch.where(asked, steps.unsqueeze(1), firsts), "amin").gather(
-        2, expanded
-    )
-    prompt = clean_prompt(sampled).expand(-1, count, -1)
-    return Views(torch.cat([prompt, steps.unsqueeze(1) >= firsts], dim=-1), asked.float())

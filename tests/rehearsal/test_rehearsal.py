@@ -53,8 +53,8 @@ SCORING = {
 }
 LOSSES = {  # all for the log
     "d1/rl/losses.py share": (1, "loss with clipping"),
-    "d1/rl/losses.py stable_drl": (1, "loss with a metric"),
-    "d1/rl/losses.py rldf": (1, "loss with a metric"),
+    "d1/rl/methods/stable_drl.py stable_drl": (1, "loss with a metric"),
+    "d1/rl/methods/rldf.py rldf": (1, "loss with a metric"),
 }
 SFT = {
     "d1/sft/trainer.py dLLMTrainer.row_losses": (1, "batch"),  # which tokens are hidden: the head is for these
@@ -73,7 +73,7 @@ RL = {**SAMPLING, **{place: times for place, times in SCORING.items() if "paddin
     "d1/rl/batch.py sampling_gap": (2, "batch of a first update"),
     "d1/rl/batch.py largest_ratio": (1, "batch"),
     "d1/rl/batch.py mean_entropy": (1, "batch with a loss of ours"),
-    "d1/rl/losses.py stable_drl": (1, "batch with a loss of ours"),
+    "d1/rl/methods/stable_drl.py stable_drl": (1, "batch with a loss of ours"),
 }
 
 

@@ -37,6 +37,13 @@ def test_every_method_has_a_row_with_its_values(capsys):
     assert by_name["d1"] == ["one_step", "trl", "bnpo", "k3", "0.04", "r - mean", "12"]
 
 
+def test_the_table_of_the_document_is_written_from_the_files(capsys):
+    run("methods", "--markdown")
+    table = capsys.readouterr().out
+    assert table.count("\n") == 2 + sum(method.page is not None for method in METHODS.values())
+    assert f"\n{table}\n" in (ROOT / "docs" / "methods.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["espo", str(ROOT / "tests" / "my_method.py")])
 def test_a_method_by_its_name_or_file_has_all_its_values(capsys, name):
     header, *rows = printed(capsys, name)

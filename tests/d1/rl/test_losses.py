@@ -9,6 +9,7 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
+from d1.rl import checks  # noqa: F401  (the parts of the methods' files join the tables)
 from d1.rl.batch import Everyone, keep_prompts, reshaped
 from d1.rl.losses import (
     ADVANTAGES,
@@ -16,10 +17,10 @@ from d1.rl.losses import (
     OBJECTIVES,
     PENALTIES,
     LossInputs,
-    evidence_bounds,
-    likely,
     sequence_log_ratios,
 )
+from d1.rl.methods.rldf import likely
+from d1.rl.methods.spg import evidence_bounds
 from tests.losses import (
     clipped,
     divisor,

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.rl.checks import ESTIMATORS
 from d1.rl.methods import METHODS
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.loop import eos_cut
-from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views, ViewSettings, score
+from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import CanvasBlocks, blocks_of
 from tests.d1.models.test_causal_context import Stock
 from tests.d1.released import CAUSAL, MASK, VOCAB, write_shifted

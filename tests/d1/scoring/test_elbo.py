@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.scoring import ESTIMATORS, Randomness, elbo
+from d1.rl.checks import ESTIMATORS
+from d1.scoring import Randomness, elbo
 from d1.scoring.elbo import elbo_views, espo_views
 from d1.scoring.rollouts import blocks_of, rotation
 from tests.d1.scoring.enumeration import (

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.scoring import ESTIMATORS, Randomness, Views
+from d1.rl.checks import ESTIMATORS
+from d1.scoring import Randomness, Views
 from tests.d1.scoring.enumeration import (
     LENGTHS,
     PROMPT,

@@ -15,8 +15,9 @@ from d1.masking import keyed_generator
 from d1.models import prepare
 from d1.models.distribution import OWN
 from d1.models.kinds import block_size
+from d1.rl.checks import ESTIMATORS
 from d1.sampling import SamplingSettings, eos_cut, rollout
-from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
+from d1.scoring import Randomness, SampledRows, Views
 from d1.scoring.replay import chances, drawn
 from d1.scoring.rollouts import blocks_of, strata
 from tests.d1.scoring.enumeration import (

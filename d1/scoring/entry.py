@@ -1,0 +1,92 @@
+"""What the entry of an estimator says. Imports no torch, so that the methods' files need none either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
+    from d1.scoring.views import Views
+
+    Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
+    Asked = Callable[[ViewSettings], bool]
+
+
+def always(settings: ViewSettings) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An entry of the table.
+
+    Attributes:
+        draw: gives the views in which the rows of a rollout are scored, for one update.
+        views: the largest number of views per row.
+        draws: whether the views are random: then each inner update has its own views; else old and reference
+            log-probabilities are scored once.
+        linear: whether the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
+        replays: whether tokens are scored in the sampler's own states, which must then be exact.
+        replays_writes: of a rollout with edits, it replays all that was written, not what was written last.
+        uniform_noise: whether it is for models with uniform noise, and for no others.
+        clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
+        partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
+            weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
+            exponents.
+        reads: which of `reveal_steps`, `logps` and `entropies` of `SampledRows` the views depend on: a rollout that
+            lacks one of these is refused.
+        as_sampled: whether each token is scored once, in the state in which it was revealed, so that the record of the
+            rollout has its log-probability.
+        causal_first: whether the views suit a sampler that takes each block's first token from the clean text
+            (`first_token`), so that it is visible wherever others of its block are scored.
+        views_per_draw: how many views, n apart if there are n draws, estimate the log-probability of the whole
+            completion without the other views; 0: only all views together do.
+        settings: which of `num_views`, `antithetic`, ... it reads; to set another one is an error. None: unknown.
+    """
+
+    draw: Draw
+    views: Callable[[ViewSettings], int] = lambda settings: 1
+    draws: Asked = always
+    linear: bool = True
+    replays: bool = False
+    replays_writes: bool = False
+    uniform_noise: bool = False
+    clean_prompt: bool = False
+    partial: Asked = lambda settings: False
+    reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
+    as_sampled: Asked = lambda settings: False
+    causal_first: bool = False
+    views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
+    settings: tuple[str, ...] | None = None
+
+    def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+        """Draw the views; raise ValueError if the function returned anything but views of these rows, or
+        replays what was written last of rows with edits."""
+        if self.replays and not self.replays_writes and sampled.write_steps is not None:
+            raise ValueError(f"{called(self.draw)} replays the last write of each position, and these rows have edits")
+        from d1.scoring.views import Views
+
+        drawn = self.draw(sampled, random, settings)
+        if not isinstance(drawn, Views):
+            raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
+        rows, prompt = sampled.prompt_ids.shape
+        drawn.check(rows, prompt + sampled.gen_length, sampled.gen_length, sampled.gen_length)
+        return drawn
+
+
+def called(function: object) -> str:
+    """A function in an error message: its name, file and line."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", repr(function))
+    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def described(value: object) -> str:
+    """What a function returned, in an error message: the shape of a tensor, the type of anything else."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without gradient'}"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
