@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -39,6 +40,7 @@ from d1.models.kinds import native_config
 from d1.models.load import auto_class
 from d1.models.published import DREAM, LLADA, LLADA2, NEMOTRON, SDAR
 from d1.runs.cli import run_script
+from d1.runs.record import RECORD
 from d1.show.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -245,14 +247,18 @@ def estimate(checkpoint: Path, stage: str, args: argparse.Namespace) -> float | 
 
 
 def speeds(folder: Path) -> dict[str, float]:
-    """Of RL, from its log: seconds of a pass over the rollout's rows, and of the last step, an update alone."""
+    """Of RL, from its log: seconds of a forward pass over the rows that are sampled at once, and of the last step, an
+    update alone."""
     log = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     steps = [line for line in lines if "step_time" in line]
     if not steps:
         return {}
-    per_pass = steps[0]["seconds/rollout"] / steps[0]["sampling/forward_passes"]
-    return {"seconds/pass": per_pass, "seconds/update": steps[-1]["step_time"]}
+    settings = json.loads((folder / RECORD).read_text())["settings"]
+    rows = settings["per_device_train_batch_size"] * settings["steps_per_generation"]
+    batches = math.ceil(rows / (settings["rollout_batch_size"] or rows))
+    passes = batches * steps[0]["sampling/forward_passes"]  # the metric is the passes of a row
+    return {"seconds/pass": steps[0]["seconds/rollout"] / passes, "seconds/update": steps[-1]["step_time"]}
 
 
 def size_of(folder: Path) -> float:

@@ -1,7 +1,7 @@
 """The main demo: all of d1 on a pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
 
     make demo                                 # sets up an environment, then runs the next line
-    python -m pocket.demo --seed 0            # eight to ten minutes on two cores; results in runs/demo/seed0
+    python -m pocket.demo --seed 0            # five to eight minutes on two cores; results in runs/demo/seed0
     python -m pocket.demo --task countdown    # another task; results in runs/demo/countdown/seed0
     python -m pocket.demo --model block       # the block-causal pocket model; results in runs/demo/block/seed0
     python -m pocket.demo --seed 0 --miniature --output_dir runs/miniature     # one minute; shows that everything works
@@ -44,7 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; block: only for Sudoku")
     parser.add_argument("--seed", type=int, default=0, help="seed of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="commands run at the same time")
+    jobs = "commands run at the same time (default: the three RL runs, on one core one command)"
+    parser.add_argument("--jobs", type=int, default=3 if (os.cpu_count() or 1) > 1 else 1, help=jobs)
     parser.add_argument("--miniature", action="store_true", help="run every stage with a few steps and problems")
     return parser
 
@@ -90,10 +91,11 @@ def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", mo
         command = [sys.executable, "eval.py", *map(str, flags)]
         return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=() if arm == "base" else (arm,))
 
-    # Two chains of similar length come first, so that two cores are both busy to the end.
-    train = [sft(folder, seed, miniature, task, model), grpo("grpo", base)]
+    # The control takes longest: nearly none of its completions end early. All RL runs start as soon as they can, and
+    # share the cores, so that two cores are both busy to the end.
+    train = [grpo("shuffled", base)] if "shuffled" in arms else []
+    train += [sft(folder, seed, miniature, task, model), grpo("grpo", base)]
     train += [grpo("sft_grpo", folder / "sft", needs=("sft",))]
-    train += [grpo("shuffled", base)] if "shuffled" in arms else []
     return [*train, *map(evaluation, arms)]
 
 

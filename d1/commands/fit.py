@@ -12,7 +12,7 @@ import argparse
 import math
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,9 @@ ROWS = {  # to train on, by data set
 TRIAL = 2.0  # hours
 # Peak of dense matrix products in bf16 with sums in fp32, TFLOP/s, by the makers' data sheets.
 PEAKS = {"RTX 4090": 165.0, "A100": 312.0, "L40S": 362.0, "H100": 989.0, "H200": 989.0}
-UTILISATION = 0.4  # the share of the peak that a run reaches, an assumption
+# The share of the peak that a run reaches: RL's is that of LLaDA-8B on an H200 (benchmarks/RESULTS.md), SFT's is an
+# assumption.
+UTILISATION = {"sft": 0.4, "rl": 0.3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe.add_argument("--config", type=Path, metavar="FILE", help="yaml of SFT or RL, such as those of recipes/")
     recipe.add_argument("--card", choices=PEAKS, help="for the hours (default: that of the file's head, or H100)")
     recipe.add_argument("--rows", type=COUNT, help="to train on (default: those of the data set, where known)")
-    share = "share of the card's peak speed that the run reaches (default: %(default)s)"
-    recipe.add_argument("--utilisation", type=Range(0, 1, open_low=True), default=UTILISATION, help=share)
+    defaults = ", ".join(f"{share} in {stage.upper()}" for stage, share in UTILISATION.items())
+    share = f"share of the card's peak speed that the run reaches (default: {defaults})"
+    recipe.add_argument("--utilisation", type=Range(0, 1, open_low=True), help=share)
     one = parser.add_argument_group("one stage (default: d1's recipe)")
     one.add_argument("--batch", type=COUNT, help="rows per GPU, of prefer completions, two per pair")
     one.add_argument("--length", type=COUNT, help="tokens per row, prompt and completion")
@@ -75,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, help="(default: half of max_completion_length)")
     rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
+    merged = "count a copy of the weights with the adapter merged (default: it is shown alone)"
+    rl.add_argument("--merged_rollouts", action=argparse.BooleanOptionalAction, help=merged)
     rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
     rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
 
@@ -105,8 +110,8 @@ def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = 
 
     The method's own values of the canvas win. Raises ValueError for settings that training refuses.
     """
-    from d1.rl.config import DiffuGRPOConfig, drawn_views, most_views
-    from d1.scoring import ESTIMATORS
+    from d1.commands.room import fields_of
+    from d1.rl.config import DiffuGRPOConfig
 
     given: dict[str, Any] = {"gradient_accumulation_steps": args.steps_per_generation}
     given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
@@ -120,16 +125,7 @@ def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = 
     given |= UNIFORM_NOISE if uniform else {}
     config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **given)
     canvas = min(args.max_completion_length, args.length)
-    # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
-    # that divide the views among them store all of them.
-    numbers = 1 + config.needs_old_logps + config.needs_reference
-    # With edits or uniform noise, replay also keeps what each view shows and scores, ids of 8 bytes, and the sampler's
-    # log-prob of it.
-    ids = 20 if (uniform or args.edit_threshold is not None) and ESTIMATORS[config.estimator].replays_writes else 0
-    views = config.num_iterations * drawn_views(config, block_size) * args.steps_per_generation
-    stored = views * (args.length + (4 * numbers + ids) * canvas)
-    beta = config.beta if config.needs_reference else 0.0
-    return {"beta": beta, "views": most_views(config, block_size), "canvas": canvas, "stored": stored}
+    return fields_of(config, args.length, canvas, block_size, uniform)
 
 
 # ---- the run that a file describes, and its hours
@@ -211,6 +207,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
     length, targets = args.max_prompt_length + args.max_completion_length, model.lora_target_modules
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
+    names += ("merged_rollouts",)
     flags = {name: getattr(args, name) for name in ("model_path", "method", "beta", *names)}
     flags |= {"stage": "rl", "batch": args.per_device_train_batch_size, "length": length}
     flags["block_length"] = args.block_length
@@ -286,7 +283,8 @@ def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
     if not isinstance(settings, dict):
         raise ValueError(f"--config {args.config} must have lines NAME: VALUE, got {settings!r:.60}")
     recipe = (rl_recipe if "model_path" in settings else sft_recipe)(args.config, hardware["gpus"], args.rows)
-    return argparse.Namespace(**{**vars(args), **hardware, **recipe.flags}), recipe
+    shares = {"utilisation": args.utilisation or UTILISATION[recipe.flags["stage"]]}
+    return argparse.Namespace(**{**vars(args), **hardware, **shares, **recipe.flags}), recipe
 
 
 def run(args: argparse.Namespace) -> None:
@@ -296,12 +294,15 @@ def run(args: argparse.Namespace) -> None:
     elif args.model_path is None or args.stage is None:
         raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     args = with_recipe(args)
-    from d1.commands.footprint import FitSettings, fit_table
+    from d1.commands.footprint import FitSettings, fit_table, resident_bytes
     from d1.models.attention import has_causal_context
     from d1.models.kinds import block_size, has_masks
 
     if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":
         raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA adapter (--lora_r of at least 1)")
+    can_merge = args.stage == "rl" and args.lora_r > 0 and not args.load_in_4bit
+    if args.merged_rollouts and not can_merge:
+        raise ValueError("--merged_rollouts needs RL with a LoRA adapter on weights of 16 or 32 bits")
     config = config_of(args.model_path)
     fields = {n: value for n, value in vars(args).items() if n in FitSettings.__annotations__ and value is not None}
     if args.stage == "sft":
@@ -314,6 +315,11 @@ def run(args: argparse.Namespace) -> None:
     shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})
     words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())
     sys.stdout.write(f"Computed for {', '.join(words)}\n\n{fit_table(config, settings)}\n")
+    if can_merge and args.merged_rollouts is None and settings.dtype != "float32":
+        size = resident_bytes(config, replace(settings, merged_rollouts=True))["merged copy"] / 1e9
+        sys.stdout.write(
+            f"\nA merged copy for rollouts (merged_rollouts) takes {size:.2f} GB more, where there is room.\n"
+        )
     if recipe is not None:
         hours, line = hours_of(recipe, args)
         used = f"{PEAKS[args.card]:g} TFLOP/s each in bf16, of which {args.utilisation:.0%} are used"

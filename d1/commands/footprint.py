@@ -16,24 +16,25 @@ from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.helpers import disable_input_dtype_casting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
 
-from d1.models.adapters import lora_targets
+from d1.models.adapters import lora_targets, skip_input_casts
 from d1.models.attention import has_causal_context
 from d1.models.canvas import canvas_states, decode, encode, soft_embeddings
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps, unwrapped
+from d1.models.head import CHUNK_ELEMENTS, MAX_CHUNK_FACTOR, body_and_head, target_logps, unwrapped
 from d1.models.kinds import block_size, experts, has_masks, vocabulary
 from d1.models.memory import meta_model
+from d1.models.merged import copied_bytes
 from d1.models.packing import two_stream_states
 from d1.transformers_bridge import CACHE
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
+SAMPLING_ELEMENTS = CHUNK_ELEMENTS // 2 * MAX_CHUNK_FACTOR  # logits at once in sampling on a large card
 ROWS = 32  # rows of a fake step, enough for activations to determine its peak with any vocabulary
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte per block of 64, an fp32 per 256 blocks (QLoRA, section 3)
@@ -60,6 +61,7 @@ class FitSettings:
     views_at_once: int = 1  # views per row and forward pass
     canvas: int = 256  # tokens of the completion, part of `length`
     stored: int = 0  # bytes kept per row of `batch`, from its views to its last update
+    merged_rollouts: bool = False  # rollouts sample from a copy of the weights with the adapter merged
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -188,9 +190,8 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
-        # On a GPU, PEFT's 4-bit layers leave their inputs as they are under autocast; its others copy them to fp32.
-        as_is = disable_input_dtype_casting(model, active=settings.load_in_4bit)
-        with LiveStorages() as storages, precision, as_is, torch.set_grad_enabled(training):
+        skip_input_casts(model)
+        with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
             if not has_masks(config):
                 states = canvas_step(model, ids, settings)
             elif size and training:
@@ -202,10 +203,11 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
             else:
                 states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training and not has_masks(config):
-                logits = head(states.flatten(0, 1)[: max(1, CHUNK_ELEMENTS // 4 // vocabulary(config))])
+                logits = head(states.flatten(0, 1)[: max(1, SAMPLING_ELEMENTS // 2 // vocabulary(config))])
                 soft_embeddings(model, logits.double().softmax(-1).cumsum(-1).float())
             elif not training:
-                logits = head(states[:, -settings.block_length :]).float()
+                flat = states[:, -settings.block_length :].flatten(0, 1)
+                logits = head(flat[: max(1, SAMPLING_ELEMENTS // vocabulary(config))]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
                 (logits - 0.5 * exponential.log()).argmax(-1)
             else:
@@ -245,10 +247,13 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
-    if settings.stage != "rl" or not block_size(config):
+    if settings.stage != "rl":
         return found
-    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))  # its cache can be the larger part
-    return max(found[0], rollout[0]), max(found[1], rollout[1])
+    # A rollout can be the larger part: its cache, or its logits compared with activations that are recomputed.
+    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))
+    if block_size(config):
+        return max(found[0], rollout[0]), max(found[1], rollout[1])
+    return max(found, rollout, key=lambda part: part[0] + part[1] * settings.batch)
 
 
 def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
@@ -279,7 +284,8 @@ def flops_per_token(config: PreTrainedConfig, context: int) -> float:
 
 
 def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str, float]:
-    """Bytes per GPU that stay for the whole run, by part: weights, gradients, optimizer (AdamW), reference, buffers.
+    """Bytes per GPU that stay for the whole run, by part: weights, gradients, optimizer (AdamW), reference, buffers,
+    and the merged copy of rollouts.
 
     Without ZeRO, trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in
     `dtype`, and an fp32 copy with the states. ZeRO stage 1 divides the states among the GPUs, stage 2 also the
@@ -304,7 +310,8 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     if settings.stage in ("rl", "prefer") and settings.lora_r == 0 and settings.beta > 0:
         reference = trained * float(trained_size if settings.stage == "prefer" else size)
     summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # sum over passes, by autograd
-    return {
+    copied = {"merged copy": float(copied_bytes(model))} if settings.merged_rollouts else {}
+    return copied | {
         "weights": (frozen + trained * trained_size) * share[3],
         "gradients": trained * trained_size * share[2] + summed,
         "optimizer": trained * (12 if settings.zero and trained_size < 4 else 2 * trained_size) * share[1],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft.tuners import lora
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
@@ -267,6 +268,26 @@ def in_blocks(blocks: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
     """(rows of all `sizes`, ranks of all blocks): the B of each part in its own rows and columns."""
     some = next(iter(blocks.values()))
     return torch.block_diag(*(blocks.get(part, some.new_zeros(size, 0)) for part, size in sizes.items()))
+
+
+def skip_input_casts(model: Any) -> None:
+    """Make the LoRA layers of a model leave the dtype of their inputs to autocast, where it is on; changes it in place.
+
+    PEFT casts an input of 16 bits to fp32, the dtype of the adapter, and autocast casts it back before the product.
+    Without these casts, outputs and gradients are equal to the bit, except that dropout works in 16 bits. Outside of
+    autocast, PEFT casts as before. Layers of other kinds, such as DoRA, which also compute with the dtype of their
+    input, stay as they are.
+    """
+    for module in model.modules():
+        if not isinstance(module, lora.Linear) or module.lora_variant:
+            continue
+        if cast_outside_autocast not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(cast_outside_autocast)
+
+
+def cast_outside_autocast(layer: Any, args: tuple[Tensor, ...]) -> None:
+    """Forward pre-hook of a LoRA layer: its input is cast to the dtype of the adapter only if autocast is off."""
+    layer.cast_input_dtype_enabled = not torch.is_autocast_enabled(args[0].device.type)
 
 
 def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -23,9 +23,25 @@ from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import is_encoder, kind_of, vocabulary
 from d1.transformers_bridge import CACHE, attention_kernel, recomputes_activations, rotate_half
 
-CHUNK_ELEMENTS = 2**24  # logits in memory at once, positions x vocabulary: 67 MB in fp32
+# Logits in memory at once, positions x vocabulary: 67 MB in fp32. Scores and losses use it on every device, so that old
+# and new log-probabilities come from products of one shape; sampling multiplies it by `chunk_factor`.
+CHUNK_ELEMENTS = 2**24
+MAX_CHUNK_FACTOR = 16  # 1.1 GB in fp32
+BYTES_PER_ELEMENT = 256  # of a card's memory per logit of a chunk: fp32 logits, their noise and copies take 16 at most
 
 T = TypeVar("T")
+
+
+@cache
+def chunk_factor(device: torch.device) -> int:
+    """How many times `CHUNK_ELEMENTS` logits sampling may hold at once on a device: 1 on a CPU, up to 16 on a GPU.
+
+    It is a power of two, by the card's whole memory and not by what is free of it, so that a run can be repeated.
+    """
+    if device.type != "cuda":
+        return 1
+    fits = torch.cuda.get_device_properties(device).total_memory // (BYTES_PER_ELEMENT * CHUNK_ELEMENTS)
+    return min(MAX_CHUNK_FACTOR, 2 ** max(0, fits.bit_length() - 1))
 
 
 def can_narrow(model: Any) -> bool:

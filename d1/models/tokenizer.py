@@ -169,14 +169,20 @@ def check_chat_template(
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
-    ValueError, with the template's reason, if it refuses the messages; and for images, which some templates take."""
-    options = {"add_generation_prompt": True, "tokenize": False, **options}
+def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages, with one text in place of a list of parts; ValueError for images."""
     chat = [dict(message) for message in messages]
     for message in chat:
         if isinstance(message.get("content"), list):
             message["content"] = joined_text(message["content"], f"the {message.get('role')} message")
+    return chat
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+    """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
+    ValueError, with the template's reason, if it refuses the messages; and for images, which some templates take."""
+    options = {"add_generation_prompt": True, "tokenize": False, **options}
+    chat = with_texts(messages)
     try:
         return str(apply_template(tokenizer, chat, options))
     except Exception as error:  # a template can raise anything
@@ -212,6 +218,20 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids = encode_text(tokenizer, text)
     check_no_mask(tokenizer, ids)
     return ids
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[Sequence[Message]], **options: Any) -> list[list[int]] | None:
+    """What `render_prompt` and `encode_prompt` give for each prompt, in less time, because the tokenizer is called once
+    for all; None if one of these raises an error for one of the prompts."""
+    options = {"add_generation_prompt": True, "tokenize": False, **options}
+    try:
+        texts = tokenizer.apply_chat_template([with_texts(messages) for messages in prompts], **options)
+        encoded = [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        for ids in encoded:
+            check_no_mask(tokenizer, ids)
+    except Exception:  # a template can raise anything
+        return None
+    return encoded
 
 
 def check_no_mask(tokenizer: Any, ids: Collection[int], mask_token_id: int | None = None) -> None:

@@ -338,6 +338,11 @@ def adds_kl(s: Settings) -> bool:
 # Each of these functions yields the contradictions between settings on one subject.
 
 
+def about_merged_rollouts(s: Settings) -> Iterator[str]:
+    if s.merged_rollouts and s.rollout_mode == "server":
+        yield "--merged_rollouts true: rollout servers get merged weights anyway: leave it out"
+
+
 def about_servers(s: Settings) -> Iterator[str]:
     urls, limit = s.rollout_server_base_url or (), s.rollout_server_timeout
     if (s.rollout_mode == "server") != bool(urls):
@@ -547,8 +552,8 @@ def against_turns(s: Settings) -> Iterator[str]:
 
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
-    *(about_servers, about_staleness, about_estimator, about_updates, about_loss, about_advantages),
-    *(about_replay, about_turns, about_papers),
+    *(about_merged_rollouts, about_servers, about_staleness, about_estimator, about_updates, about_loss),
+    *(about_advantages, about_replay, about_turns, about_papers),
 ]
 
 
@@ -616,7 +621,8 @@ ON_RESUME = OnResume(
         *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
         *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
         *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
-        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*", "compile"),
+        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*", "merged_rollouts"),
+        "compile",
         *("tool_seconds", "log_tool_results"),
     ),
 )
@@ -636,6 +642,12 @@ def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
             "rollout_mode server samples with weights of 16 or 32 bits, which are another policy than 4-bit ones: add "
             "--load_in_4bit false, or sample in the trainer"
         )
+    if args.merged_rollouts:
+        todo = "leave out --merged_rollouts true"
+        if not model_args.use_peft:
+            raise ValueError(f"--merged_rollouts true: without --use_peft there is no adapter to merge: {todo}")
+        if model_args.load_in_4bit:
+            raise ValueError(f"--merged_rollouts true: 4-bit weights cannot absorb an adapter: {todo}")
     if model_args.attn_implementation == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:

@@ -168,6 +168,10 @@ class DiffuGRPOConfig(GRPOConfig):
     compile: str = setting(
         "none", "How rollouts run forward passes: none; layers (torch.compile); graphs (CUDA graphs, for few tokens)."
     )
+    merged_rollouts: bool | None = setting(
+        None,
+        "Sample from a copy of the weights with the adapter merged. Unset: 16-bit weights on a GPU with room for it.",
+    )
     rollout_mode: str = setting("trainer", "Where rollouts are sampled: trainer, or server (`d1 serve`).")
     rollout_server_base_url: list[str] | None = setting(None, "Addresses of the servers of rollout_mode server.")
     rollout_server_timeout: Annotated[float, POSITIVE] = setting(

@@ -7,14 +7,18 @@ others are outside the core: servers (`d1/serve/rollouts.py`), servers that samp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from d1 import rooms
 from d1.masking import keyed_generator
+from d1.models.merged import MergedCopy, against_copy, copied_bytes
 from d1.rl.batch import Batch, evaluating
 from d1.sampling import Rollout, rollout
 from d1.sampling.loop import Stops
@@ -23,6 +27,8 @@ from d1.sampling.passes import Columns
 if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig
     from d1.rl.trainer import DiffuGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutRequest(NamedTuple):
@@ -72,14 +78,34 @@ class RolloutSource(Protocol):
 
 
 class OwnModel:
-    """The source that samples with the trainer's own model, `rollout_batch_size` rows at a time."""
+    """The source that samples with the trainer's own model, `rollout_batch_size` rows at a time.
+
+    Attributes:
+        merges: rollouts sample from `merged`, a copy of the weights with the adapter merged, which the first one makes.
+    """
 
     rollout_func: Callable[..., dict[str, Any]] | None = None
     samples_here = True
     trainer: DiffuGRPOTrainer
+    merges = False
+    merged: MergedCopy | None = None
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
-        self.trainer = trainer
+        self.trainer, self.merges = trainer, merges_rollouts(trainer)
+
+    @contextmanager
+    def model(self) -> Iterator[Any]:
+        """The model to sample from, with the present weights."""
+        with self.trainer.sampling_model() as model:
+            if not self.merges:
+                yield model
+                return
+            if self.merged is None:
+                size = copied_bytes(model) / 1e9
+                logger.info("Rollouts sample from a copy of the weights with the adapter merged: %.2f GB.", size)
+                self.merged = MergedCopy(model)
+            self.merged.refresh()
+            yield self.merged.model
 
     def sample(self, request: RolloutRequest) -> Rollout:
         trainer, rows = self.trainer, len(request.prompt_ids)
@@ -87,7 +113,7 @@ class OwnModel:
         generators = [keyed_generator(*key, device=trainer.accelerator.device) for key in request.keys]
         columns = request.columns or [None] * rows
         parts = []
-        with trainer.sampling_model() as model, evaluating(model), trainer.accelerator.autocast():
+        with self.model() as model, evaluating(model), trainer.accelerator.autocast():
             for start in range(0, rows, size):
                 part = slice(start, start + size)
                 sampled = rollout(
@@ -119,8 +145,35 @@ class OwnModel:
 
 def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any) -> RolloutSource:
     """The source that the arguments of a trainer choose, for a model of this config; it is not connected yet."""
+    if rollout_func is not None and args.merged_rollouts:
+        raise ValueError("--merged_rollouts true: a rollout_func samples, not the trainer: leave it out")
     if rollout_func is not None:
         return rooms.UserRollouts(rollout_func, args, config)
     if args.rollout_mode == "server":
         return rooms.RolloutsAhead() if args.rollout_staleness else rooms.ServerRollouts()
     return OwnModel()
+
+
+def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:
+    """Whether a trainer's own rollouts sample from a merged copy, on all processes. Raises ValueError if they should and
+    cannot."""
+    asked, device = trainer.args.merged_rollouts, trainer.accelerator.device
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    against = against_copy(model)
+    if trainer.weights_are_split:
+        against = "each process holds only a part of the weights (ZeRO-3, FSDP)"
+    if asked and against:
+        raise ValueError(f"--merged_rollouts true: {against}: leave it out")
+    if asked is not None or against:
+        return bool(asked)
+    own = torch.tensor(merges_by_default(trainer.args, model, device), device=device)
+    return bool(trainer.accelerator.gather(own).all())
+
+
+def merges_by_default(args: DiffuGRPOConfig, model: Any, device: torch.device) -> bool:
+    """Whether rollouts of a run that does not say so sample from a merged copy: the weights have 16 bits, they are on a
+    GPU, and it has room for the copy by the estimate of `d1 fit`."""
+    if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return rooms.has_room_for_copy(args, model, free + torch.cuda.memory_reserved(device))

@@ -28,6 +28,7 @@ from d1.models.tokenizer import (
     check_mask_token,
     check_no_mask,
     encode_prompt,
+    encode_prompts,
     render_prompt,
 )
 from d1.rl.checks import (
@@ -169,11 +170,15 @@ def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diff
     """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long, or that
     the model cannot read."""
     options = args.chat_template_kwargs or {}
+    told = [tools.add_instructions(prompt) for prompt in rows["prompt"][:]]  # `[:]` reads the column at once
+    encoded = encode_prompts(tokenizer, [messages for messages, _ in told], **options, **told[0][1])
     lengths = []
-    for number, prompt in enumerate(rows["prompt"]):
-        messages, of_tools = tools.add_instructions(prompt)
+    for number, (messages, of_tools) in enumerate(told):
         try:
-            ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **options, **of_tools))
+            if encoded is None:  # one by one, to name the prompt that cannot be encoded
+                ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **options, **of_tools))
+            else:
+                ids = encoded[number]
             check_no_mask(tokenizer, ids, args.mask_id)
         except ValueError as error:
             raise ValueError(f"problem {number} (from 0): {error}") from error

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 from trl.trainer.utils import disable_dropout_in_model
 
 from d1.models import load_model, load_tokenizer
-from d1.models.adapters import save_learnt
+from d1.models.adapters import save_learnt, skip_input_casts
 from d1.models.attention import require_prepared
 from d1.runs.checkpoints import check_sums, staged_checkpoint
 from d1.runs.data import GlobalBatchSampler
@@ -60,11 +60,13 @@ class RunTrainer(TrainerHooks):
     - A checkpoint is either complete or absent. It holds what `save_extra` adds, and `load_extra` restores that.
     - `train_loss` is the mean over all steps of the run, also after a resume.
     - `save_model` refuses weights that are not finite (FloatingPointError); so does a log with such a gradient.
+    - In mixed precision, the inputs of LoRA layers are not cast (`skip_input_casts`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_arguments(kwargs.get("args"))
         super().__init__(*args, **kwargs)
+        skip_input_casts(self.model)
         self.add_callback(LoadExtra(self))
 
     def require_one_gpu(self) -> None:

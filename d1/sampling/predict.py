@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +19,43 @@ Generators = Generator | Sequence[Generator] | None
 
 
 def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) with the dtype and device of `like`. With one generator per row, each row draws for its
-    first `counts` positions only, and the other positions hold 0.5."""
-    if generator is None or isinstance(generator, Generator):
-        device = like.device if generator is None else generator.device
-        return torch.rand(*shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
+    """Uniform numbers in [0, 1) with the dtype and device of `like`: (rows, positions, ...). With one generator per
+    row, each row draws for its first `counts` positions only, and the other positions hold 0.5.
+
+    On a GPU, the numbers of one call differ from those of two calls for its halves. So each call draws for as many
+    positions as a chunk has on a CPU, and the numbers depend on no card.
+    """
+    rows, positions = shape[:2]
     numbers = like.new_empty(tuple(shape))
-    for row, own, count in zip(numbers, generator, counts or [shape[1]] * shape[0], strict=True):
-        drawn = torch.rand(count, *shape[2:], generator=own, device=own.device, dtype=like.dtype)
-        row[:count].copy_(drawn, non_blocking=True)
-        row[count:] = 0.5
+    for some, part in chunks(rows, max(1, positions), math.prod(shape[2:])):
+        if generator is None or isinstance(generator, Generator):
+            device = like.device if generator is None else generator.device
+            size = numbers[some, part].shape
+            drawn = torch.rand(size, generator=generator, device=device, dtype=like.dtype)
+            numbers[some, part].copy_(drawn, non_blocking=True)
+            continue
+        of_rows = counts or [positions] * rows
+        for row, own, count in zip(numbers[some, part], generator[some], of_rows[some], strict=True):
+            left = min(max(count - part.start, 0), len(row))
+            drawn = torch.rand(left, *shape[2:], generator=own, device=own.device, dtype=like.dtype)
+            row[:left].copy_(drawn, non_blocking=True)
+            row[left:] = 0.5
     return numbers
+
+
+def chunks(rows: int, positions: int, elements: int, factor: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Chunks of (rows, positions) with this many `elements` per position: whole rows, or a part of one row. They have
+    half as many elements as in scoring, because the noise of a draw is as large as its logits.
+
+    `factor`: that of `head.chunk_factor`. A larger chunk begins where a smaller one does.
+    """
+    at_once = max(1, head.CHUNK_ELEMENTS // 2 // elements)
+    rows_at_once = at_once // positions * factor
+    if rows_at_once == 0:
+        rows_at_once = max(1, at_once * factor // positions)
+    for first in range(0, rows, rows_at_once):
+        for start in range(0, positions, at_once * factor):
+            yield slice(first, first + rows_at_once), slice(start, start + at_once * factor)
 
 
 def draw_ids(
@@ -56,8 +83,10 @@ def draw_ids(
 
 
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
-    """Entropies in nats (rows, n) of logits (rows, n, vocab), given their logsumexp; a few positions at a time."""
-    at_once = max(1, head.CHUNK_ELEMENTS // 16 // logits.shape[-1])
+    """Entropies in nats (rows, n) of logits (rows, n, vocab), given their logsumexp; a few positions at a time: on a
+    CPU, they stay in its cache."""
+    factor = head.chunk_factor(logits.device)
+    at_once = max(1, head.CHUNK_ELEMENTS // (16 if factor == 1 else 4) * factor // logits.shape[-1])
     parts = zip(logits.flatten(0, 1).split(at_once), log_normaliser.flatten().split(at_once), strict=True)
     each = (some - normaliser.unsqueeze(-1) for some, normaliser in parts)
     return torch.cat([logps.exp().mul_(logps).sum(-1).neg_() for logps in each]).view_as(log_normaliser)
@@ -83,24 +112,18 @@ def predict(
         counts: how many of the n positions each row needs; random numbers are drawn for these only.
     """
     rows, n = states.shape[1:3]
-    # Half as many elements as in scoring: the noise of a draw is as large as its logits.
-    at_once = max(1, head.CHUNK_ELEMENTS // 2 // vocabulary(model.config))
-    rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     found = torch.empty(3, rows, n, device=states.device)
     run_head = head.body_and_head(model)[1]
-    for first in range(0, rows, rows_at_once):
-        some = slice(first, first + rows_at_once)
+    for some, positions in chunks(rows, n, vocabulary(model.config), head.chunk_factor(states.device)):
         generators = generator[some] if isinstance(generator, Sequence) else generator
-        for start in range(0, n, at_once):
-            part = some, slice(start, start + at_once)
-            logits = run_head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(states), -1))
-            logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
-            drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
-            ids[part], *others = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
-            for values, own in zip(found, others, strict=True):
-                values[part] = own
-            del logits  # before the next chunk's
+        logits = run_head(states[:, some, positions].flatten(0, 1)).float().unflatten(0, (len(states), -1))
+        logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
+        drawn = [min(max(count - positions.start, 0), logits.shape[1]) for count in counts[some]]
+        ids[some, positions], *others = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
+        for values, own in zip(found, others, strict=True):
+            values[some, positions] = own
+        del logits  # before the next chunk's
     return ids, *found
 
 

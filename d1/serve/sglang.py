@@ -26,7 +26,7 @@ from torch import Generator, Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from d1.masking import keyed_generator
-from d1.models.head import CHUNK_ELEMENTS
+from d1.models.head import CHUNK_ELEMENTS, chunk_factor
 from d1.sampling.loop import Row, keep
 from d1.sampling.predict import predict_from
 from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
@@ -161,7 +161,8 @@ def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask
         if one is not None and one.row.left:
             alike.setdefault(one.settings, []).append(number)
     # Rows with equal settings share the arithmetic, a bounded number of logits at a time.
-    at_once = max(1, CHUNK_ELEMENTS // 2 // logits.shape[1:].numel())
+    elements = CHUNK_ELEMENTS // 2 * chunk_factor(logits.device)
+    at_once = max(1, elements // logits.shape[1:].numel())
     for alike_rows in alike.values():
         for start in range(0, len(alike_rows), at_once):
             numbers = alike_rows[start : start + at_once]

@@ -1,19 +1,26 @@
-"""The tokenizers of Dream and SDAR, from Qwen's real `vocab.json` and `merges.txt`, which stay outside the repository:
-D1_FILES names the folder that holds them in `qwen/`."""
+"""Speeds in the log of a run, and the tables computed from them; and the tokenizers of Dream and SDAR, from Qwen's real
+`vocab.json` and `merges.txt`. These stay outside the repository: D1_FILES names the folder that holds them in `qwen/`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import unicodedata
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import regex
 
-from benchmarks.true_size import RELEASED, copy_vocabulary
+from benchmarks.true_size import RELEASED, copy_vocabulary, speeds
+from d1.commands.fit import UTILISATION
 from d1.models import load_tokenizer
+from d1.rl.config import DiffuGRPOConfig
+from tests.commands import ROOT
 
 QWEN = Path(os.environ.get("D1_FILES", "/nowhere")) / "qwen"
 WORD = (  # the pattern of Qwen2's tokenizer
@@ -63,3 +70,55 @@ def test_dream_and_sdar_tokenise_with_their_real_vocabulary(tmp_path, model):
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     assert prompt == f"user: Hello{end}"
     assert tokenizer(prompt).input_ids[-1] == tokenizer.eot_token_id
+
+
+# --- Speeds, and the tables that are computed from them ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at_once", "rows", "seconds"), [(6, 12, 0.12), (None, 12, 0.24), (4, 12, 0.08), (8, 12, 0.12)]
+)
+def test_a_pass_is_one_over_the_rows_that_are_sampled_at_once(tmp_path, at_once, rows, seconds):
+    """A rollout of 12 rows in 128 steps took 30.72 s: one batch of 12 rows, two (of 6, or of 8 and 4) or three."""
+    settings = {"per_device_train_batch_size": 6, "steps_per_generation": rows // 6, "rollout_batch_size": at_once}
+    assert settings.keys() <= {field.name for field in fields(DiffuGRPOConfig)}
+    (tmp_path / "run.json").write_text(json.dumps({"settings": settings}))
+    first = {"step_time": 33.0, "seconds/rollout": 30.72, "sampling/forward_passes": 128.0}
+    steps = [first, {"step_time": 0.6}, {"step_time": 0.51}, {"train_loss": 0.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert speeds(tmp_path) == pytest.approx({"seconds/pass": seconds, "seconds/update": 0.51})
+    assert speeds(tmp_path / "sft") == {}
+
+
+def test_the_table_of_more_gpus_has_the_measured_seconds():
+    """Per optimizer step: 128 / 12 passes of the rollout, an update, and a pass each for old and reference scores."""
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    measured = page[page.index("\n## GPU") : page.index("\n## More GPUs")]
+    table = page[page.index("\n## More GPUs") :]
+    one_pass, update = map(
+        float, re.search(r"\| rl \| [\d.]+ \| [\d.]+ \| \d+ \| ([\d.]+) \| ([\d.]+) \|", measured).groups()
+    )
+    scores = float(re.search(r"\| ours, mu masks \| ([\d.]+) \|", measured)[1])
+    longer = (200 + 256) / (156 + 256)
+    lines = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d.]+) \| (\d+)% \| (\d+) \|$", table, re.MULTILINE)
+    assert [int(gpus) for gpus, *_ in lines] == [1, 8, 16, 32, 64]
+    for line in lines:
+        gpus, speed, seconds, share, hours = (float(number.replace(",", "")) for number in line)
+        rows = math.ceil(96 / gpus)
+        rollout = 128 / 12 * one_pass / 6 * longer * rows
+        reduced = 2 * (gpus - 1) / gpus * 336e6 * 4 / 50e9
+        total = rollout + update / 12 * longer * rows + 2 * scores / 12 / 6 * rows + reduced
+        assert speed == pytest.approx(96 * 256 / (12 * rollout), rel=0.01)
+        assert seconds == pytest.approx(total, rel=0.02)
+        assert share / 100 == pytest.approx(rollout / total, abs=0.006)
+        assert hours == pytest.approx(gpus * total * 10_000 / 3600, rel=0.01)
+
+
+def test_rl_on_the_h200_reached_the_share_of_its_peak_that_fit_assumes():
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    row = re.search(r"\| rl \| [\d.]+ \| [\d.]+ \| \d+ \| ([\d.]+) \| ([\d.]+) \|", page[page.index("\n## GPU") :])
+    one_pass, update = map(float, row.groups())
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 12288) + 126464 * 4096
+    token = 2 * weights + 4 * 32 * 4096 * 412
+    shares = [6 * 412 * token / one_pass / 989e12, 2 * 12 * 412 * token / update / 989e12]
+    assert shares == pytest.approx([UTILISATION["rl"]] * 2, abs=0.02)

@@ -11,12 +11,10 @@ from datasets import Dataset
 from d1.eval import run as evaluation
 from d1.eval.completions import read_prompts
 from d1.models import load_tokenizer
-from d1.models.tokenizer import check_no_mask, encode_prompt
+from d1.models.tokenizer import check_no_mask, encode_prompt, encode_prompts, render_prompt
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.stage import longest_prompt
-from d1.runs.turns import TurnSettings
+from d1.rl.stage import Tools, longest_prompt
 from d1.tasks import load_task
-from d1.tools.turns import Toolbox
 from tests.tiny_grpo import make_trainer
 
 REFUSED = "the mask token <mask> is in the text"
@@ -65,17 +63,30 @@ def test_evaluation_names_the_problem(tiny_model_dir, tmp_path, shot):
         read_prompts(*given)
 
 
+def test_rl_encodes_all_prompts_at_once(tiny_model_dir, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(tiny_model_dir)
+    prompts = [*chats("a", "b c", "d" * 30), [{"role": "user", "content": [{"type": "text", "text": "a b"}]}]]
+    single = [encode_prompt(tokenizer, render_prompt(tokenizer, prompt)) for prompt in prompts]
+    assert encode_prompts(tokenizer, prompts) == single
+    assert encode_prompts(tokenizer, chats("a", "a <mask>")) is None
+    assert encode_prompts(tokenizer, [*chats("a"), [{"role": "user", "content": [{"type": "image"}]}]]) is None
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), report_to="none")
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts[:3]])
+    monkeypatch.setattr("d1.rl.stage.render_prompt", None)  # only after an error
+    longest = longest_prompt(rows, tokenizer, args, Tools(args))
+    assert longest == max(map(len, single[:3]))
+
+
 def test_rl_names_the_problem_before_the_model_is_loaded(tiny_model_dir, tmp_path):
     tokenizer = load_tokenizer(tiny_model_dir)
     args = DiffuGRPOConfig(output_dir=str(tmp_path), report_to="none")
-    toolbox = Toolbox(tokenizer, [2], TurnSettings())
     rows = Dataset.from_list([{"prompt": prompt} for prompt in chats("a", "b", "a <mask>")])
     with pytest.raises(ValueError, match=rf"^problem 2 \(from 0\): {REFUSED}"):
-        longest_prompt(rows, tokenizer, args, toolbox, {})
-    assert longest_prompt(rows.select([0, 1]), tokenizer, args, toolbox, {}) > 0
+        longest_prompt(rows, tokenizer, args, Tools(args))
+    assert longest_prompt(rows.select([0, 1]), tokenizer, args, Tools(args)) > 0
     args.mask_id = tokenizer.convert_tokens_to_ids("b")
     with pytest.raises(ValueError, match=r"^problem 1 \(from 0\): the mask token b is in the text"):
-        longest_prompt(rows, tokenizer, args, toolbox, {})
+        longest_prompt(rows, tokenizer, args, Tools(args))
 
 
 def test_a_trainer_refuses_it_in_its_own_rows(tiny_model_dir, tmp_path):

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -48,6 +50,52 @@ class Forked:
         self.process.join(patience)
         if self.poll() is None:
             raise subprocess.TimeoutExpired("a phase", patience)
+
+
+class Simulated:
+    """A phase that takes `seconds` alone on a core. All running ones share the cores, in a time that sleep moves."""
+
+    now, cores = 0.0, 2
+    running: ClassVar = []
+    seconds: ClassVar = {"sft": 9, "grpo": 153, "sft_grpo": 155, "shuffled": 196}  # of the phases, on two cores
+
+    def __init__(self, phase, log):
+        self.left = self.seconds.get(phase.name, 13)  # an evaluation
+        Simulated.running.append(self)
+
+    @classmethod
+    def sleep(cls, seconds):
+        cls.now += seconds
+        share = min(1, cls.cores / len(cls.running))
+        for one in cls.running:
+            one.left -= seconds * share
+        cls.running = [one for one in cls.running if one.left > 0]
+
+    def poll(self):
+        return 0 if self.left <= 0 else None
+
+    returncode = 0
+
+
+@pytest.mark.parametrize(("jobs", "longest"), [(3, 300), (2, 335)])
+def test_two_cores_are_busy_to_the_end(tmp_path, monkeypatch, jobs, longest):
+    """Sudoku's phases take 578 seconds of a core. In the order SFT, RL, RL after SFT, control, two at a time, they took
+    362, because the control then ran alone."""
+    monkeypatch.setattr(phases, "_start", Simulated)
+    monkeypatch.setattr(phases, "_contents", lambda phase, folder: ())
+    monkeypatch.setattr(Simulated, "now", 0.0)
+    clock = SimpleNamespace(sleep=Simulated.sleep, monotonic=lambda: Simulated.now)
+    monkeypatch.setattr(phases, "time", clock)
+    todo = phases_of(tmp_path, 0, miniature=False)
+    seconds = run_phases(todo, tmp_path, jobs, Console(quiet=True))
+    assert len(seconds) == 9
+    assert 578 / 2 < Simulated.now < longest
+
+
+def test_three_commands_at_a_time_where_there_are_two_cores(monkeypatch):
+    for cores, jobs in ((1, 1), (2, 3), (16, 3)):
+        monkeypatch.setattr("pocket.demo.os.cpu_count", lambda cores=cores: cores)
+        assert demo_parser().parse_args([]).jobs == jobs
 
 
 @pytest.fixture(scope="module")

@@ -207,8 +207,11 @@ def test_lora_and_four_bits_for_llada_8b():
 
 
 @pytest.mark.parametrize("in_4bit", [False, True])
-def test_rl_of_llada_8b_takes_what_it_did_on_a_gpu(in_4bit):
-    """The peaks of one H200, of benchmarks/RESULTS.md."""
+def test_rl_of_llada_8b_takes_what_it_did_on_a_gpu(in_4bit, monkeypatch):
+    """The peaks of one H200, of benchmarks/RESULTS.md, by a version whose LoRA layers cast inputs of 16 bits to fp32;
+    those of 4-bit weights never did."""
+    if not in_4bit:
+        monkeypatch.setattr("d1.commands.footprint.skip_input_casts", lambda model: None)
     _, table = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("one H200 | stage |")
     row = rf"^\| ?{'NF4' * in_4bit} \| rl \| ([\d.]+) \| ([\d.]+) \|"
     measured, computed = map(float, re.search(row, table, re.MULTILINE).groups())
@@ -269,6 +272,51 @@ def test_preference_training_keeps_a_reference_without_lora_alone(kind_dirs, cap
     assert (found["sft"].pop("reference"), found["prefer"].pop("reference")) == (0, 4 * PARAMETERS)
     assert found["sft"] == found["prefer"]
     assert resident_bytes(LLADA, replace(settings, lora_r=8))["reference"] == 0
+
+
+def test_inputs_of_lora_take_16_bits(monkeypatch):
+    """Each of the seven projections of a layer keeps its input for the backward pass in bf16, and not in fp32 as well:
+    4 bytes less per input of a different tensor, and per input of each projection."""
+    settings = replace(
+        FitSettings("rl", batch=8, length=LENGTH, canvas=LENGTH - PROMPT, lora_r=4), lora_targets="all-linear"
+    )
+    found = {}
+    for casts in (False, True):
+        with monkeypatch.context() as patched:
+            if casts:
+                patched.setattr("d1.commands.footprint.skip_input_casts", lambda model: None)
+            found[casts] = step_peak(CONFIGS["llama"], settings, 6, 8) - step_peak(CONFIGS["llama"], settings, 3, 8)
+    widths = 3 * 64 + 64 + 2 * 64 + 160  # inputs of q, k, v; o; gate, up; down
+    assert found[True] - found[False] == pytest.approx(3 * 8 * LENGTH * 4 * widths, rel=0.3)
+
+
+def test_a_merged_copy_is_counted_by_hand_for_llada_8b(tmp_path, capsys):
+    """All seven projections of each layer in bf16, 14 GB; those of attention alone, 4.3 GB."""
+    for targets, each in (("all-linear", 4 * 4096**2 + 3 * 4096 * 12288), ("attention", 4 * 4096**2)):
+        settings = FitSettings("rl", lora_targets=targets)
+        own = resident_bytes(LLADA, replace(settings, merged_rollouts=True))
+        assert own.pop("merged copy") == 2 * 32 * each
+        assert own == resident_bytes(LLADA, settings)
+    LLADA.save_pretrained(tmp_path)
+    command = ["fit", "--model_path", str(tmp_path), "--stage", "rl", "--no-load_in_4bit", "--length", "64"]
+    totals, shown = [], []
+    for more in ([], ["--no-merged_rollouts"], ["--merged_rollouts"]):
+        main(make_parser().parse_args([*command, *more]))
+        shown.append(capsys.readouterr().out)
+        totals.append(float(re.search(r"^total at batch 6 +([\d.]+) GB$", shown[-1], re.MULTILINE)[1]))
+    assert totals[0] == totals[1] == pytest.approx(totals[2] - 13.96, abs=0.011)
+    assert "A merged copy for rollouts (merged_rollouts) takes 13.96 GB more, where there is room." in shown[0]
+    assert ["merged copy" in text for text in shown] == [True, False, True]
+    with pytest.raises(ValueError, match="needs RL with a LoRA adapter on weights of 16 or 32 bits"):
+        main(make_parser().parse_args([*command, "--load_in_4bit", "--merged_rollouts"]))
+
+
+def test_logits_of_sampling_are_those_of_a_chunk_on_a_large_card():
+    """Beyond 2^27 logits, more rows add none: with LLaDA's vocabulary beyond 33 rows of 32 tokens."""
+    few, more, most = (step_peak(LLADA, FitSettings("eval", length=64), 1, rows) for rows in (16, 32, 64))
+    one = 32 * 126464 * 4  # fp32 logits of a row
+    assert more - few > 16 * 3 * one
+    assert most - more < 8 * 3 * one
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

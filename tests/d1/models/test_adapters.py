@@ -12,9 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d1.models import load_model, load_tokenizer
-from d1.models.adapters import lora_targets, merge_adapter
+from d1.models.adapters import lora_targets, merge_adapter, skip_input_casts
 from d1.models.convert import export, merge, write_weights
 from d1.models.kinds import KINDS
 from d1.rl import train as rl
@@ -388,3 +389,78 @@ def test_both_stages_put_adapters_on_the_same_modules(tiny_model_dir, tmp_path, 
     layers = (1,) if "layers" in asked else range(3)
     assert adapted(tmp_path / "job") == {f"model.layers.{layer}.{ending}" for layer in layers for ending in endings}
     assert adapted(tmp_path / "rl") == adapted(tmp_path / "job")
+
+
+class Casts(TorchDispatchMode):
+    """Count the casts of tensors to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def lora_in_bf16(folder: Path, **options: Any) -> Any:
+    """A model in bf16 with an adapter in fp32 on all linear layers, whose weights are random."""
+    model = load_model(folder, torch.bfloat16)
+    torch.manual_seed(0)
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=lora_targets(model, "all-linear"), **options))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+            assert parameter.dtype == torch.float32
+    return peft
+
+
+def outputs_of(model: Any, mixed: bool = True) -> list[Tensor]:
+    """Logits, and the gradients of all weights that have one, under autocast if `mixed`."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        logits = model(input_ids=IDS).logits
+    logits.float().square().mean().backward()
+    return [logits.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_inputs_of_lora_without_casts_give_equal_logits_and_gradients(kind_dirs, kind, checkpointing):
+    found = {}
+    for skips in (False, True):
+        model = lora_in_bf16(kind_dirs[kind])
+        model.train(checkpointing)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        if skips:
+            skip_input_casts(model)
+        found[skips] = [*outputs_of(model), *outputs_of(model, mixed=False), *outputs_of(model)]
+    assert len(found[True]) == len(found[False]) > 3
+    assert all(torch.equal(one, other) for one, other in zip(found[True], found[False], strict=True))
+
+
+def test_two_casts_less_per_adapted_layer_under_autocast_and_none_outside(kind_dirs):
+    model = lora_in_bf16(kind_dirs["llama"])
+    layers = model.config.num_hidden_layers
+    counts = []
+    for _ in range(3):  # PEFT's own, and twice without casts
+        for mixed in (True, False):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=mixed), Casts() as casts:
+                model(input_ids=IDS)
+            counts.append(casts.count)
+        skip_input_casts(model)
+    assert [before - after for before, after in zip(counts, counts[2:], strict=False)] == [2 * 7 * layers, 0, 0, 0]
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    assert len(layer._forward_pre_hooks) == 1
+
+
+def test_layers_that_compute_with_the_dtype_of_their_input_keep_its_cast(kind_dirs):
+    """DoRA divides by the norm of a weight that it computes in this dtype."""
+    found = {}
+    for skips in (False, True):
+        model = lora_in_bf16(kind_dirs["llama"], use_dora=True)
+        if skips:
+            skip_input_casts(model)
+        found[skips] = outputs_of(model)
+    assert all(torch.equal(one, other) for one, other in zip(found[True], found[False], strict=True))

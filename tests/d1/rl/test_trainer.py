@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AddedToken
 
 from d1.models import load_model
@@ -89,6 +90,33 @@ def test_dropout_is_off_in_rollouts_and_scoring(tiny_model_dir, tmp_path):
     trainer = make_trainer(tiny_model_dir, tmp_path, peft_config=adapter, max_steps=1)
     trainer.train()
     assert logged(trainer)[0]["ratio_max"] == pytest.approx(1.0, abs=rounding(LOGITS))
+
+
+def test_training_in_mixed_precision_casts_no_input_of_lora(tiny_model_dir, tmp_path, monkeypatch):
+    """Rollouts, scores and updates equal those with PEFT's casts, to the bit."""
+    cast, inputs = BaseTunerLayer._cast_input_dtype, []
+
+    def note(layer, x, dtype):
+        done = cast(layer, x, dtype)
+        inputs.append((x.dtype, done.dtype))
+        return done
+
+    monkeypatch.setattr(BaseTunerLayer, "_cast_input_dtype", note)
+    runs = {}
+    for skips in (True, False):
+        if not skips:
+            monkeypatch.setattr("d1.runs.trainer.skip_input_casts", lambda model: None)
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"])
+        options = {"bf16": True, "use_cpu": True, "learning_rate": 1e-2, "max_steps": 3}
+        model = load_model(str(tiny_model_dir), torch.bfloat16)
+        runs[skips] = make_trainer(tiny_model_dir, tmp_path, model=model, peft_config=adapter, **options)
+        runs[skips].train()
+        casts = {before != after for before, after in inputs if before == torch.bfloat16}
+        assert casts == {not skips}
+        inputs.clear()
+    assert_same(runs[True], runs[False])
+    assert all(value.any() for name, value in weights(runs[True].model).items() if "lora_B" in name)
 
 
 def test_without_random_masking_updates_share_a_mask_and_equal_masks_are_scored_once(tiny_model_dir, tmp_path):

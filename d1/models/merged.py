@@ -1,0 +1,96 @@
+"""A second model for sampling, whose weights have the LoRA adapter of a model that is trained folded in.
+
+An adapter on all linear layers adds two products, a sum and a scaling to each of them. Folded into 16-bit weights, it
+is rounded once more; the logits are as near to those in fp32 as without folding. PEFT can fold an adapter in place, but
+then subtracts it again, which does not give back the bits of 16-bit weights. So a copy is merged, and the weights that
+are trained stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+QUANTISED = (torch.uint8, torch.int8)  # dtypes of weights that are stored in 4 or 8 bits
+
+
+class MergedCopy:
+    """A model without an adapter that computes what a `PeftModel` does.
+
+    The weights that the adapter changes take memory of their own; all others, and the buffers, are shared with the
+    trained model.
+
+    Attributes:
+        model: in eval mode, with the weights of the last `refresh`; before the first one, without the adapter.
+
+    Raises:
+        ValueError: the adapter cannot be folded into a copy (`against_copy`).
+    """
+
+    def __init__(self, trained: PeftModel) -> None:
+        if reason := against_copy(trained):
+            raise ValueError(reason)
+        base = trained.get_base_model()
+        layers = adapted_layers(base)
+        copied = {id(weight) for layer in layers.values() for weight in own_weights(layer)}
+        shared = [tensor for tensor in (*base.parameters(), *base.buffers()) if id(tensor) not in copied]
+        self.model: Any = copy.deepcopy(base, {id(tensor): tensor for tensor in shared}).eval()
+        # Pairs of a layer and its copy, which has the same adapter on the copied weights. The model itself gets the
+        # layer below, so that it has no adapter.
+        twins = {name: self.model.get_submodule(name) for name in layers}
+        self.layers = [(layer, twins[name]) for name, layer in layers.items()]
+        for name, twin in twins.items():
+            self.model.set_submodule(name, twin.get_base_layer())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the present weights of the trained model and of its active adapters."""
+        for layer, twin in self.layers:
+            for weight, copied in zip(own_weights(layer), own_weights(twin), strict=True):
+                copied.copy_(weight)
+            twin.merged_adapters.clear()
+            twin.merge(adapter_names=layer.active_adapters)
+
+
+def adapted_layers(base: nn.Module) -> dict[str, Any]:
+    """The LoRA layers of a model by name, those of shared modules by each of their names."""
+    modules = base.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
+
+
+def own_weights(layer: Any) -> list[nn.Parameter]:
+    """The weight and the bias below an adapter."""
+    return list(layer.get_base_layer().parameters(recurse=False))
+
+
+def copied_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that a `MergedCopy` does not share."""
+    weights = {id(weight): weight for layer in adapted_layers(model).values() for weight in own_weights(layer)}
+    return sum(weight.nbytes for weight in weights.values())
+
+
+def against_copy(model: Any) -> str | None:
+    """Why no `MergedCopy` can be made of a model; None if it can."""
+    if not isinstance(model, PeftModel):
+        return "the model has no adapter to merge"
+    base = model.get_base_model()
+    layers = adapted_layers(base)
+    weights = {id(weight): weight for layer in layers.values() for weight in own_weights(layer)}
+    if any(weight.dtype in QUANTISED for weight in weights.values()):
+        return "4-bit weights cannot absorb an adapter"
+    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in base.modules()):
+        return "the adapter trains whole modules or single tokens (modules_to_save, trainable_token_indices)"
+    if other := {type(layer).__name__ for layer in layers.values() if not isinstance(layer, lora.Linear)}:
+        return f"the adapter has layers that are not LoRA on a linear layer: {', '.join(sorted(other))}"
+    holders = Counter(id(weight) for module in base.modules() for weight in module.parameters(recurse=False))
+    if any(holders[name] > 1 for name in weights):
+        return "the adapter is on weights that another module shares"
+    return None
