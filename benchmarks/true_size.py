@@ -238,6 +238,7 @@ def estimate(checkpoint: Path, stage: str, args: argparse.Namespace) -> float | 
         words += ["--load_in_4bit" if args.load_in_4bit else "--no-load_in_4bit"]
     if stage == "rl" and args.d1:
         words += ["--steps_per_generation", "2", "--length", "412"]
+        words += [] if args.load_in_4bit else ["--merged_rollouts"]  # for which 80 GB are enough
     elif stage == "rl":
         words += ["--lora_targets", "attention", "--max_completion_length", "32"]
         words += ["--steps_per_generation", "1", "--block_length", "8", "--diffusion_steps", "16"]

@@ -207,8 +207,8 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
     length, targets = args.max_prompt_length + args.max_completion_length, model.lora_target_modules
     names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
-    names += ("merged_rollouts",)
-    flags = {name: getattr(args, name) for name in ("model_path", "method", "beta", *names)}
+    of_run = ("model_path", "method", "beta", "merged_rollouts", *names)
+    flags = {name: getattr(args, name) for name in of_run}
     flags |= {"stage": "rl", "batch": args.per_device_train_batch_size, "length": length}
     flags["block_length"] = args.block_length
     flags["dtype"] = "bfloat16" if settings.get("bf16", True) else model.dtype or "float32"  # the default on a GPU

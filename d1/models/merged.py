@@ -45,8 +45,8 @@ class MergedCopy:
         self.model: Any = copy.deepcopy(base, {id(tensor): tensor for tensor in shared}).eval()
         # Pairs of a layer and its copy, which has the same adapter on the copied weights. The model itself gets the
         # layer below, so that it has no adapter.
-        twins = {name: self.model.get_submodule(name) for name in layers}
-        self.layers = [(layer, twins[name]) for name, layer in layers.items()]
+        twins: dict[str, Any] = {name: self.model.get_submodule(name) for name in layers}
+        self.layers: list[tuple[Any, Any]] = [(layer, twins[name]) for name, layer in layers.items()]
         for name, twin in twins.items():
             self.model.set_submodule(name, twin.get_base_layer())
 

@@ -155,7 +155,7 @@ def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | Non
 
 
 def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:
-    """Whether a trainer's own rollouts sample from a merged copy, on all processes. Raises ValueError if they should and
+    """Whether rollouts of a trainer sample from a merged copy, on all processes. Raises ValueError if they should and
     cannot."""
     asked, device = trainer.args.merged_rollouts, trainer.accelerator.device
     model = trainer.accelerator.unwrap_model(trainer.model)
