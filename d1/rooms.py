@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from d1.lazy import lazily
 
 if TYPE_CHECKING:
-    from d1.commands.room import has_room_for_copy as has_room_for_copy
+    from d1.commands.rl_memory import has_room_for_copy as has_room_for_copy
     from d1.report import ShowProblems as ShowProblems
     from d1.report import write_report as write_report
     from d1.serve.ahead import RolloutsAhead as RolloutsAhead
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HOMES = {
     # RL of an adapter on 16-bit weights on a GPU, unless --merged_rollouts says what to do
-    "has_room_for_copy": "commands.room",
+    "has_room_for_copy": "commands.rl_memory",
     # --report true, in RL
     "ShowProblems": "report",
     "write_report": "report",

@@ -110,7 +110,7 @@ def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = 
 
     The method's own values of the canvas win. Raises ValueError for settings that training refuses.
     """
-    from d1.commands.room import fields_of
+    from d1.commands.rl_memory import fields_of
     from d1.rl.config import DiffuGRPOConfig
 
     given: dict[str, Any] = {"gradient_accumulation_steps": args.steps_per_generation}

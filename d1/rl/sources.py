@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from d1 import rooms
@@ -164,16 +165,13 @@ def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:
         against = "each process holds only a part of the weights (ZeRO-3, FSDP)"
     if asked and against:
         raise ValueError(f"--merged_rollouts true: {against}: leave it out")
-    if asked is not None or against:
+    is_gain = device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
+    if asked is not None or against or not is_gain:
         return bool(asked)
-    own = torch.tensor(merges_by_default(trainer.args, model, device), device=device)
-    return bool(trainer.accelerator.gather(own).all())
+    return all(gather_object([has_room(trainer.args, model, device)]))
 
 
-def merges_by_default(args: DiffuGRPOConfig, model: Any, device: torch.device) -> bool:
-    """Whether rollouts of a run that does not say so sample from a merged copy: the weights have 16 bits, they are on a
-    GPU, and it has room for the copy by the estimate of `d1 fit`."""
-    if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
-        return False
+def has_room(args: DiffuGRPOConfig, model: Any, device: torch.device) -> bool:
+    """Whether a GPU has room for a merged copy, by the estimate of `d1 fit`."""
     free, _ = torch.cuda.mem_get_info(device)
     return rooms.has_room_for_copy(args, model, free + torch.cuda.memory_reserved(device))

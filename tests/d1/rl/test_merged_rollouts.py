@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from peft import LoraConfig, get_peft_model
 from trl import ModelConfig
 
 from d1.commands.footprint import activation_bytes, resident_bytes
-from d1.commands.room import fit_settings, has_room_for_copy
+from d1.commands.rl_memory import fit_settings, has_room_for_copy
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.convert import merged
 from d1.rl.checks import check_model_settings
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.sources import RolloutRequest, merges_by_default
+from d1.rl.sources import RolloutRequest, merges_rollouts
 from d1.sampling import rollout
 from tests.tiny_grpo import SETTINGS, assert_same, logged, make_trainer, weights
 
@@ -124,12 +125,26 @@ def test_by_default_16_bit_weights_on_a_gpu_with_room_for_a_copy(tiny_model_dir,
     assert (settings.batch, settings.canvas, settings.dtype, settings.length) == (4, 8, "bfloat16", 208)
     constant, per_row = activation_bytes(half.config, settings)
     needed = sum(resident_bytes(half.config, settings).values()) + constant + 4 * (per_row + settings.stored)
+
+    def chosen(model, device=gpu, **changes):
+        accelerator = SimpleNamespace(device=device, unwrap_model=lambda model: model)
+        own = DiffuGRPOConfig(output_dir=str(tmp_path), **(SETTINGS | MIXED | changes))
+        return merges_rollouts(SimpleNamespace(args=own, accelerator=accelerator, model=model, weights_are_split=False))
+
     for room, expected in ((needed / 0.95 + 1, True), (needed / 0.95 - 1, False)):
         free.append(room - 1000)
-        assert merges_by_default(args, half, gpu) == has_room_for_copy(args, half, room) == expected
+        assert chosen(half) == has_room_for_copy(args, half, room) == expected
     free.append(10**15)
-    assert not merges_by_default(args, half, torch.device("cpu"))
-    assert not merges_by_default(args, model(torch.float32), gpu)
+    with monkeypatch.context() as patched:
+        patched.setattr("d1.rl.sources.gather_object", lambda own: [*own, False])  # another process has no room
+        assert not chosen(half)
+    assert not chosen(half, torch.device("cpu"))
+    assert not chosen(half, merged_rollouts=False)
+    assert not chosen(model(torch.float32))
+    assert not chosen(model(torch.bfloat16, modules_to_save=["lm_head"]))
+    assert not chosen(load_model(str(tiny_model_dir), torch.bfloat16))
+    monkeypatch.setattr("d1.commands.rl_memory.activation_bytes", None)  # a model that the estimate cannot build
+    assert not chosen(half)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from peft import LoraConfig, PeftModel
@@ -11,6 +12,8 @@ from d1.models.attention import has_causal_context
 from d1.models.kinds import block_size, has_masks
 from d1.rl.config import DiffuGRPOConfig, drawn_views, most_views
 from d1.scoring import ESTIMATORS
+
+logger = logging.getLogger(__name__)
 
 
 def fields_of(args: DiffuGRPOConfig, length: int, canvas: int, block: int | None, uniform: bool) -> dict[str, Any]:
@@ -40,8 +43,12 @@ def has_room_for_copy(args: DiffuGRPOConfig, model: PeftModel, free: float) -> b
     settings = fit_settings(args, model)
     if settings is None:
         return False
-    constant, per_row = activation_bytes(model.config, settings)
-    needed = sum(resident_bytes(model.config, settings).values()) + constant
+    try:
+        constant, per_row = activation_bytes(model.config, settings)
+        needed = sum(resident_bytes(model.config, settings).values()) + constant
+    except Exception as error:  # a model of one's own may not run on fake tensors
+        logger.info("No merged copy of the weights, because its memory cannot be estimated: %s", error)
+        return False
     return needed + (per_row + settings.stored) * settings.batch <= 0.95 * free
 
 
