@@ -248,7 +248,7 @@ def test_layers_share_their_compiled_code(kind_dirs, sampler, with_adapter):
             counts.append(counter.frame_count)
     torch._dynamo.reset()
     assert 2 <= counts[0] <= 4
-    assert counts[1] == counts[-1] <= 6
+    assert counts[1] == counts[-1] < 8  # torch's own limit
     assert not any("forward" in vars(layer) for layer in inner.model.layers)
 
 
