@@ -9,7 +9,6 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 import torch
@@ -190,8 +189,9 @@ def test_the_map_of_the_code_names_what_is_there(line: str) -> None:
 
 
 def test_the_code_of_the_first_chapter_stands_in_the_examples() -> None:
+    """Apart from spaces: lines of a shorter indentation are broken elsewhere."""
     loops = "".join((ROOT / "examples" / name).read_text() for name in ("sft_loop.py", "rl_loop.py"))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/in_300_lines.md").read_text(), re.S)
     assert len(blocks) == 8
     for block in blocks:
-        assert any(indent(block, " " * depth) in loops for depth in (0, 4, 8)), block
+        assert "".join(block.split()) in "".join(loops.split()), block
