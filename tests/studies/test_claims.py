@@ -19,7 +19,7 @@ PAGES = {
     "docs/studies.md": 2,
     "studies/smollm2/README.md": 3,
     "docs/leaderboard.md": 13,
-    "docs/fast_rollouts.md": 6,
+    "docs/fast_rollouts.md": 14,
     "docs/tools.md": 2,
 }
 
