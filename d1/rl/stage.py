@@ -238,7 +238,9 @@ def next_command(args: DiffuGRPOConfig, config: Any) -> str:
     flags |= {name: getattr(args, name) for name in ("block_length", "diffusion_steps")}
     greedy = ("temperature", "end_temperature") if has_masks(config) else ()
     for name in SAMPLING_FLAGS:
-        if name not in (*flags, "seed", *greedy) and getattr(args, name) != SAMPLING_FLAGS[name]["default"]:
+        if name in (*flags, "seed", *greedy) or not hasattr(args, name):  # RL does not have all samplers
+            continue
+        if getattr(args, name) != SAMPLING_FLAGS[name]["default"]:
             flags[name] = getattr(args, name)
     return shlex.join(["python", "-m", "d1", "eval", *flag_words(flags)])
 

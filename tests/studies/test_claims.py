@@ -12,7 +12,9 @@ from d1.tasks import load_task
 from pocket.recipes import ROOT
 from studies import claims
 from studies.claims import CLAIM, wrong_claims
+from studies.collapse.report import below_limit
 from studies.json_lines import read_lines
+from studies.training import accuracy
 
 PAGES = {
     "README.md": 6,
@@ -116,6 +118,15 @@ def test_the_share_of_rollouts_in_the_compute_is_that_of_the_runs():
     lines = read_lines(ROOT / "studies" / "collapse" / "data" / "reference.jsonl")
     share = fmean(64 * line["completion_tokens"] * line["rollouts"] / line["compute"] for line in lines)
     assert mark("docs/fast_rollouts.md", "rollout-share") == round(100 * share)
+
+
+def test_most_runs_below_the_limit_end_above_their_own_start():
+    starts = {line["seed"]: accuracy(line["right"]) for line in claims.data("collapse/data/start.jsonl")}
+    stages = [claims.data(f"collapse/data/{stage}.jsonl") for stage in ("test", "tokens", "third")]
+    below = [line for lines in stages for line in lines if below_limit(line)]
+    above = [line for line in below if accuracy(line["right"]) > starts[line["seed"]]]
+    assert mark("docs/fast_rollouts.md", "below-limit") == len(below)
+    assert mark("docs/fast_rollouts.md", "above-start") == len(above)
 
 
 def test_the_controls_of_the_tools_study_solve_at_most_what_the_page_says():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,10 @@ def test_an_extreme_number_of_a_sampler_is_refused_by_name(name: str, number: st
 def test_all_sampler_numbers_that_are_not_counts_are_tested_above() -> None:
     from d1.sampling.settings import RANGES
 
-    assert {name for name, row in RANGES.items() if not row.integer} == {*SETTINGS, "top_p"}
-    for value in (1e-300, -0.0, 0.0, 5e-324, float("nan")):
-        with pytest.raises(ValueError, match="top_p must be in "):
-            SamplingSettings(8, 8, 8, temperature=1.0, top_p=value)
+    assert {name for name, row in RANGES.items() if not row.integer} == {*SETTINGS, "top_p", "nucleus_p"}
+    for value, name in product((1e-300, -0.0, 0.0, 5e-324, float("nan")), ("top_p", "nucleus_p")):
+        sampler: dict[str, Any] = {"sampler": "scdd", name: value}
+        with pytest.raises(ValueError, match=f"{name} must be in "):
+            SamplingSettings(8, 8, 8, temperature=1.0, **sampler)
     for value in (1e-6, 1e4, 0.0):
         assert SamplingSettings(8, 8, 8, temperature=value).temperature == value
