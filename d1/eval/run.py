@@ -35,7 +35,6 @@ from d1.runs.cli import OneLineParser, quick_imports, run_script
 from d1.runs.flag_names import hints_of_flags
 from d1.runs.record import run_record
 from d1.runs.turns import add_turn_flags, check_turn_flags
-from d1.sampling.graphs import check_compile
 from d1.sampling.settings import (
     BLOCK_LENGTH,
     FLAGS,
@@ -231,6 +230,8 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
         if model_config is not None:
+            from d1.sampling.graphs import check_compile  # here, because it imports torch, and help needs none
+
             check_compile(run.compile, model_config, kernel=run.attn_implementation)
         if args.block_length is not None and getattr(model_config, "block_size", None) is None:
             settings.require_whole_blocks()  # for a block-causal model, the prompt may end inside a block

@@ -67,7 +67,7 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 
 def risk_budget(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     """The largest n whose tokens all have a probability p above `level`, and whose risks 1 - p sum to at most
-    1 - `level` (SLIM-RL, laolaorkkkkk/SLIM-RL@0c4960b sample/jetengine_ext/engine/scheduler.py)."""
+    1 - `level` (SLIM-RL, laolaorkkkkk/SLIM-RL@0c4960b, scheduler.py of its engine)."""
     certain = logps.exp() > level
     within_budget = -logps.expm1().cumsum(-1) <= 1 - level
     return (certain & within_budget).sum(-1)

@@ -157,9 +157,6 @@ def test_a_request_of_rl_is_a_rollout_to_the_bit(served_kinds, case, lengths, st
     own = rollout(model, ids, mask, settings, eos_token_ids=ends or None, **options)
     for name in ("ids", "logps", "entropies", "reveal_steps", "passes", "forward_tokens"):
         assert torch.equal(getattr(found, name), getattr(own, name)), name
-    for name, is_noted in (("ranks", settings.noting > 0), ("step_logps", settings.record_steps)):
-        found_of, own_of = getattr(found, name), getattr(own, name)
-        assert torch.equal(found_of, own_of) if is_noted else found_of is own_of is None, name
 
 
 @pytest.mark.parametrize("own_batch", [True, False, None])
