@@ -24,7 +24,8 @@ from d1.serve.rescoring import STATES, Rescoring, states_of
 from d1.serve.user import READ, RECORD, UserRollouts
 from tests.tiny_grpo import clockless, logged, make_method, weights
 
-NOT_TOLD = ("sampling/forward", "compute_tokens")  # an engine does not say how many tokens it processed
+# An engine does not say how many passes it made, and of how many tokens.
+NOT_TOLD = ("tokens_per_forward_pass", "sampling/forward", "compute_tokens")
 
 
 def engine(*keys, cut=False):
