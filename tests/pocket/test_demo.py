@@ -61,6 +61,7 @@ class Simulated:
 
     def __init__(self, phase, log):
         self.left = self.seconds.get(phase.name, 13)  # an evaluation
+        log.write_text("")
         Simulated.running.append(self)
 
     @classmethod
