@@ -29,10 +29,12 @@ def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: S
     numbers = like.new_empty(tuple(shape))
     for some, part in chunks(rows, max(1, positions), math.prod(shape[2:])):
         if generator is None or isinstance(generator, Generator):
-            device = like.device if generator is None else generator.device
-            size = numbers[some, part].shape
-            drawn = torch.rand(size, generator=generator, device=device, dtype=like.dtype)
-            numbers[some, part].copy_(drawn, non_blocking=True)
+            chunk = numbers[some, part]
+            if generator is None or generator.device == like.device:
+                chunk.uniform_(generator=generator)  # what torch.rand draws, without a copy
+            else:
+                drawn = torch.rand(chunk.shape, generator=generator, device=generator.device, dtype=like.dtype)
+                chunk.copy_(drawn, non_blocking=True)
             continue
         of_rows = counts or [positions] * rows
         for row, own, count in zip(numbers[some, part], generator[some], of_rows[some], strict=True):

@@ -35,7 +35,7 @@ def make(model_dir, folder, dtype=torch.bfloat16, **changes):
 def merged_model(model_dir, trained):
     """A model without an adapter, merged by the function of `d1 merge`'s weights."""
     expected = load_model(str(model_dir), torch.bfloat16)
-    with merged(deepcopy(trained)) as state:
+    with torch.autocast("cpu", enabled=False), merged(deepcopy(trained)) as state:  # a rollout runs under autocast
         expected.load_state_dict(state)
     return expected
 

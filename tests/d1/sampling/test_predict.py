@@ -164,9 +164,12 @@ def test_values_and_draws_do_not_depend_on_the_chunks(monkeypatch, temperature, 
 @pytest.mark.parametrize("per_row", [True, False])
 def test_each_call_for_random_numbers_is_as_large_as_a_chunk_on_a_cpu(monkeypatch, per_row):
     """A GPU gives other numbers to calls of another size, so that a larger card would draw other tokens."""
-    sizes, draw = {}, torch.rand
+    sizes, draw, fill = {}, torch.rand, torch.Tensor.uniform_
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2 * 5 * VOCAB)
     monkeypatch.setattr(torch, "rand", lambda *shape, **kwargs: calls.append(shape) or draw(*shape, **kwargs))
+    monkeypatch.setattr(
+        torch.Tensor, "uniform_", lambda self, **kwargs: calls.append(self.shape) or fill(self, **kwargs)
+    )
     chosen = SamplingSettings(gen_length=8, block_length=8, steps=8, temperature=1.0)
     for factor in (1, 4):
         monkeypatch.setattr(head, "chunk_factor", lambda device, factor=factor: factor)
