@@ -130,7 +130,7 @@ def count_certainty(seen: Compared) -> Tensor:
     return torch.stack([torch.bincount(seen.state, each, minlength=2) for each in (torch.ones_like(right), right)])
 
 
-def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, rows: Any, settings: Any) -> Any:
+def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, settings: Any) -> Any:
     """dParallel (section 4): for each of the two states, the mean cross-entropy of the own tokens plus the weighted
     mean entropy, at a temperature below 1, of positions where the own token is already the most likely one."""
     (logps, entropies), (right,) = read, seen.target
@@ -147,10 +147,10 @@ class Divergence:
 
     # (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients
     read: Callable[..., tuple[Tensor, ...]]
-    # (positions, what was read, totals, rows of the step, settings) -> the micro-batch's part of the loss, and its logs
+    # (positions, what was read, totals, settings) -> the micro-batch's part of the loss, and its logs
     loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     # (positions) -> counts, which are summed over the optimizer step before the loss sees them
-    totals: Callable[[Compared], Tensor] = lambda seen: torch.zeros((), device=seen.ids.device)
+    totals: Callable[[Compared], Tensor]
 
 
 DIVERGENCES = {

@@ -117,7 +117,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         compared: Compared = inputs["compared"]
         read = partial(self.divergence.read, self.settings)
         columns = self.read(model, inputs["seen"], read, (compared.ids, *compared.target))
-        loss, logged = self.divergence.loss(compared, columns, self.totals, num_items_in_batch, self.settings)
+        loss, logged = self.divergence.loss(compared, columns, self.totals, self.settings)
         loss = loss * self.accelerator.num_processes
         self.require_finite(loss.detach(), lambda: self.texts_of(inputs))
         self.add_means({name: values.detach() for name, values in logged.items()})

@@ -15,7 +15,7 @@ from d1.distill.methods import METHODS
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
 SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5)
-ROWS, STATES, VOCABULARY = 3, 2, 7
+STATES, VOCABULARY = 2, 7
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -42,7 +42,7 @@ def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
     totals = torch.stack([divergence.totals(batch) for batch in batches]).sum(0)
     for which, batch in zip(parts, batches, strict=True):
         read = divergence.read(SETTINGS, logits[which], batch.ids, *batch.target)
-        loss = loss + divergence.loss(batch, read, totals, ROWS, SETTINGS)[0]
+        loss = loss + divergence.loss(batch, read, totals, SETTINGS)[0]
     return loss
 
 
