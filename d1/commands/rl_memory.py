@@ -20,7 +20,8 @@ def fields_of(args: DiffuGRPOConfig, length: int, canvas: int, block: int | None
     """The fields of `FitSettings` for an RL run: views, their stored bytes, and `beta`, 0 without a reference.
 
     Args:
-        length: tokens of a row, of which `canvas` are the completion.
+        length: tokens of a row, prompt and completion.
+        canvas: tokens of the completion.
         block: tokens per block of a model with blocks.
         uniform: the model has uniform noise.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ class MergedCopy:
     """
 
     def __init__(self, trained: PeftModel) -> None:
-        if reason := against_copy(trained):
+        reason = against_copy(trained)
+        if reason is not None:
             raise ValueError(reason)
         base = trained.get_base_model()
         layers = adapted_layers(base)
-        copied = {id(weight) for layer in layers.values() for weight in own_weights(layer)}
+        copied = adapted_weights(layers)
         shared = [tensor for tensor in (*base.parameters(), *base.buffers()) if id(tensor) not in copied]
         self.model: Any = copy.deepcopy(base, {id(tensor): tensor for tensor in shared}).eval()
         # Pairs of a layer and its copy, which has the same adapter on the copied weights. The model itself gets the
@@ -54,7 +56,7 @@ class MergedCopy:
     def refresh(self) -> None:
         """Take over the present weights of the trained model and of its active adapters."""
         for layer, twin in self.layers:
-            for weight, copied in zip(own_weights(layer), own_weights(twin), strict=True):
+            for weight, copied in zip(base_weights(layer), base_weights(twin), strict=True):
                 copied.copy_(weight)
             twin.merged_adapters.clear()
             twin.merge(adapter_names=layer.active_adapters)
@@ -66,15 +68,19 @@ def adapted_layers(base: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
 
 
-def own_weights(layer: Any) -> list[nn.Parameter]:
+def base_weights(layer: Any) -> list[nn.Parameter]:
     """The weight and the bias below an adapter."""
     return list(layer.get_base_layer().parameters(recurse=False))
 
 
+def adapted_weights(layers: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+    """The weights below the adapters of these layers, each once, by their id."""
+    return {id(weight): weight for layer in layers.values() for weight in base_weights(layer)}
+
+
 def copied_bytes(model: nn.Module) -> int:
     """Bytes of the weights that a `MergedCopy` does not share."""
-    weights = {id(weight): weight for layer in adapted_layers(model).values() for weight in own_weights(layer)}
-    return sum(weight.nbytes for weight in weights.values())
+    return sum(weight.nbytes for weight in adapted_weights(adapted_layers(model)).values())
 
 
 def against_copy(model: Any) -> str | None:
@@ -83,12 +89,13 @@ def against_copy(model: Any) -> str | None:
         return "the model has no adapter to merge"
     base = model.get_base_model()
     layers = adapted_layers(base)
-    weights = {id(weight): weight for layer in layers.values() for weight in own_weights(layer)}
+    weights = adapted_weights(layers)
     if any(weight.dtype in QUANTISED for weight in weights.values()):
         return "4-bit weights cannot absorb an adapter"
     if any(isinstance(module, AuxiliaryTrainingWrapper) for module in base.modules()):
         return "the adapter trains whole modules or single tokens (modules_to_save, trainable_token_indices)"
-    if other := {type(layer).__name__ for layer in layers.values() if not isinstance(layer, lora.Linear)}:
+    other = {type(layer).__name__ for layer in layers.values() if not isinstance(layer, lora.Linear)}
+    if other:
         return f"the adapter has layers that are not LoRA on a linear layer: {', '.join(sorted(other))}"
     holders = Counter(id(weight) for module in base.modules() for weight in module.parameters(recurse=False))
     if any(holders[name] > 1 for name in weights):
