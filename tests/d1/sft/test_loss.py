@@ -95,7 +95,10 @@ def make_trainer(model_dir, folder, batch, accumulation, rows=None, eos_padding=
 
 def one_step(model_dir, folder, batch, accumulation, **options):
     """An epoch of plain SGD at rate 1: one step, unless `rows` has more rows than the global batch."""
-    trainer = make_trainer(model_dir, folder, batch, accumulation, **options)
+    train_and_save(make_trainer(model_dir, folder, batch, accumulation, **options))
+
+
+def train_and_save(trainer):
     trainer.train()
     trainer.save_model()
     trainer.save_state()

@@ -17,7 +17,7 @@ from d1.sft.config import SFTConfig
 from d1.sft.scdd import SCDDCollator, SCDDTrainer, grid_time, scdd_losses
 from d1.sft.stage import check_noise
 from tests import forks
-from tests.d1.sft.test_loss import MASK, assert_same, found, model_of, rows_of_all_lengths
+from tests.d1.sft.test_loss import MASK, assert_same, found, model_of, rows_of_all_lengths, train_and_save
 
 VOCAB, STEP = 60, 1 / 1000
 NOISE = MixedNoise(0.1)
@@ -284,11 +284,7 @@ def make_trainer(model_dir, folder, batch, accumulation, noise=NOISE, rows=None,
 
 
 def one_step(model_dir, folder, batch, accumulation, **options):
-    trainer = make_trainer(model_dir, folder, batch, accumulation, **options)
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    trainer.accelerator.wait_for_everyone()
+    train_and_save(make_trainer(model_dir, folder, batch, accumulation, **options))
 
 
 @pytest.fixture(scope="module")
