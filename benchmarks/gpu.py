@@ -165,9 +165,11 @@ def compiled(model: Any, compile: str) -> Iterator[None]:
     """Sampling runs as `--compile` says. On a CPU, for a test: graphs without a capture, layers without inductor."""
     if compile != "none":
         inner, graphs = d1.models.head.unwrapped(model), compile == "graphs"
-        made: Any = PassGraphs(None if ON_GPU else run_again) if graphs else CompiledLayers()
-        if not (ON_GPU or graphs):
-            made = CompiledLayers("eager")
+        made: Any
+        if graphs:
+            made = PassGraphs(None if ON_GPU else run_again)
+        else:
+            made = CompiledLayers("inductor" if ON_GPU else "eager")
         setattr(inner, COMPILED, compile)
         MADE[inner] = (compile, state_of(inner)), made
     try:

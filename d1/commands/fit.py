@@ -283,8 +283,9 @@ def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
     if not isinstance(settings, dict):
         raise ValueError(f"--config {args.config} must have lines NAME: VALUE, got {settings!r:.60}")
     recipe = (rl_recipe if "model_path" in settings else sft_recipe)(args.config, hardware["gpus"], args.rows)
-    shares = {"utilisation": args.utilisation or UTILISATION[recipe.flags["stage"]]}
-    return argparse.Namespace(**{**vars(args), **hardware, **shares, **recipe.flags}), recipe
+    values = vars(args) | hardware | recipe.flags
+    values["utilisation"] = args.utilisation or UTILISATION[recipe.flags["stage"]]
+    return argparse.Namespace(**values), recipe
 
 
 def run(args: argparse.Namespace) -> None:

@@ -717,8 +717,9 @@ def check_noise(config: Any, args: Settings) -> None:
         f"--mask_id {args.mask_id}: {kind} has no mask token": args.mask_id is not None,
         "--tools: a canvas is written as a whole, and cannot end with a call": args.tools,
     }
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise ValueError(what)
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(what)
 
 
 def check_prompts(lengths: Sequence[int], args: Settings) -> int:

@@ -324,7 +324,7 @@ class PassGraphs:
             return states, columns
 
         # The first run of the computation is on real numbers: those of this pass.
-        self.fill(inputs, tensors)
+        self.copy_arguments(inputs, tensors)
         try:
             (states, columns), replay = self.capture(compute)
         except RuntimeError as error:
@@ -356,9 +356,9 @@ class PassGraphs:
         return [memory[: math.prod(size)].view(size) for memory, size in zip(self.memory, sizes, strict=False)]
 
     def replay(self, graph: Graph, shape: Shape, tensors: dict[str, Tensor], past: Any) -> Tensor:
-        self.fill(graph.inputs, tensors)
+        self.copy_arguments(graph.inputs, tensors)
         if graph.past:
-            self.hold(graph.past, shape, past)
+            self.copy_past(graph.past, shape, past)
         graph.replay()
         rows, count = tensors["positions"].shape
         if past is not None and not shape.only_reads:
@@ -367,7 +367,7 @@ class PassGraphs:
                 past.update(keys[:rows], values[:rows], number)  # copies them
         return graph.states[:rows, :count].clone()
 
-    def fill(self, buffers: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def copy_arguments(self, buffers: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Copies the arguments of a pass into buffers. Rows that are added repeat the first one, positions the last
         one; keys that are added come first and are hidden."""
         for name, value in tensors.items():
@@ -384,7 +384,7 @@ class PassGraphs:
             if len(buffer) > rows:
                 buffer[rows:] = buffer[:1]
 
-    def hold(self, buffers: list[Tensor], shape: Shape, past: Any) -> None:
+    def copy_past(self, buffers: list[Tensor], shape: Shape, past: Any) -> None:
         """Copies cached keys and values into their buffers, unless these hold them already: those of a window stay the
         same from pass to pass."""
         given = [values for layer in layers_of(past) for values in (layer.keys, layer.values)]

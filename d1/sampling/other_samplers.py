@@ -43,17 +43,17 @@ def stream_in_batches(
     waiting, pad = enumerate(prompts), mask_token_id
     if pad is None:
         pad = model.config.pad_token_id or 0
-    while some := [*islice(waiting, batch_size)]:
-        for number, (_, generator, *stops) in some:
+    while batch := [*islice(waiting, batch_size)]:
+        for number, (_, generator, *stops) in batch:
             if any(stops):
                 noise = "a model with uniform noise" if mask_token_id is None else f"the sampler {settings.sampler}"
                 raise ValueError(f"{noise} has no stops within a completion, which tools need")
             if generator is None:
                 raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-        ids, mask = (values.to(model.device) for values in left_padded([[*prompt[0]] for _, prompt in some], pad))
-        own = [prompt[1] for _, prompt in some]
+        ids, mask = (values.to(model.device) for values in left_padded([[*prompt[0]] for _, prompt in batch], pad))
+        own = [prompt[1] for _, prompt in batch]
         try:
             sampled = rollout_of(steps(model, ids, mask, settings, own, ends, mask_token_id), ids.shape[1])
         except NotFiniteError as error:
-            raise NotFiniteError(some[error.number][0], error.why) from error
-        yield [number for number, _ in some], sampled
+            raise NotFiniteError(batch[error.number][0], error.why) from error
+        yield [number for number, _ in batch], sampled

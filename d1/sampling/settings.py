@@ -191,8 +191,9 @@ class SamplingSettings:
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
         }
-        for message in (message for message, is_so in wrong.items() if is_so):
-            raise ValueError(message)
+        for message, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(message)
         self.schedule()
 
     @classmethod
@@ -354,16 +355,18 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
             f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
             f"{', '.join(caches or ()) or 'none'}": caches is not None and settings.cache not in caches,
         }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            raise ValueError(f"{what}: use the sampler exact or parallel")
+        for what, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"{what}: use the sampler exact or parallel")
     causal_context = has_causal_context(config)
     if causal_context:
         wrong = {
             "guidance (cfg_scale), because text before a prompt is never hidden from it": settings.cfg_scale > 0,
             "editing, because no model with it learnt to correct its tokens": settings.edits is not None,
         }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            raise ValueError(f"this {kind} has a causal context and cannot sample with {what}")
+        for what, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"this {kind} has a causal context and cannot sample with {what}")
     elif settings.first_token == "causal":
         raise ValueError(f"first_token='causal' is for models with a causal context, not for this {kind}")
     if not (other_blocks or causal_context) and size not in (None, settings.block_length):
@@ -393,8 +396,9 @@ def check_uniform(settings: SamplingSettings, kind: str) -> None:
             settings.steps % max(blocks, 1)
         ),
     }
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise ValueError(f"the sampler of {kind} {what}")
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"the sampler of {kind} {what}")
 
 
 def check_scdd(settings: SamplingSettings, config: Any) -> None:
@@ -410,8 +414,9 @@ def check_scdd(settings: SamplingSettings, config: Any) -> None:
         "cuts distributions by nucleus_p: leave top_k and top_p out": settings.drawn_from.truncates,
         "records log-probabilities of the model alone: leave record_as_sampled out": settings.record_as_sampled,
     }
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise ValueError(f"the sampler scdd {what}")
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"the sampler scdd {what}")
 
 
 def refuse_scdd(settings: SamplingSettings, what: str) -> None:

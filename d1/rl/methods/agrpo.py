@@ -13,7 +13,6 @@ from typing import Any
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
 
-# AGRPO, probablyabot/agrpo@98f1182: train.yaml, agrpo_trainer.py
 AGRPO: dict[str, Any] = dict(
     estimator="replay",
     p_mask_prompt=0.0,

@@ -56,7 +56,7 @@ ESTIMATORS = {
 
 METHOD = method(
     "d2-StepMerge, arXiv 2509.21474",
-    trained=D1_TRAINED,  # accumulation 32, of which 16 are the segments of the same rows
+    trained=D1_TRAINED,  # accumulation 32: 16 segments of the same rows, twice
     estimator="segments",  # all of them in every update, each in the state at its beginning
     objective="clipped_views",  # clip, beta and prompt masks are d1's: train.yaml
     num_iterations=8,  # NUM_ITER [12 on GSM8K]

@@ -46,7 +46,6 @@ OBJECTIVES = {
 PENALTIES = {"k3_steps": Penalty(k3_steps, settings=(), by_view=True)}
 
 
-# EGSPO, vishnutez/egspo-dllm-rl@a7d618b egspo: slurm_scripts/train.yaml, train.sh
 EGSPO: dict[str, Any] = dict(
     estimator="replay",
     p_mask_prompt=0.0,

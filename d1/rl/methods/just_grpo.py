@@ -102,7 +102,7 @@ METHOD = method(
     max_grad_norm=1.0,
     block_length=1,
     diffusion_steps=None,  # one per token
-    scale=dict(learning_rate=5e-06, num_generations=16, **CONSTANT),  # 8 x repeat_times 2,
+    scale=dict(learning_rate=5e-06, num_generations=16, **CONSTANT),  # 8 x repeat_times 2
     page=Page(
         paper="[2601.15165](https://arxiv.org/abs/2601.15165)",
         scores="left to right (exact chain rule); token ratio",

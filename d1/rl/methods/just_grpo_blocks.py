@@ -14,7 +14,6 @@ from typing import Any
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import method
 
-# JustGRPO for blocks, NVIDIA-NeMo/RL@749b0ed
 JUST_GRPO_BLOCKS: dict[str, Any] = dict(
     estimator="left_to_right",  # view k hides the tokens from place k on in each block, and scores that at k
     p_mask_prompt=0.0,

@@ -30,7 +30,6 @@ def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
 PENALTIES = {"k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True)}
 
 
-# TraceRL, Gen-Verse/dLLM-RL@10b4fd1: configs/rl_llada.yaml, train/rl_llada.py, reward/rl_reward.py
 TRACERL: dict[str, Any] = dict(
     p_mask_prompt=0.0,
     scored_tokens="text",  # post_num 0: <|endoftext|> is not scored, <|eot_id|> is
