@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -107,6 +108,8 @@ def die_at(pattern: str) -> None:
 def within(log: Path, folder: Path, environment: dict[str, str], work: Callable[..., object], *given: Any) -> None:
     """Runs `work(*given)` as a process of its own session, in `folder`, with both outputs appended to `log`."""
     gc.freeze()  # or each collection would search all libraries
+    # As tests/conftest.py in the tests' own process: MKL then has other kernels than with OMP_NUM_THREADS=1 alone.
+    torch.set_num_threads(1)
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
