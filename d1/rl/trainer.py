@@ -215,14 +215,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Samples one canvas per prompt. Returns completions up to their first EOS, and the record of the canvases."""
         started = time.perf_counter()
         ids, mask = self.padded(prompt_ids)
-        keys = self.row_keys("rollout", len(ids))
-        sampled = self.sample(ids, mask, keys)
+        sampled = self.sample(ids, mask)
         record, costs, passes = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         speeds = [len(completion) / count for completion, count in zip(completions, passes, strict=True)]
         self.rollout_columns = {SPEED: speeds}
         costs[f"sampling/{SPEED}"] = fmean(speeds)
         self.log_rollout(started, record, costs)
+        keys = self.row_keys("rollout", len(ids))
         self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, keys)
         return completions, record
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from trl import ModelConfig, TrlParser
 
 from d1 import __main__ as tools
+from d1 import report
 from d1.distill import DistillConfig
 from d1.distill import train as distill_train
 from d1.eval import evaluate, harness
@@ -26,7 +27,6 @@ from d1.eval import run as evaluation
 from d1.preference import train as preference_train
 from d1.preference.config import PreferenceConfig
 from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, ranges_of
-from d1.rl import report
 from d1.rl import train as rl_train
 from d1.rl.checks import OFF
 from d1.rl.config import INHERITED, DiffuGRPOConfig
