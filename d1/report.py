@@ -60,7 +60,7 @@ class ShowProblems(TrainerCallback):
         if isinstance(trainer, EpisodeTrainer):
             return self.films_of_episodes(when, trainer, prompts)
         with evaluating(trainer.model):
-            sampled = trainer.sample(*trainer.padded(prompts))
+            sampled = trainer.sample(*trainer.left_pad(prompts))
         trainer.compute = compute  # counts training only
         record: dict[str, Any] = {**record_and_costs(sampled)[0]}
         films = []

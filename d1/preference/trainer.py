@@ -149,11 +149,11 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         items = real.sum() if num_items_in_batch is None else num_items_in_batch
         # An empty row has a loss of 0, but a path to the weights: DDP needs every gradient.
         loss = losses.where(real, 0.0).sum() / items * self.accelerator.num_processes
-        self.require_finite(loss.detach(), lambda: self.rows_to_blame(inputs, bounds.detach()))
+        self.require_finite(loss.detach(), lambda: self.nonfinite_rows(inputs, bounds.detach()))
         self.count(inputs, bounds.detach(), ratios.detach(), real)
         return (loss, {"losses": losses}) if return_outputs else loss
 
-    def rows_to_blame(self, batch: dict[str, Tensor], bounds: Tensor) -> list[dict[str, Any]]:
+    def nonfinite_rows(self, batch: dict[str, Tensor], bounds: Tensor) -> list[dict[str, Any]]:
         tokenizer: Any = self.processing_class
         texts = tokenizer.batch_decode(torch.cat([batch["prompt_ids"], batch["canvas_ids"]], dim=1))
         columns = zip(texts, bounds.tolist(), batch["reference"].tolist(), strict=True)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.models.head import run_inside
-from d1.rl.losses import ADVANTAGES, LossInputs, known
+from d1.rl.losses import ADVANTAGES, LossInputs, require_logps
 from d1.sampling import Rollout, eos_cut
 from d1.sampling.uniform import accepted
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
@@ -57,19 +57,23 @@ class RolloutRecord(TypedDict, total=False):
     write_entropies: Tensor  # R T W, fp32
 
 
-class Everyone(NamedTuple):
-    """Access to the rows of all processes: a function that gathers tensors, and the number of this process's first
-    row."""
+class RankView(NamedTuple):
+    """One process's view of the rows of all.
 
-    gather: Callable[[Tensor], Tensor]
-    first: int
+    Attributes:
+        all_gather: concatenates a tensor of each process along the rows, in the order of the ranks.
+        rank_offset: the number of this process's first row among those of all processes.
+    """
 
-    def own(self, everyones: Tensor, rows: int) -> Tensor:
-        """The `rows` of this process among those of all."""
-        return everyones[self.first :][:rows]
+    all_gather: Callable[[Tensor], Tensor]
+    rank_offset: int
+
+    def local_slice(self, gathered: Tensor, rows: int) -> Tensor:
+        """The `rows` of this process among the gathered ones."""
+        return gathered[self.rank_offset :][:rows]
 
 
-def fitted(values: Tensor, width: int) -> Tensor:
+def pad_to_width(values: Tensor, width: int) -> Tensor:
     """`values` (..., canvas) cut or zero-padded to `width` tokens: TRL pads completions to the longest of their batch,
     and `pad_to_multiple_of` can make this wider than the canvas."""
     return F.pad(values, (0, width - values.shape[-1]))
@@ -136,7 +140,7 @@ def sampled_logps(batch: Batch, update: int) -> Tensor:
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
 # The setting `scored_tokens` names the tokens of a canvas that count in the loss: methods differ in what they do with
-# those after the first EOS. A new choice is a function and an entry of `SCORED`.
+# those after the first EOS. A new choice is a function and an entry of `LOSS_MASKS`.
 
 
 class Sampled(NamedTuple):
@@ -158,8 +162,8 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scored:
-    """An entry of `SCORED`.
+class LossMask:
+    """An entry of `LOSS_MASKS`.
 
     Attributes:
         of: the tokens (rows, canvas) bool that count in the loss.
@@ -178,29 +182,29 @@ def to_the_last_text(sampled: Sampled) -> Tensor:
     return (sampled.steps >= 0) & (sampled.steps <= last)
 
 
-SCORED: dict[str, Scored] = {
-    "ended": Scored(lambda sampled: sampled.ended),
-    "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
-    "drawn": Scored(lambda sampled: sampled.steps >= 0, reads_steps=True),
-    "steps": Scored(to_the_last_text, after_the_end=True, reads_steps=True),
-    "unpadded": Scored(lambda sampled: ~sampled.is_padding, after_the_end=True),
-    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True),
+LOSS_MASKS: dict[str, LossMask] = {
+    "ended": LossMask(lambda sampled: sampled.ended),
+    "text": LossMask(lambda sampled: sampled.ended & ~sampled.is_padding),
+    "drawn": LossMask(lambda sampled: sampled.steps >= 0, reads_steps=True),
+    "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True),
+    "unpadded": LossMask(lambda sampled: ~sampled.is_padding, after_the_end=True),
+    "canvas": LossMask(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True),
 }
 
 
-def score_more(
+def set_loss_mask(
     batch: Batch,
     name: str,
     end_ids: Sequence[int],
     pad_id: int | None,
-    everyone: Everyone,
+    ranks: RankView,
 ) -> None:
-    """Makes the tokens that `SCORED[name]` chooses the batch's completions; rows that are out of the loss stay out."""
+    """Makes the tokens of `LOSS_MASKS[name]` the batch's completions; rows that are out of the loss stay out."""
     ids, mask = batch["canvas_ids"], batch["completion_mask"]
-    scored = SCORED[name].of(
+    scored = LOSS_MASKS[name].of(
         Sampled(
             ids=ids,
-            ended=fitted(mask, ids.shape[1]).bool(),
+            ended=pad_to_width(mask, ids.shape[1]).bool(),
             steps=batch["reveal_steps"],
             is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
             is_padding=ids == (-1 if pad_id is None else pad_id),
@@ -208,30 +212,30 @@ def score_more(
     )
     batch["completion_ids"] = ids
     batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
-    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+    batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
 
 
-def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
+def transform_advantages(advantages: Tensor, name: str, group: int, ranks: RankView) -> Tensor:
     """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes."""
     if ADVANTAGES[name].of is None or group == 1:
         return advantages
-    everyones = ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()
-    return everyone.own(everyones, len(advantages))
+    gathered = ADVANTAGES[name](ranks.all_gather(advantages).view(-1, group)).flatten()
+    return ranks.local_slice(gathered, len(advantages))
 
 
-def keep_prompts(batch: Batch, shares: Sequence[float], group: int, everyone: Everyone) -> float:
+def keep_prompts(batch: Batch, shares: Sequence[float], group: int, ranks: RankView) -> float:
     """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
     returns the share of prompts kept."""
-    return keep(batch, within(batch, shares, group, everyone), group, everyone)
+    return filter_groups(batch, solve_rate_filter(batch, shares, group, ranks), group, ranks)
 
 
-def within(batch: Batch, shares: Sequence[float], group: int, everyone: Everyone) -> Tensor:
+def solve_rate_filter(batch: Batch, shares: Sequence[float], group: int, ranks: RankView) -> Tensor:
     """(prompts,) bool, of all processes: whether the fraction of correct completions is within `shares`."""
-    right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
+    right = ranks.all_gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
     return (right >= shares[0]) & (right <= shares[1])
 
 
-def padded_to(batch: Batch, prompt: int, canvas: int, pad: int) -> Batch:
+def pad_batch(batch: Batch, prompt: int, canvas: int, pad: int) -> Batch:
     """The batch with TRL's tensors padded to `prompt` and `canvas` tokens; of what is wider, only padding is cut."""
     wide = dict(batch)
     for of, value in (("ids", pad), ("mask", 0)):
@@ -241,48 +245,50 @@ def padded_to(batch: Batch, prompt: int, canvas: int, pad: int) -> Batch:
     return wide
 
 
-def fill(batch: Batch, kept: Tensor, more: Batch, new: Tensor, group: int, everyone: Everyone) -> tuple[Batch, Tensor]:
+def replace_filtered_groups(
+    batch: Batch, kept: Tensor, more: Batch, new: Tensor, group: int, ranks: RankView
+) -> tuple[Batch, Tensor]:
     """The batch in which those prompts of `more` that are kept, `new`, replace in their order those of `batch` that are
     not, and which prompts it keeps; (prompts,) bool each, of all processes. All tensors have equal shapes there."""
     free, able = (~kept).nonzero().squeeze(1), new.nonzero().squeeze(1)
     free, able = free[: len(able)], able[: len(free)]
     source = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, free, able)  # -1: the prompt stays
     rows = source.unsqueeze(1) * group + torch.arange(group, device=kept.device)  # negative: the row stays
-    own = everyone.own(rows.flatten(), len(batch["advantages"]))
+    own = ranks.local_slice(rows.flatten(), len(batch["advantages"]))
     filled = dict(batch)
     for name, value in batch.items():
         if value.dim():
             replaced = (own >= 0).view(-1, *[1] * (value.dim() - 1))
-            filled[name] = torch.where(replaced, everyone.gather(more[name])[own], value)
+            filled[name] = torch.where(replaced, ranks.all_gather(more[name])[own], value)
     return filled, kept.index_fill(0, free, True)
 
 
-def keep_share(batch: Batch, share: float, group: int, everyone: Everyone, generator: torch.Generator) -> float:
+def keep_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
     """Keeps this share of the prompts in the loss, rounded up: first those whose rewards differ, then those whose
     equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
 
     `generator` is in the same state on all processes. Returns the share of prompts kept."""
-    rewards, steps = everyone.gather(torch.stack([batch["completion_reward"], scored_steps(batch)], 1)).unbind(1)
+    rewards, steps = ranks.all_gather(torch.stack([batch["completion_reward"], scored_steps(batch)], 1)).unbind(1)
     rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
     kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
     drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
     order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)  # all below the next kind
-    ranks = order.argsort(descending=True).argsort()
-    return keep(batch, ranks < math.ceil(share * len(kinds)), group, everyone)
+    position = order.argsort(descending=True).argsort()
+    return filter_groups(batch, position < math.ceil(share * len(kinds)), group, ranks)
 
 
 def scored_steps(batch: Batch) -> Tensor:
     """(rows,) number of steps that revealed a scored token."""
-    scored = fitted(batch["completion_mask"], batch["reveal_steps"].shape[1]).bool()
+    scored = pad_to_width(batch["completion_mask"], batch["reveal_steps"].shape[1]).bool()
     steps = torch.where(scored, batch["reveal_steps"], -1).sort(1).values
     return F.pad(steps, (1, 0), value=-1).diff(dim=1).ne(0).sum(1).float()
 
 
-def keep(batch: Batch, prompts: Tensor, group: int, everyone: Everyone) -> float:
+def filter_groups(batch: Batch, prompts: Tensor, group: int, ranks: RankView) -> float:
     """Drops all prompts but those of `prompts` (bool, those of all processes) from the loss; returns their share."""
-    rows = everyone.own(prompts.repeat_interleave(group), len(batch["advantages"]))
+    rows = ranks.local_slice(prompts.repeat_interleave(group), len(batch["advantages"]))
     batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
-    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+    batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
     return prompts.float().mean().item()
 
 
@@ -308,7 +314,7 @@ def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | 
         attention_mask=batch["prompt_mask"],
         maskable=maskable,
         canvas_ids=batch["canvas_ids"],
-        scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
+        scored=pad_to_width(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
         reveal_steps=batch["reveal_steps"],
         logps=batch.get("rollout_logps", unknown),
         entropies=batch.get("rollout_entropies", unknown),
@@ -324,7 +330,7 @@ def draw_updates(
     estimator: Estimator,
     settings: ViewSettings,
     shared: bool = False,
-    split: Everyone | None = None,
+    split: RankView | None = None,
 ) -> Batch:
     """`view_noise`, `view_weights` and what else views have, of each update. With `shared`, all updates have the same
     views; with `split`, which knows the rows of all processes, one draw of views is divided among the updates.
@@ -335,8 +341,8 @@ def draw_updates(
     if split:
         views = estimator(sampled, random, settings)
         counts = views.scoring.sum(1)
-        everyones = split.gather(counts.to(device)).cpu()
-        before = split.own(everyones.cumsum(0) - everyones, len(counts))  # number of views of earlier rows
+        gathered = split.all_gather(counts.to(device)).cpu()
+        before = split.local_slice(gathered.cumsum(0) - gathered, len(counts))  # number of views of earlier rows
         drawn = shared_out(views, updates, random.rows, before.tolist())
     else:
         draws = 1 if shared else updates
@@ -360,11 +366,11 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
     return [views.only(turn == update) for update in range(updates)]
 
 
-def count(batch: Batch, everyone: Everyone, rows_per_completion: int = 1) -> Batch:
+def count(batch: Batch, ranks: RankView, rows_per_completion: int = 1) -> Batch:
     """`scoring_views`, `scored_pairs`, `repeated_tokens` and `active_rows`, counted over the rows that are part of the
     loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
-    mask = fitted(batch["completion_mask"], width)[:, None, None]
+    mask = pad_to_width(batch["completion_mask"], width)[:, None, None]
     scored = (batch["view_weights"] * mask).ne(0)
     scoring = scored.any(-1)
     views, pairs = scoring.sum((0, 2)), scored.sum((0, 2, 3))  # (updates,)
@@ -373,7 +379,7 @@ def count(batch: Batch, everyone: Everyone, rows_per_completion: int = 1) -> Bat
     active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
     active = active[::rows_per_completion].sum()  # of a completion, the first row
     own = torch.cat([views, pairs, repeats, active.unsqueeze(0)])
-    counts = everyone.gather(own).view(-1, len(own)).sum(0)
+    counts = ranks.all_gather(own).view(-1, len(own)).sum(0)
     views, pairs, repeats, active = counts.split([len(views), len(pairs), len(repeats), 1])
     return {
         "scoring_views": views.expand(rows, -1),
@@ -462,17 +468,17 @@ def loss_inputs(
     steps = within_blocks(batch["reveal_steps"], of_canvas)
 
     def stored(name: str) -> Tensor | None:
-        return fitted(batch[name][:, update], width) if name in batch else None
+        return pad_to_width(batch[name][:, update], width) if name in batch else None
 
     repeats = batch.get("repeated_tokens")  # a rollout in a checkpoint of an earlier version has none
-    view_logps, view_old = fitted(scores.view_logps, width), stored("old_view_logps")
+    view_logps, view_old = pad_to_width(scores.view_logps, width), stored("old_view_logps")
     if view_old is None and reads_old:
         view_old = view_logps.detach()
     inputs = LossInputs(
         view_logps=view_logps,
         view_old=view_old,
         view_reference=stored("ref_view_logps"),
-        weights=fitted(batch["view_weights"][:, update], width),
+        weights=pad_to_width(batch["view_weights"][:, update], width),
         advantages=batch["advantages"],
         mask=batch["completion_mask"],
         # At least 1 in the whole rollout; the average per micro-batch may be below 1.
@@ -482,7 +488,7 @@ def loss_inputs(
         repeats=None if repeats is None else repeats[0, update].clamp(min=1) / parts,
         active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
-        reveal_steps=fitted(steps, width),
+        reveal_steps=pad_to_width(steps, width),
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
         turns=turns,
@@ -490,7 +496,7 @@ def loss_inputs(
     if sampling_weight_cap is None:
         return inputs
     old = inputs.logps.detach() if view_old is None else inputs.old
-    weights = truncated_weights(fitted(batch["rollout_logps"], width), old, inputs, sampling_weight_cap)
+    weights = truncated_weights(pad_to_width(batch["rollout_logps"], width), old, inputs, sampling_weight_cap)
     return replace(inputs, sampling_weights=weights)
 
 
@@ -532,7 +538,7 @@ def prompt_masked(batch: Batch) -> float:
 
 def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:
     """The largest ratio of new to old probabilities of a token, over all views that score it and all processes."""
-    ratios = (inputs.view_logps - known(inputs.view_old)).detach().exp().masked_fill(~inputs.scored, 0.0)
+    ratios = (inputs.view_logps - require_logps(inputs.view_old)).detach().exp().masked_fill(~inputs.scored, 0.0)
     return gather(ratios.max()).max().item()
 
 
@@ -555,7 +561,7 @@ def sampling_gap(
     token alone. If there are sampling weights, their mean and the share of capped tokens are returned, too.
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
-    gap = (fitted(sampled, logps.shape[1]) - logps).masked_fill(~scored, 0.0)
+    gap = (pad_to_width(sampled, logps.shape[1]) - logps).masked_fill(~scored, 0.0)
     sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
     if inputs.sampling_weights is not None and cap is not None:
         sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()
@@ -581,7 +587,7 @@ def accepted_flips(
     return {f"accepted/flipped_{what}": share for what, share in shares.items()}
 
 
-def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
+def nonfinite_rows(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
     """The rows that made a loss not finite: those with such numbers; all rows if only their sum overflowed."""
     bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
 

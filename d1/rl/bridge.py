@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
@@ -31,7 +31,7 @@ from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
 from d1.models.tokenizer import check_no_mask
-from d1.rl.batch import Batch, RolloutRecord, fitted
+from d1.rl.batch import Batch, RolloutRecord, pad_to_width
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
@@ -98,12 +98,20 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """The ids of each prompt of chat messages, as in a rollout."""
         return self._tokenize_prompts(prompts)[0]
 
-    def padded(self, prompt_ids: list[list[int]], left: bool = True) -> tuple[Tensor, Tensor]:
-        """Ids and attention mask, (rows, prompt) each, on the device; padded on the `left`, or on the right."""
-        rows = [torch.tensor(ids, dtype=torch.long) for ids in prompt_ids]
-        side: Any = {"padding_side": "left" if left else "right", "pad_to_multiple_of": self.pad_to_multiple_of}
-        ids = pad(rows, padding_value=self.text_tokenizer.pad_token_id, **side)
-        mask = pad([torch.ones_like(row) for row in rows], padding_value=0, **side)
+    def left_pad(self, prompt_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and attention mask, (rows, prompt) each, on the device; padded on the left."""
+        return self.pad_ids(prompt_ids, side="left")
+
+    def right_pad(self, completion_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and mask, (rows, completion) each, on the device; padded on the right."""
+        return self.pad_ids(completion_ids, side="right")
+
+    def pad_ids(self, ids_of_rows: list[list[int]], side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+        rows = [torch.tensor(ids, dtype=torch.long) for ids in ids_of_rows]
+        multiple = self.pad_to_multiple_of
+        ids = pad(rows, self.text_tokenizer.pad_token_id, padding_side=side, pad_to_multiple_of=multiple)
+        real = [torch.ones_like(row) for row in rows]
+        mask = pad(real, padding_value=0, padding_side=side, pad_to_multiple_of=multiple)
         device = self.accelerator.device
         return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
@@ -265,7 +273,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas) are for the
         metrics."""
         assert entropies is not None
-        own = TokenLogps(inputs.logps, fitted(entropies, inputs.mask.shape[1]))
+        own = TokenLogps(inputs.logps, pad_to_width(entropies, inputs.mask.shape[1]))
         given = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
         if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and its KL does not use the advantages
             given["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights

@@ -28,7 +28,7 @@ from d1.models.attention import has_causal_context
 from d1.models.distribution import OWN
 from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.ranges import nearest
-from d1.rl.batch import SCORED
+from d1.rl.batch import LOSS_MASKS
 from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
 from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, parts_of_papers
 from d1.runs.record import OnResume, whole
@@ -227,7 +227,7 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
 # --- Settings that nothing reads, are no choice or contradict each other ----------------------------------------------
 
 # Settings of TRL that nothing here reads, with the value that means "off": any other would silently do nothing.
-OFF = {
+UNSUPPORTED = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "cache_implementation": None,
@@ -277,7 +277,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "objective": OBJECTIVES,
     "kl": PENALTIES,
     "advantage": ADVANTAGES,
-    "scored_tokens": SCORED,
+    "scored_tokens": LOSS_MASKS,
 }
 
 
@@ -308,12 +308,12 @@ def check_settings(settings: Settings) -> None:
     for about in CONTRADICTIONS:
         for reason in about(settings):
             raise ValueError(reason)
-    for name, reason in unread(settings):
-        if asked_for(settings, name):
+    for name, reason in unused_settings(settings):
+        if set_by_user(settings, name):
             raise ValueError(f"--{name} {getattr(settings, name)} would do nothing: {reason}")
 
 
-def asked_for(settings: Settings, name: str) -> bool:
+def set_by_user(settings: Settings, name: str) -> bool:
     """Whether a setting has neither its default nor the value of the run's method."""
     method = find_method(settings.method)
     default = settings.__dataclass_fields__[name].default
@@ -421,7 +421,7 @@ def about_updates(s: Settings) -> Iterator[str]:
             )
     reads = objective.settings is None or "state_reward" in objective.settings
     # It costs forward passes and rewards, so even the method's own value is refused; `unread` refuses a given one.
-    if s.state_reward and not reads and not asked_for(s, "state_reward"):
+    if s.state_reward and not reads and not set_by_user(s, "state_reward"):
         yield (
             f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "
             f"{s.objective} reads none of it: set --state_reward 0 or --objective {readers('state_reward')}"
@@ -433,7 +433,7 @@ def about_updates(s: Settings) -> Iterator[str]:
 def about_loss(s: Settings) -> Iterator[str]:
     """The tokens, the mean, the penalty and the learning rate of a loss."""
     objective, penalty, schedule = OBJECTIVES[s.objective], PENALTIES[s.kl], str(s.lr_scheduler_type.value)
-    if SCORED[s.scored_tokens].after_the_end and s.eos_stop:
+    if LOSS_MASKS[s.scored_tokens].after_the_end and s.eos_stop:
         yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
         yield "sampling_weight_cap weighs single tokens and vespo weighs completions: use another loss_type"
@@ -534,8 +534,8 @@ def against_turns(s: Settings) -> Iterator[str]:
         yield f"{what}, and {s.loss_type} or importance_sampling_level {s.importance_sampling_level} weighs whole rows"
     if s.objective == "trl" and s.off_policy_mask_threshold is not None:
         yield f"{what}, and off_policy_mask_threshold drops single rows: leave it out"
-    if SCORED[s.scored_tokens].after_the_end:
-        able = names(SCORED, lambda entry: not entry.after_the_end)
+    if LOSS_MASKS[s.scored_tokens].after_the_end:
+        able = names(LOSS_MASKS, lambda entry: not entry.after_the_end)
         yield f"scored_tokens {s.scored_tokens} counts what follows a call, which is cut off: use {able}"
     if s.state_reward:
         yield "state_reward finishes single canvases, which are turns of an episode: set --state_reward 0"
@@ -557,7 +557,7 @@ CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
 ]
 
 
-def unread(s: Settings) -> Iterator[tuple[str, str]]:
+def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
     """The settings that no chosen entry reads, each with the reason."""
     if not s.beta:
         yield "kl", "it says what beta weighs, and beta is 0"

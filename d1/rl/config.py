@@ -16,8 +16,8 @@ from trl import GRPOConfig
 
 from d1.models.kinds import block_size
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
-from d1.rl.batch import SCORED
-from d1.rl.checks import OFF, asked_for, check_names, check_off, check_settings, find_method, try_entries
+from d1.rl.batch import LOSS_MASKS
+from d1.rl.checks import UNSUPPORTED, check_names, check_off, check_settings, find_method, set_by_user, try_entries
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
@@ -213,7 +213,7 @@ class DiffuGRPOConfig(GRPOConfig):
     draw_steps: str = setting("uniform", f"replay with num_views: how steps are chosen: {', '.join(DRAW_STEPS)}.")
     mean_step: bool = setting(False, "replay with num_views: estimate the mean over steps instead of their sum.")
     split_views: bool = setting(False, "Divide a rollout's views among its num_iterations updates.")
-    scored_tokens: str = setting("ended", f"Tokens in the loss (ended: up to the EOS): {', '.join(SCORED)}.")
+    scored_tokens: str = setting("ended", f"Tokens in the loss (ended: up to the EOS): {', '.join(LOSS_MASKS)}.")
     score_as_sampled: bool = setting(
         False, "Score under the distribution that is sampled from (temperature, top_k, top_p), not the model's own."
     )
@@ -275,18 +275,18 @@ class DiffuGRPOConfig(GRPOConfig):
     logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
     disable_dropout: bool = setting(True, "Turn dropout off, so that the first probability ratio of a rollout is 1.")
     router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
-    # None stands for a number that `settle_batches` sets.
+    # None stands for a number that `resolve_batch_sizes` sets.
     per_device_train_batch_size: int = setting(  # type: ignore[assignment]
         None, "Completions per device and micro-batch; unset: 8, or num_generations where 8 make no whole groups."
     )
     per_device_eval_batch_size: int = setting(None, "The same in evaluations.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_off(self, OFF)  # before TRL sets some of them
+        check_off(self, UNSUPPORTED)  # before TRL sets some of them
         for name in ("kv_cache", "reveal"):  # a flag cannot be None
             setattr(self, name, None if getattr(self, name) == "none" else getattr(self, name))
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
-        self.settle_batches()
+        self.resolve_batch_sizes()
         self.canvas_is_unset = self.max_completion_length is None
         self.step_per_token = self.diffusion_steps is None
         if self.max_completion_length is None:
@@ -323,7 +323,7 @@ class DiffuGRPOConfig(GRPOConfig):
         eval_strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
         return (self.num_generations_eval or self.num_generations) if eval_strategy != "no" else None, processes
 
-    def settle_batches(self) -> None:
+    def resolve_batch_sizes(self) -> None:
         """Sets the batch sizes that are not given, so that they make whole groups."""
         for name, evaluates in BATCHES.items():
             if getattr(self, name) is None:
@@ -336,7 +336,7 @@ class DiffuGRPOConfig(GRPOConfig):
             (group, batches), size = self.group_and_batches(evaluates), getattr(self, name)
             if group and size * batches % group:
                 of_group = "num_generations_eval" if evaluates and self.num_generations_eval else "num_generations"
-                default = "" if asked_for(self, of_group) else f", the default of method {self.method}"
+                default = "" if set_by_user(self, of_group) else f", the default of method {self.method}"
                 times = f" x {batches} batches of a rollout" if batches > 1 else ""
                 raise ValueError(f"--{name} {size}{times} must be divisible by {of_group} {group}{default}")
 
@@ -472,7 +472,7 @@ def most_views(args: DiffuGRPOConfig, block: int | None) -> int:
     return -(-drawn_views(args, block) // (args.num_iterations if args.split_views else 1))
 
 
-def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:
+def inactive_settings(args: DiffuGRPOConfig) -> tuple[str, ...]:
     """The settings that do nothing because each rollout has one optimizer step: the policy that is trained is always
     the one that sampled, and every ratio is 1."""
     if not args.is_on_policy:

@@ -88,7 +88,7 @@ class LossInputs:
     @property
     def old(self) -> Tensor:
         """(rows, tokens), those of the policy that sampled."""
-        return (self.weights * known(self.view_old)).sum(1)
+        return (self.weights * require_logps(self.view_old)).sum(1)
 
     @property
     def reference(self) -> Tensor | None:
@@ -140,7 +140,7 @@ class LossInputs:
         return values.sum(-1).unflatten(1, (self.views_per_draw or values.shape[1], -1)).sum(1)
 
 
-def known(view_logps: Tensor | None) -> Tensor:
+def require_logps(view_logps: Tensor | None) -> Tensor:
     """Old or reference log-probabilities, which are there if the entry in use asked for them (else ValueError)."""
     if view_logps is None:
         raise ValueError("these log-probs are not scored: an entry needs reads_old=True, to='old' or to='reference'")
@@ -329,7 +329,7 @@ def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
 
     TRL's loss gets a weighted sum of log-probs instead, where a weight becomes an exponent of the ratio.
     """
-    ratios_RVT = (inputs.view_logps - known(inputs.view_old)).exp()
+    ratios_RVT = (inputs.view_logps - require_logps(inputs.view_old)).exp()
     gains_RVT, clipped_RVT = clip(ratios_RVT, inputs.advantages[:, None, None], settings)
     counted_RVT = inputs.weights * inputs.counted.unsqueeze(1)
     loss = averaged(-(counted_RVT * gains_RVT).sum(-1), inputs, settings)
@@ -338,7 +338,7 @@ def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
 
 def draws_log_ratios(inputs: LossInputs) -> Tensor:
     """(rows, draws) log-ratio of each draw's bound to the old policy's, divided by the completion's length."""
-    difference_RVT = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
+    difference_RVT = inputs.weights * (inputs.view_logps - require_logps(inputs.view_old)) * inputs.mask.unsqueeze(1)
     per_draw_RD = inputs.by_draw(difference_RVT)
     # The weights are divided by the number of draws: multiply, for each draw's own estimate.
     return per_draw_RD.shape[1] * per_draw_RD / inputs.lengths.unsqueeze(1)
@@ -386,7 +386,7 @@ def k3_of(log_d: Tensor) -> Tensor:
 def k3(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 of each token in each view, summed with the views' weights. With `--objective trl` the penalty is TRL's own
     instead, k3 of the views' weighted sum."""
-    per_token_RVT = k3_of(known(inputs.view_reference) - inputs.view_logps)
+    per_token_RVT = k3_of(require_logps(inputs.view_reference) - inputs.view_logps)
     return averaged((inputs.weights * per_token_RVT * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
 
 

@@ -39,10 +39,10 @@ from d1.rl.checks import (
     check_single_turn,
     find_method,
 )
-from d1.rl.config import DiffuGRPOConfig, idle, plan
+from d1.rl.config import DiffuGRPOConfig, inactive_settings, plan
 from d1.rl.methods import Trained
 from d1.rl.rewards import accuracy_of, check_rewards
-from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, of_rows
@@ -70,7 +70,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
         on_resume=ON_RESUME,
-        ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
+        ended=lambda checkpoint: budget_exhausted(str(checkpoint), args.max_compute_tokens),
         prepare=lambda: prepare(args, model_args, config, callbacks),
         next_command=lambda: next_command(args, config),
         outcome=lambda: [] if args.state_reward else learnt_nothing(Path(str(args.output_dir))),
@@ -104,9 +104,11 @@ def prepare(
         run = Trained(prompts, model_args.lora_r if model_args.use_peft else 0, model_args.load_in_4bit)
         if deviation := entry.deviation(run, args.num_generations or 1, args.learning_rate):
             logger.info("Method %s: %s.", args.method, deviation)
-        if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
+        set_names = [name for name in inactive_settings(args) if getattr(args, name) is not None]
+        if set_names:
+            inactive = [f"{name} {getattr(args, name)}" for name in set_names]
             why = "each rollout has one optimizer step and every ratio is 1"
-            logger.info("Idle, because %s: %s", why, ", ".join(useless))
+            logger.info("Idle, because %s: %s", why, ", ".join(inactive))
 
     def start() -> DiffuGRPOTrainer:
         model = start_model(args, model_args)
@@ -130,7 +132,7 @@ def prepare(
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer
 
-    facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper}
+    facts = {"plan": numbers, "idle": inactive_settings(args), "paper": find_method(args.method).paper}
     facts[ROWS + "dataset"] = of_rows(train_rows)
     return facts | {"validation_problems": len(eval_rows or [])}, start
 

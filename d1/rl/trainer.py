@@ -32,38 +32,38 @@ from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size, has_masks
 from d1.rl.batch import (
-    SCORED,
+    LOSS_MASKS,
     Batch,
-    Everyone,
+    RankView,
     RolloutRecord,
     accepted_flips,
     completion_ids_of,
     count,
     draw_updates,
     evaluating,
-    fill,
     keep_prompts,
     keep_share,
     largest_ratio,
     loss_inputs,
     mean_entropy,
-    padded_to,
+    nonfinite_rows,
+    pad_batch,
     peak_memory_gb,
     prompt_masked,
     record_and_costs,
-    reshaped,
-    rows_to_blame,
+    replace_filtered_groups,
     sampled_logps,
     sampled_rows,
     sampling_gap,
     score_batch,
-    score_more,
     score_updates,
+    set_loss_mask,
+    solve_rate_filter,
     strip_padding,
+    transform_advantages,
     updates_are_alike,
     view_logps_as_sampled,
     views_of,
-    within,
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_trainer
@@ -157,7 +157,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.beta = 0.0  # so that TRL adds no KL and reads no reference of its own
         of_model = block_size(self.model.config) is not None, self.weights_are_split, self.samples_in_step
         check_trainer(args, self.sampling, self.reward_funcs, *of_model)
-        can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].after_the_end
+        can_stop = not self.samples_in_step and not LOSS_MASKS[args.scored_tokens].after_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.refill, self.sampled = 0, 0  # the number of a refill of the current rollout; with refills, of all batches
@@ -214,7 +214,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], RolloutRecord]:
         """Samples one canvas per prompt. Returns completions up to their first EOS, and the record of the canvases."""
         started = time.perf_counter()
-        ids, mask = self.padded(prompt_ids)
+        ids, mask = self.left_pad(prompt_ids)
         sampled = self.sample(ids, mask)
         record, costs, passes = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
@@ -266,18 +266,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         args, size, shares = self.args, len(rows), self.args.right_share
         if not (args.refills and shares) or self.mode == "eval":
             return super().sampled_batch(rows)
-        everyone = Everyone(self.accelerator.gather, self.first_row(size))
+        ranks = RankView(self.accelerator.gather, self.first_row(size))
         widths = args.max_prompt_length, self.sampling.gen_length, self.text_tokenizer.pad_token_id
         batch = self.next_batch(size)
-        kept = within(batch, shares, self.group, everyone)
+        kept = solve_rate_filter(batch, shares, self.group, ranks)
         while not kept.all() and self.refill < args.refills:
             self.refill += 1
             more = self.next_batch(size)
-            new = within(more, shares, self.group, everyone)
-            both = padded_to(batch, *widths), kept, padded_to(more, *widths), new
-            batch, kept = fill(*both, self.group, everyone)
+            new = solve_rate_filter(more, shares, self.group, ranks)
+            both = pad_batch(batch, *widths), kept, pad_batch(more, *widths), new
+            batch, kept = replace_filtered_groups(*both, self.group, ranks)
         if self.refill:
-            ids, mask = self.padded(strip_padding(batch["prompt_ids"], batch["prompt_mask"]))
+            ids, mask = self.left_pad(strip_padding(batch["prompt_ids"], batch["prompt_mask"]))
             batch |= {"prompt_ids": ids, "prompt_mask": mask}
         self.log_metric("sampling/refills", self.refill)
         self.refill = 0
@@ -292,42 +292,42 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def after_rollout(self, batch: Batch) -> None:
         """Adds what belongs to the samples of a rollout: their views and the log-probs in these."""
         self.complete_rows(batch)
-        everyone = self.everyone(batch)
-        self.draw_views(batch, everyone)
+        ranks = self.rank_view(batch)
+        self.draw_views(batch, ranks)
         if self.args.state_reward:
-            batch["view_advantages"] = self.state_advantages(batch, everyone)
+            batch["view_advantages"] = self.state_advantages(batch, ranks)
         self.score_rollout(batch)
         self.evaluation_rollouts += self.mode == "eval"
 
     def complete_rows(self, batch: Batch) -> None:
         """Makes the rows of the loss from TRL's batch: which of their tokens count, and their advantages."""
-        everyone = self.everyone(batch)
-        self.score_some(batch, everyone)
-        self.change_advantages(batch, everyone)
+        ranks = self.rank_view(batch)
+        self.choose_scored_tokens(batch, ranks)
+        self.change_advantages(batch, ranks)
 
-    def everyone(self, batch: Batch) -> Everyone:
+    def rank_view(self, batch: Batch) -> RankView:
         """Access to the rows of all processes."""
-        return Everyone(self.accelerator.gather, self.first_row(len(batch["advantages"])))
+        return RankView(self.accelerator.gather, self.first_row(len(batch["advantages"])))
 
-    def change_advantages(self, batch: Batch, everyone: Everyone) -> None:
+    def change_advantages(self, batch: Batch, ranks: RankView) -> None:
         """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
         args = self.args
         if args.right_share and self.mode == "train":
-            self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, everyone))
+            self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, ranks))
         if args.prompt_share < 1 and self.mode == "train":
             # Of the rows' keys, the one after the last row's is free.
             random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
-            kept = keep_share(batch, args.prompt_share, self.group, everyone, random)
+            kept = keep_share(batch, args.prompt_share, self.group, ranks, random)
             self.log_metric("prompts_kept", kept)
-        batch["advantages"] = reshaped(batch["advantages"], args.advantage, self.group, everyone)
+        batch["advantages"] = transform_advantages(batch["advantages"], args.advantage, self.group, ranks)
 
-    def score_some(self, batch: Batch, everyone: Everyone) -> None:
+    def choose_scored_tokens(self, batch: Batch, ranks: RankView) -> None:
         """Sets which tokens count in the loss."""
         if (name := self.args.scored_tokens) != "ended":
             ends = self.eos_token_ids, self.text_tokenizer.pad_token_id
-            score_more(batch, name, *ends, everyone)
+            set_loss_mask(batch, name, *ends, ranks)
 
-    def draw_views(self, batch: Batch, everyone: Everyone) -> None:
+    def draw_views(self, batch: Batch, ranks: RankView) -> None:
         """Adds the views of every update, and how many of them score something."""
         rows = len(batch["canvas_ids"])
         total = self.accelerator.num_processes * rows
@@ -337,21 +337,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             Randomness(
                 self.generators("views", rows),
                 keyed_generator(*self.key("views")),
-                everyone.first,
+                ranks.rank_offset,
                 total,
             ),
             self.num_iterations,
             ESTIMATORS[self.args.estimator],
             self.args.view_settings(),
             shared=not self.args.random_masking,
-            split=everyone if self.args.split_views else None,
+            split=ranks if self.args.split_views else None,
         )
-        batch |= count(batch, everyone, self.rows_per_completion)
+        batch |= count(batch, ranks, self.rows_per_completion)
         if OBJECTIVES[self.args.objective].over_group:
-            batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + everyone.first) // self.group
+            batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + ranks.rank_offset) // self.group
         self.log_metric("prompt_masked", prompt_masked(batch))
 
-    def state_advantages(self, batch: Batch, everyone: Everyone) -> Tensor:
+    def state_advantages(self, batch: Batch, ranks: RankView) -> Tensor:
         """(rows, views) advantages of the states of all updates' views, 0 where a view scores nothing.
 
         A view's share of the reward is [r + lam (r - r_v)] / (1 + lam), with lam = `state_reward`. Here r is the
@@ -370,9 +370,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         at_states, reward = torch.stack(rewards, dim=1).to(scoring.device), batch[REWARD].unsqueeze(1)
         mixed = (reward + lam * (reward - at_states)) / (1 + lam)
         # (prompts, group, views): all processes have the same number of views.
-        groups = everyone.gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, self.group))
+        groups = ranks.all_gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, self.group))
         centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
-        return everyone.own(centred, len(reward)).nan_to_num(0.0)
+        return ranks.local_slice(centred, len(reward)).nan_to_num(0.0)
 
     # --- Score --------------------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
             loss = loss + args.beta * penalty / accumulated
         decode = self.text_tokenizer.decode
-        self.require_finite(loss.detach(), lambda: rows_to_blame(batch, inputs.logps.detach(), decode))
+        self.require_finite(loss.detach(), lambda: nonfinite_rows(batch, inputs.logps.detach(), decode))
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if scores.canvas_entropies is not None:
@@ -459,10 +459,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
         gather = self.accelerator.gather
         with self.without_checkpointing(), evaluating(model):
-            everyone = gather(torch.cat([ratios(batch) for batch in batches]))
+            gathered = gather(torch.cat([ratios(batch) for batch in batches]))
         # TRL shuffled the rows, and a group may be spread over several processes: sort them by group.
         order = gather(torch.cat([batch["group"] for batch in batches])).argsort()
-        groups = everyone[order].view(-1, self.num_generations)
+        groups = gathered[order].view(-1, self.num_generations)
         for batch in batches:
             batch["log_ratios"] = groups[batch["group"]]
 
@@ -598,7 +598,7 @@ def read_counters(folder: Path, rank: int) -> dict[str, Any]:
 # --- Budget -----------------------------------------------------------------------------------------------------------
 
 
-def is_spent(checkpoint: str | None, budget: int | None) -> bool:
+def budget_exhausted(checkpoint: str | None, budget: int | None) -> bool:
     """Whether the run had reached its budget when it wrote `checkpoint`."""
     if checkpoint is None or budget is None:
         return False
@@ -626,9 +626,9 @@ class StopAtCompute(TrainerCallback):
         self.spent = self.trainer.total_compute()
         if args.lr_scheduler_type.value == "linear":
             scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
-            scheduler.lr_lambdas = [lambda step: self.unspent()] * len(scheduler.lr_lambdas)
+            scheduler.lr_lambdas = [lambda step: self.budget_left()] * len(scheduler.lr_lambdas)
 
-    def unspent(self) -> float:
+    def budget_left(self) -> float:
         """The share of the budget that is left; times the peak, it is the learning rate of the next step."""
         return max(0.0, 1 - self.trainer.total_compute() / self.budget)
 

@@ -161,7 +161,7 @@ class RolloutsAhead(ServerRollouts):
         ended = start // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps
         if ended and number > trainer.rollout_number:
             return None
-        ids, mask = trainer.padded(trainer.encoded([row["prompt"] for row in trainer.rows_of(number)]))
+        ids, mask = trainer.left_pad(trainer.encoded([row["prompt"] for row in trainer.rows_of(number)]))
         key = trainer.key("rollout", start)
         return self.prompts(RolloutRequest(ids, mask, [(*key, row) for row in range(len(ids))]))
 

@@ -15,7 +15,7 @@ import torch
 
 from d1.masking import token_ids
 from d1.models.kinds import block_size, require_masks, vocabulary
-from d1.rl.batch import SCORED, RolloutRecord, completion_ids_of
+from d1.rl.batch import LOSS_MASKS, RolloutRecord, completion_ids_of
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.rl.sources import OwnModel
@@ -43,7 +43,7 @@ def keys_read(args: DiffuGRPOConfig) -> dict[str, list[str]]:
         ("logprobs", "sampling_weight_cap", args.sampling_weight_cap is not None),
         ("steps", f"objective {args.objective}", OBJECTIVES[args.objective].reads_steps),
         ("steps", f"kl {args.kl}", PENALTIES[args.kl].reads_steps and args.beta and not args.has_trls_kl),
-        ("steps", f"scored_tokens {args.scored_tokens}", SCORED[args.scored_tokens].reads_steps),
+        ("steps", f"scored_tokens {args.scored_tokens}", LOSS_MASKS[args.scored_tokens].reads_steps),
     ]
     return {key: [name for of, name, reads in readers if of == key and reads] for key in RECORD}
 
@@ -89,7 +89,7 @@ def record_of(
     given: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
 ) -> RolloutRecord:
     """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that are given."""
-    beyond_end = ESTIMATORS[args.estimator].replays or SCORED[args.scored_tokens].after_the_end
+    beyond_end = ESTIMATORS[args.estimator].replays or LOSS_MASKS[args.scored_tokens].after_the_end
     whole = f"--method {args.method} reads what follows the EOS" if beyond_end else ""
     shape = len(given["completion_ids"]), int(args.max_completion_length or 0)
     # A canvas that is cut is filled with EOS, as under the EOS stop.
@@ -145,7 +145,7 @@ class UserRollouts(OwnModel):
             # A canvas that is cut is left out: its states are not known.
             length = args.max_completion_length
             whole = [row for row, ids in enumerate(returned["completion_ids"]) if len(ids) == length]
-            ids, mask = trainer.padded(prompt_ids)
+            ids, mask = trainer.left_pad(prompt_ids)
             batch = {"prompt_ids": ids, "prompt_mask": mask, **trainer.record}
             self.rescoring.check(batch, whole, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None} | others

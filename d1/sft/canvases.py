@@ -163,11 +163,11 @@ class CanvasTrainer(dLLMTrainer):
             pairs, processes = self.pairs, self.accelerator.num_processes
         loss = sums.sum() / items + self.causal_weight * of_text.sum() / pairs.clamp(min=1)
         loss = loss * processes
-        self.require_finite(loss, lambda: self.rows_to_blame(sums + of_text, inputs))
+        self.require_finite(loss, lambda: self.nonfinite_rows(sums + of_text, inputs))
         self.answers += trained
         return (loss, {"row_losses": sums}) if return_outputs else loss
 
-    def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def nonfinite_rows(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         tokenizer: Any = self.processing_class
         columns = (inputs[name] for name in ("input_ids", "attention_mask", "t"))
         return [

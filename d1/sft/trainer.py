@@ -223,7 +223,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             loss = row_losses.sum() / answers.sum()
         else:
             loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
-        self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
+        self.require_finite(loss, lambda: self.nonfinite_rows(row_losses, inputs))
         self.answers += answers.sum()
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
@@ -247,7 +247,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         hidden = inputs["masked"].sum() if answers is None else self.hidden_in_step
         return ((inputs["labels"] != IGNORED).sum() if answers is None else answers) / hidden.clamp(min=1)
 
-    def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def nonfinite_rows(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         """Text, time and loss of the rows whose loss is not finite."""
         tokenizer: Any = self.processing_class
         columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
@@ -266,7 +266,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         inputs = self.on_device(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
-        self.require_finite(losses.sum(), lambda: self.rows_to_blame(losses, inputs))
+        self.require_finite(losses.sum(), lambda: self.nonfinite_rows(losses, inputs))
         answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
         return None, losses.double(), answers.double()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models.kinds import require_masks
-from d1.rl.batch import Batch, Everyone, RolloutRecord, record_and_costs
+from d1.rl.batch import Batch, RankView, RolloutRecord, record_and_costs
 from d1.rl.checks import check_episodes
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -109,7 +109,7 @@ class EpisodeTrainer(DiffuGRPOTrainer):
         costs: dict[str, float] = {}
 
         def sample(rows: list[int], turn: int) -> list[list[int]]:
-            ids, mask = self.padded([self.episodes[row].next_ids for row in rows])
+            ids, mask = self.left_pad([self.episodes[row].next_ids for row in rows])
             own = [keys[row * turns + turn] for row in rows]
             columns = [self.toolbox.columns_of(self.episodes[row]) for row in rows]
             sampled = self.sample(ids, mask, own, self.toolbox.stop_of(turn), columns)
@@ -153,10 +153,10 @@ class EpisodeTrainer(DiffuGRPOTrainer):
         for episode in episodes:
             rows += [*episode.turns, *[None] * (turns - len(episode.turns))]
         firsts = [episode.turns[0].prompt_ids for episode in episodes for _ in range(turns)]
-        ids, mask = self.padded(
+        ids, mask = self.left_pad(
             [first if one is None else one.prompt_ids for one, first in zip(rows, firsts, strict=True)]
         )
-        completions, counted = self.padded([[] if one is None else one.kept for one in rows], left=False)
+        completions, counted = self.right_pad([[] if one is None else one.kept for one in rows])
         positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - mask.sum(-1, keepdim=True))
         lengths = torch.tensor([0 if one is None else len(first) for one, first in zip(rows, firsts, strict=True)])
         maskable = mask.bool() & (positions < lengths.to(ids.device).unsqueeze(1))
@@ -215,14 +215,14 @@ class EpisodeTrainer(DiffuGRPOTrainer):
 
     def complete_rows(self, batch: Batch) -> None:
         """Changes the advantages of episodes, and makes their turns the rows."""
-        everyone = self.everyone(batch)
-        self.change_advantages(batch, everyone)
-        batch |= flatten_episodes(batch, {**self.record}, self.rows_per_completion, everyone)
+        ranks = self.rank_view(batch)
+        self.change_advantages(batch, ranks)
+        batch |= flatten_episodes(batch, {**self.record}, self.rows_per_completion, ranks)
         batch.pop("tool_mask", None)
-        self.score_some(batch, self.everyone(batch))
+        self.choose_scored_tokens(batch, self.rank_view(batch))
 
 
-def flatten_episodes(batch: Batch, record: Batch, turns: int, everyone: Everyone) -> Batch:
+def flatten_episodes(batch: Batch, record: Batch, turns: int, ranks: RankView) -> Batch:
     """A batch of episodes, one row each, as one of their turns, for the loss. An episode's advantage, rewards and place
     in the loss are those of each of its turns; its results and headers are prompt.
 
@@ -234,7 +234,7 @@ def flatten_episodes(batch: Batch, record: Batch, turns: int, everyone: Everyone
     spread = {name: batch[name].repeat_interleave(turns, 0) for name in of_episodes if name in batch}
     counted = batch["completion_mask"].any(-1).repeat_interleave(turns, 0)
     mask = record["completion_mask"] * counted.unsqueeze(1)
-    total = everyone.gather(mask.sum()).sum()
+    total = ranks.all_gather(mask.sum()).sum()
     return record | spread | {"completion_mask": mask, "num_items_in_batch": total}
 
 

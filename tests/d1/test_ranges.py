@@ -28,7 +28,7 @@ from d1.preference import train as preference_train
 from d1.preference.config import PreferenceConfig
 from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, ranges_of
 from d1.rl import train as rl_train
-from d1.rl.checks import OFF
+from d1.rl.checks import UNSUPPORTED
 from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.runs.cli import OneLineParser
 from d1.sft import SFTConfig
@@ -173,7 +173,7 @@ def test_every_number_of_a_command_has_a_range_or_is_refused_with_the_reason() -
     assert missing == {name: [] for name in missing}
     assert {name for name, command in COMMANDS.items() if not command.numbers} == WITHOUT_NUMBERS
     for name in refused:
-        assert name in OFF
+        assert name in UNSUPPORTED
         with pytest.raises(ValueError, match="would be ignored here"):
             COMMANDS["rl"].start([f"--{name}=2"])
 

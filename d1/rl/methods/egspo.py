@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import CLIP, Objective, Penalty, clip, k3_of, known, share
+from d1.rl.losses import CLIP, Objective, Penalty, clip, k3_of, require_logps, share
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import method
 
@@ -25,7 +25,7 @@ def clipped_steps(inputs: LossInputs, settings: Any) -> Loss:
     these tokens and averaged over all views (EGSPO, arXiv 2603.12554)."""
     scored_RVT = inputs.scored
     # log r of a view = sum over its tokens of log p - log p_old
-    log_ratios_RV = ((inputs.view_logps - known(inputs.view_old)) * scored_RVT).sum(-1)
+    log_ratios_RV = ((inputs.view_logps - require_logps(inputs.view_old)) * scored_RVT).sum(-1)
     advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
     gains_RV, clipped_RV = clip(log_ratios_RV.exp(), advantages_RV, settings)
     per_token_RV = gains_RV * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
@@ -35,7 +35,7 @@ def clipped_steps(inputs: LossInputs, settings: Any) -> Loss:
 def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 of the product of a view's probabilities, divided by its number of tokens; averaged over views (EGSPO)."""
     scored_RVT = inputs.scored
-    log_d_RV = ((known(inputs.view_reference) - inputs.view_logps) * scored_RVT).sum(-1)
+    log_d_RV = ((require_logps(inputs.view_reference) - inputs.view_logps) * scored_RVT).sum(-1)
     per_token_RV = k3_of(log_d_RV) * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
     return per_token_RV.sum() / inputs.scoring_views
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import Penalty, known
+from d1.rl.losses import Penalty, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
     """k2 of a completion's whole log-probability, divided by its length (ESPO, arXiv 2512.03759)."""
-    log_d = ((known(inputs.reference) - inputs.logps) * inputs.mask).sum(-1)
+    log_d = ((require_logps(inputs.reference) - inputs.logps) * inputs.mask).sum(-1)
     return (log_d**2 / 2 / inputs.lengths).mean()
 
 

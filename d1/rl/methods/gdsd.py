@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import Objective, Penalty, draws_log_ratios, known, share
+from d1.rl.losses import Objective, Penalty, draws_log_ratios, require_logps, share
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.espo import ESPO_OPTIMIZER
 from d1.rl.methods.shared import canvas, method
@@ -55,8 +55,8 @@ def gdsd(inputs: LossInputs, settings: Any) -> Loss:
 
 def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
     """k2 of each draw's whole log-probability, divided by the completion's length; averaged over draws (GDSD)."""
-    difference_RVT = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
-    log_d_RD = inputs.by_draw(difference_RVT)
+    gaps_RVT = require_logps(inputs.view_reference) - inputs.view_logps
+    log_d_RD = inputs.by_draw(inputs.weights * gaps_RVT * inputs.mask.unsqueeze(1))
     log_d_RD = log_d_RD.shape[1] * log_d_RD  # as in `draws_log_ratios`
     return (log_d_RD**2 / 2 / inputs.lengths.unsqueeze(1)).mean()
 

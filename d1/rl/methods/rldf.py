@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import Advantage, Objective, Penalty, k3_of, known
+from d1.rl.losses import Advantage, Objective, Penalty, k3_of, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import CONSTANT, THRESHOLD, method
 from d1.scoring import Estimator
@@ -85,7 +85,7 @@ def rldf(inputs: LossInputs, settings: Any) -> Loss:
 
 def k3_likely(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 of each `likely` token, averaged like the objective `rldf` (RLDF)."""
-    return mean_of_states(k3_of(known(inputs.view_reference) - inputs.view_logps), likely(inputs))
+    return mean_of_states(k3_of(require_logps(inputs.view_reference) - inputs.view_logps), likely(inputs))
 
 
 def floored(advantages: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import Penalty, k3_of, known
+from d1.rl.losses import Penalty, k3_of, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import CONSTANT, canvas, method
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 to the policy that sampled: summed over a view's tokens, averaged over views (TraceRL, arXiv 2509.06949)."""
-    per_token_RVT = k3_of(known(inputs.view_old) - inputs.view_logps)
+    per_token_RVT = k3_of(require_logps(inputs.view_old) - inputs.view_logps)
     return (per_token_RVT * inputs.scored).sum() / inputs.scoring_views
 
 

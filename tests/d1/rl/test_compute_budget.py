@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, is_spent, saved_at
+from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted, saved_at
 from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings, weights
 
 LONG = {"max_steps": 100, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
@@ -111,11 +111,11 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_shares_
         assert all(torch.equal(value, kept[step][name]) for name, value in tensors.items())
     checkpoint = str(folder / "checkpoint-7")
     assert run.total_compute() == spent[7]
-    assert is_spent(checkpoint, budget)
-    assert is_spent(checkpoint, spent[7])
-    assert not is_spent(checkpoint, spent[7] + 1)
-    assert not is_spent(checkpoint, None)
-    assert not is_spent(None, budget)
+    assert budget_exhausted(checkpoint, budget)
+    assert budget_exhausted(checkpoint, spent[7])
+    assert not budget_exhausted(checkpoint, spent[7] + 1)
+    assert not budget_exhausted(checkpoint, None)
+    assert not budget_exhausted(None, budget)
 
     for share in SHARES:
         saved_at(folder, share).rename(tmp_path / f"whole_{share}")
@@ -151,8 +151,8 @@ def test_a_linear_rate_falls_with_the_compute_spent_to_0_at_the_budget_and_resum
 def test_processes_spend_one_budget_together(tmp_path):
     for rank, tokens in enumerate((70, 30)):
         (tmp_path / f"rollout_rank{rank}.json").write_text(json.dumps({"compute": tokens, "step": 7}))
-    assert is_spent(str(tmp_path), 100)
-    assert not is_spent(str(tmp_path), 101)
+    assert budget_exhausted(str(tmp_path), 100)
+    assert not budget_exhausted(str(tmp_path), 101)
     gathered = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(30)]))
     assert DiffuGRPOTrainer.total_compute(SimpleNamespace(compute=70, accelerator=gathered)) == 100
 

@@ -10,7 +10,7 @@ from trl import ModelConfig
 
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
-from d1.rl.config import DiffuGRPOConfig, idle, most_views, passes, plan
+from d1.rl.config import DiffuGRPOConfig, inactive_settings, most_views, passes, plan
 from d1.rl.methods import METHODS
 from d1.rl.stage import stage
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -82,7 +82,7 @@ IDLE = [
 @pytest.mark.parametrize(("given", "expected"), IDLE)
 def test_settings_are_idle_where_a_rollout_has_one_optimizer_step(tmp_path, given, expected):
     args = DiffuGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=240, **given)
-    assert idle(args) == expected
+    assert inactive_settings(args) == expected
     assert args.needs_old_logps == (args.reads_old_logps and not args.is_on_policy)
 
 

@@ -33,7 +33,7 @@ def engine(*keys, cut=False):
 
     def sample(prompts, trainer):
         prompt_ids = trainer.encoded(prompts)
-        ids, mask = trainer.padded(prompt_ids)
+        ids, mask = trainer.left_pad(prompt_ids)
         ends = trainer.eos_token_ids if trainer.eos_stop else None
         options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": ends}
         options |= {"generator": trainer.generators("rollout", len(prompts))}
@@ -210,7 +210,7 @@ HOW = {"exact": {}, "nucleus": NUCLEUS, "parallel": {"sampler": "parallel", "rev
 
 def sampled(trainer):
     """A rollout of the trainer's own, as `Rescoring` reads it."""
-    ids, mask = trainer.padded(trainer.encoded([row["prompt"] for row in trainer.train_dataset][:4]))
+    ids, mask = trainer.left_pad(trainer.encoded([row["prompt"] for row in trainer.train_dataset][:4]))
     return {"prompt_ids": ids, "prompt_mask": mask, **record_and_costs(trainer.sample(ids, mask))[0]}
 
 

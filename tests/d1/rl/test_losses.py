@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from d1.rl import checks  # noqa: F401  (the parts of the methods' files join the tables)
-from d1.rl.batch import Everyone, keep_prompts, reshaped
+from d1.rl.batch import RankView, keep_prompts, transform_advantages
 from d1.rl.losses import (
     ADVANTAGES,
     MEANS,
@@ -434,14 +434,14 @@ def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name,
     everything = CENTRED.flatten()
     expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
     for first in range(0, 16, rows):
-        everyone = Everyone(gather=lambda here: everything, first=first)
-        found = reshaped(everything[first : first + rows], name, 4, everyone)
+        ranks = RankView(all_gather=lambda here: everything, rank_offset=first)
+        found = transform_advantages(everything[first : first + rows], name, 4, ranks)
         torch.testing.assert_close(found, expected[first : first + rows], rtol=0, atol=0)
 
 
 def test_an_evaluation_of_one_completion_per_prompt_has_no_group():
     alone = torch.zeros(3)
-    assert reshaped(alone, "leave_one_out", 1, Everyone(lambda here: here, 0)) is alone
+    assert transform_advantages(alone, "leave_one_out", 1, RankView(lambda here: here, 0)) is alone
 
 
 def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss():
@@ -451,7 +451,7 @@ def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss():
         "advantages": torch.ones(16),
         "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1]] * 8),
     }
-    kept = keep_prompts(batch, (0.2, 0.7), 4, Everyone(lambda here: here, 0))
+    kept = keep_prompts(batch, (0.2, 0.7), 4, RankView(lambda here: here, 0))
     assert kept == 0.5  # shares 0, 1/4, 1 and 2/3 (of the three that could be judged)
     expected = torch.tensor([0, 1, 0, 1]).repeat_interleave(4)
     assert torch.equal(batch["completion_mask"].any(1).long(), expected)

@@ -29,7 +29,7 @@ class Kept(DiffuGRPOTrainer):
 def kept_prompts(trainer, model, number, refill):
     """Of batch `number` of the order, sampled as a refill of the first rollout: the rows of prompts that are kept."""
     rows = trainer.rows_of(number)
-    ids, mask = trainer.padded(trainer.encoded([row["prompt"] for row in rows]))
+    ids, mask = trainer.left_pad(trainer.encoded([row["prompt"] for row in rows]))
     draws = [keyed_generator(trainer.args.seed, 1 + 4 * refill, 0, row) for row in range(len(rows))]
     options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": trainer.ends or None, "generator": draws}
     canvas = rollout(model, ids, mask, trainer.sampling, **options).ids[:, ids.shape[1] :]

@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.batch import SCORED, Everyone, keep_share, sampled_rows, views_of
+from d1.rl.batch import LOSS_MASKS, RankView, keep_share, sampled_rows, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -29,7 +29,7 @@ def sampled_batch(model_dir, folder, method, **changes):
 
 
 def scored_in_a_loop(name, ids, steps):
-    """The value of `SCORED[name]` for one row, token by token."""
+    """The value of `LOSS_MASKS[name]` for one row, token by token."""
     end = next((position for position, token in enumerate(ids) if token in ENDS), len(ids))
     last = max((step for token, step in zip(ids, steps, strict=True) if token not in ENDS), default=-1)
     for position, (token, step) in enumerate(zip(ids, steps, strict=True)):
@@ -45,7 +45,7 @@ def scored_in_a_loop(name, ids, steps):
             yield name == "canvas" or position <= end
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", LOSS_MASKS)
 def test_scored_tokens_are_those_of_a_loop_over_a_real_rollout(tiny_model_dir, tmp_path, name):
     trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name)
     after_the_end = name in ("steps", "canvas", "unpadded")
@@ -115,8 +115,8 @@ def test_a_share_of_the_prompts_is_kept_by_spread_then_solved_then_the_longest()
         for seed in range(200):
             batch = {"completion_reward": torch.tensor(reward).flatten(), "reveal_steps": steps}
             batch |= {"completion_mask": mask.clone(), "advantages": torch.zeros(24)}
-            everyone = Everyone(gather=lambda values: values, first=0)
-            share = keep_share(batch, kept / 8 - 0.01, 3, everyone, keyed_generator(seed))
+            ranks = RankView(all_gather=lambda values: values, rank_offset=0)
+            share = keep_share(batch, kept / 8 - 0.01, 3, ranks, keyed_generator(seed))
             assert share == kept / 8
             rows = batch["completion_mask"].any(1).view(8, 3)
             assert torch.equal(rows.all(1), rows.any(1))

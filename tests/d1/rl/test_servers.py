@@ -194,7 +194,7 @@ def test_rows_of_several_processes_share_requests_unless_they_are_to_be_equal_to
         trainer.source.servers.publish(trainer.model, 0)
         asked = []
         for first, lengths in ((0, (3, 5, 4)), (3, (9,))):
-            ids, mask = trainer.padded([[*range(10, 10 + length)] for length in lengths])
+            ids, mask = trainer.left_pad([[*range(10, 10 + length)] for length in lengths])
             keys = [(0, 1, 2, first + row) for row in range(len(ids))]
             asked.append(trainer.source.prompts(RolloutRequest(ids, mask, keys)))
         before = served.metric("d1_forward_passes_total")

@@ -40,7 +40,7 @@ def train(launcher, model, folder, adapter, options):
     trainer = make(model, folder, adapter, ddp_backend="gloo", **options)
     trainer.train()
     trainer.save_model(str(folder / "saved"))
-    ids, mask = trainer.padded(trainer.encoded(trainer.train_dataset[:4]["prompt"]))
+    ids, mask = trainer.left_pad(trainer.encoded(trainer.train_dataset[:4]["prompt"]))
     keys = [(*KEY, trainer.first_row(4) + row) for row in range(4)]
     prompts = trainer.source.prompts(RolloutRequest(ids, mask, keys))
     sampled = trainer.source.servers.rollout(trainer.accelerator.unwrap_model(trainer.model), 99, prompts)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.report import ShowProblems
-from d1.rl.batch import Everyone, loss_inputs, sampled_rows, score_batch, views_of
+from d1.rl.batch import RankView, loss_inputs, sampled_rows, score_batch, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.losses import MEANS, OBJECTIVES, PENALTIES, LossInputs
 from d1.sampling import rollout
@@ -206,7 +206,7 @@ def test_the_likelihood_of_two_turns_and_its_gradient_equal_those_of_an_enumerat
     record = stack_turns(parts, count, 2, 2) | trainer.prompts_of_turns(episodes)
     ones = torch.ones(count, 1, dtype=torch.long)
     batch = {"advantages": logps.detach().exp() * rewards * count, "completion_mask": ones}
-    batch = flatten_episodes(batch, record, 2, Everyone(lambda value: value, 0))
+    batch = flatten_episodes(batch, record, 2, RankView(lambda value: value, 0))
     random = Randomness([keyed_generator(row) for row in range(2 * count)], keyed_generator(0), 0, 2 * count)
     settings = ViewSettings(gen_length=length, steps=length, block_length=block)
     views = ESTIMATORS["left_to_right"](sampled_rows(batch, CanvasBlocks.of(model.config)), random, settings)
