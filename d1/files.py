@@ -113,7 +113,7 @@ def write_atomically(path: Path, text: str) -> None:
 WITHOUT = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
 
 
-class Held(ValueError):
+class LockHeldError(ValueError):
     """Another process holds the lock. The message names it, as in "process 12 on node3"."""
 
 
@@ -129,8 +129,8 @@ class FileLock:
         self.path = path
         self.file: io.FileIO | None = None  # open while the lock is held
 
-    def take(self, kind: int = fcntl.LOCK_EX) -> None:
-        """Take the lock, or change the kind of one that is held. Raises Held if another process has it."""
+    def acquire(self, kind: int = fcntl.LOCK_EX) -> None:
+        """Take the lock, or change the kind of one that is held. Raises LockHeldError if another process has it."""
         while True:
             self.file = self.file or self.opened()
             try:
@@ -138,7 +138,7 @@ class FileLock:
             except BlockingIOError:
                 holder = self.path.read_text() if self.path.exists() else ""
                 self.release()
-                raise Held(holder or "another process") from None
+                raise LockHeldError(holder or "another process") from None
             except OSError as error:
                 if error.errno not in WITHOUT:
                     raise

@@ -87,7 +87,7 @@ class ShowProblems(TrainerCallback):
                 tokens = [piece(tokenizer, token) for token in turn.kept]
                 given = [piece(tokenizer, token) for token in following[len(turn.prompt_ids) + count :]]
                 film = film.followed(Film("", "", "", tokens, *(of[row][number] for of in columns)), count, given)
-            text = episode.said[-1]["content"]
+            text = episode.messages[-1]["content"]
             film.solved = next(iter(self.task.score(text, problem).values())) == 1
             films.append(film)
         return films

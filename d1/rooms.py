@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from d1.commands.rl_memory import has_room_for_copy as has_room_for_copy
     from d1.report import ShowProblems as ShowProblems
     from d1.report import write_report as write_report
-    from d1.serve.ahead import RolloutsAhead as RolloutsAhead
+    from d1.serve.ahead import PrefetchedRollouts as PrefetchedRollouts
     from d1.serve.rollouts import ServerRollouts as ServerRollouts
     from d1.serve.user import UserRollouts as UserRollouts
     from d1.tools.calls import FORMATS as FORMATS
@@ -32,7 +32,7 @@ HOMES = {
     "ShowProblems": "report",
     "write_report": "report",
     # --rollout_mode server and --rollout_staleness in RL, and the trainer's `rollout_func`
-    "RolloutsAhead": "serve.ahead",
+    "PrefetchedRollouts": "serve.ahead",
     "ServerRollouts": "serve.rollouts",
     "UserRollouts": "serve.user",
     # --tools, in RL and evaluation, and the trainer's `tools` and `environment_factory`

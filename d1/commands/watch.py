@@ -132,7 +132,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     toolbox, functions = tools_of(args, tokenizer, config)  # its errors come before the weights are read
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
-    messages, of_tools = toolbox.told(row["prompt"], functions)
+    messages, of_tools = toolbox.add_tool_instructions(row["prompt"], functions)
     text = render_prompt(tokenizer, messages, **of_tools)
     episode = Episode(messages, encode_prompt(tokenizer, text), functions)
     check_room(model.config, len(episode.next_ids), settings.gen_length)
@@ -169,13 +169,13 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
             options["stops"], options["columns"] = toolbox.stop_of(len(episode.turns)), [toolbox.columns_of(episode)]
             for part in turn(collect):
                 yield film.followed(part, len(part.tokens))
-            if calls := toolbox.take(episode, canvas):
+            if calls := toolbox.append_turn(episode, canvas):
                 toolbox.results(episode, calls, at=[args.seed, args.index, 0])
             last = episode.turns[-1]
             given = [] if episode.end else episode.next_ids[len(last.prompt_ids) + len(last.kept) :]
             film = film.followed(part, len(last.kept), [piece(tokenizer, token) for token in given])
         if task:
-            film.solved = next(iter(task.score(episode.said[-1]["content"], row).values())) == 1
+            film.solved = next(iter(task.score(episode.messages[-1]["content"], row).values())) == 1
         yield film
 
     return turns(), most * toolbox.settings.max_turns

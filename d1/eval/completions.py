@@ -39,7 +39,7 @@ import transformers
 from tqdm import tqdm
 
 from d1 import rooms
-from d1.files import FileLock, Held, read_object, write_atomically, writing
+from d1.files import FileLock, LockHeldError, read_object, write_atomically, writing
 from d1.masking import keyed_generator
 from d1.models.folder import ModelFolder
 from d1.models.head import NotFiniteError
@@ -249,8 +249,8 @@ class Journal:
 
     def take_lock(self, kind: int) -> None:
         try:
-            self.lock.take(kind)
-        except Held as holder:
+            self.lock.acquire(kind)
+        except LockHeldError as holder:
             raise ValueError(
                 f"{holder}, or another process of its launch, is evaluating into {self.folder}: wait until it is done, "
                 "end it, or choose another --suffix or --output_dir"

@@ -48,7 +48,7 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     args.output_dir, args.save_total_limit = str(staging), None
-    with contextlib.ExitStack() as on_error, writing(final, name, lambda: way_on(final)):
+    with contextlib.ExitStack() as on_error, writing(final, name, lambda: disk_full_advice(final)):
         if args.should_save:  # its parts are of no use, and may fill a disk
             on_error.callback(shutil.rmtree, staging, ignore_errors=True)
         try:
@@ -87,7 +87,7 @@ def rotate(saved: Path, limit: int | None, best: str | None) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def way_on(output_dir: Path) -> str:
+def disk_full_advice(output_dir: Path) -> str:
     """The advice for a run whose disk is full; it names the last complete checkpoint."""
     last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
     if last is None:

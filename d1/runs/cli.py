@@ -171,16 +171,16 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
         status = work()
     except BrokenPipeError:  # `... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        leave(0)
+        exit_process(0)
     except MISTAKES as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(PATIENCE)
         sys.stderr.write(f"{name}: {one_line(error)}\n")
-        leave(1)
+        exit_process(1)
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: stopped\n")
-        leave(130)
-    leave(status if isinstance(status, int) else 0)
+        exit_process(130)
+    exit_process(status if isinstance(status, int) else 0)
 
 
 def one_line(error: BaseException) -> str:
@@ -195,7 +195,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def leave(status: int = 0) -> NoReturn:
+def exit_process(status: int = 0) -> NoReturn:
     """Exit with `status` when all output is written; if several processes ran on the CPU, without a normal shutdown.
 
     The threads of gloo may outlive the process group and abort the interpreter's shutdown, which a launcher takes for a

@@ -21,14 +21,21 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from d1.files import FileLock, Held, check_output_dir, give_usual_mode, writing
+from d1.files import FileLock, LockHeldError, check_output_dir, give_usual_mode, writing
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.convert import merge
 from d1.models.folder import ModelFolder
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import check_chat_template
-from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
+from d1.runs.checkpoints import (
+    check_checkpoint,
+    check_sums,
+    checkpoint_to_resume,
+    disk_full_advice,
+    finish,
+    is_finished,
+)
 from d1.runs.cli import TrainingSettings, from_rank_0, together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.record import OPENING, ROWS, OnResume, history, of_settings, save_record, whole, write_card
@@ -91,7 +98,7 @@ class Stage:
         rows = {name: value for name, value in facts.items() if name.startswith(ROWS)}
         settings = {**self.settings(), **world, **self.contents(), **rows}
         changed = self.on_resume.changes(past, settings, checkpoint or folder)
-        with writing(folder, "the files of the run", lambda: way_on(folder)):
+        with writing(folder, "the files of the run", lambda: disk_full_advice(folder)):
             if training.should_save and "wandb" in (training.report_to or ()):
                 log_without_account(folder)
             trainer = start()
@@ -119,7 +126,7 @@ class Stage:
         logger.info("%s is finished: there is nothing left to train.", folder)
         if not training.should_save:
             return
-        with writing(folder, "the model", lambda: way_on(folder)):
+        with writing(folder, "the model", lambda: disk_full_advice(folder)):
             finish(checkpoint, folder, training.load_best_model_at_end)
             give_usual_mode(folder.glob("*.safetensors"))
             self.conclude()
@@ -285,8 +292,8 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
     def take() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock.take()
-        except Held as holder:
+            lock.acquire()
+        except LockHeldError as holder:
             raise ValueError(f"{holder} writes to {folder}: {todo}") from None
 
     from_rank_0(take)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FOLDER = "rollouts_ahead"  # of a checkpoint
 
 
-class SampledAhead(NamedTuple):
+class PrefetchedRollout(NamedTuple):
     """A rollout that was requested: the rows of all processes, and the step of its weights."""
 
     prompts: Prompts
@@ -36,7 +36,7 @@ class SampledAhead(NamedTuple):
     step: int
 
 
-class Ahead:
+class AsyncRollouts:
     """The rollouts ahead of a trainer.
 
     Args:
@@ -53,7 +53,7 @@ class Ahead:
         self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
         self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
         self.kept: dict[int, tuple[int, Path, Path | None]] = {}
-        self.requests: dict[int, Future[SampledAhead]] = {}
+        self.requests: dict[int, Future[PrefetchedRollout]] = {}
         self.thread = ThreadPoolExecutor(1)
         self.at_work, self.stale_steps = False, 0
 
@@ -61,12 +61,12 @@ class Ahead:
         """The number of the rollout before whose updates the trainer had the weights that sample rollout `number`."""
         return max(0, number - self.staleness)
 
-    def take(self, model: Any, number: int, step: int) -> tuple[Prompts, ServedRollout]:
+    def get(self, model: Any, number: int, step: int) -> tuple[Prompts, ServedRollout]:
         """Rollout `number` of all processes and its rows, due after `step` optimizer steps; requests those up to the
         one that the present weights of `model` sample. All processes call it together. Raises as `sample`."""
 
         def in_first_process(weights: WholeWeights) -> None:
-            self.keep(number, step, model, weights)
+            self.keep_weights(number, step, model, weights)
             for later in range(number, number + self.staleness + 1):
                 if later not in self.requests and (prompts := self.prompts_of(later)):
                     of, folder, frozen = self.kept[self.weights_of(later)]
@@ -80,17 +80,17 @@ class Ahead:
         self.stale_steps = step - sampled_at
         return prompts, rollout
 
-    def keep(self, number: int, step: int, model: Any, given: WholeWeights | Path) -> None:
+    def keep_weights(self, number: int, step: int, model: Any, given: WholeWeights | Path) -> None:
         """Keeps the weights of `model`, or those in a folder, from before the updates on a rollout."""
         folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
         self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
         written = folder.write(model, version, self.servers.servers, given)
         self.kept[number] = step, written, folder.frozen
 
-    def sample(self, prompts: Prompts, weights: Weights, step: int) -> SampledAhead:
+    def sample(self, prompts: Prompts, weights: Weights, step: int) -> PrefetchedRollout:
         """In the thread: the rollout of `prompts` by servers that take `weights`, those of a `step`, first."""
         self.servers.weights = weights
-        return SampledAhead(prompts, self.servers.sample([prompts])[0], step)
+        return PrefetchedRollout(prompts, self.servers.sample([prompts])[0], step)
 
     def finish(self) -> None:
         """Waits for all requests, so that something else can be sampled with other weights."""
@@ -118,25 +118,25 @@ class Ahead:
         """Takes what `save` wrote, weights of `model`; in the first process."""
         for folder in (checkpoint / FOLDER).iterdir():
             number, step = map(int, folder.name.split("-"))
-            self.keep(number, step, model, folder)
+            self.keep_weights(number, step, model, folder)
 
 
-class RolloutsAhead(ServerRollouts):
+class PrefetchedRollouts(ServerRollouts):
     """Rollouts by servers, with the weights of `rollout_staleness` rollouts ago in training, and with the present ones
     in evaluation."""
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
         super().connect(trainer)
-        self.ahead = Ahead(self.servers, trainer.args.rollout_staleness, self.prompts_of)
+        self.prefetch = AsyncRollouts(self.servers, trainer.args.rollout_staleness, self.prompts_of)
 
     @property
     def is_stale(self) -> bool:
-        return self.trainer.mode == "train" and bool(self.ahead.stale_steps)
+        return self.trainer.mode == "train" and bool(self.prefetch.stale_steps)
 
     def sample(self, request: RolloutRequest) -> Rollout:
         if self.trainer.mode == "train":
             return self.prefetched(request)
-        self.ahead.finish()
+        self.prefetch.finish()
         return super().sample(request)
 
     def prefetched(self, request: RolloutRequest) -> ServedRollout:
@@ -144,14 +144,14 @@ class RolloutsAhead(ServerRollouts):
         trainer = self.trainer
         number, rows = trainer.rollout_number, len(request.prompt_ids)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        prompts, sampled = self.ahead.take(model, number, trainer.state.global_step)
+        prompts, sampled = self.prefetch.get(model, number, trainer.state.global_step)
         first = trainer.first_row(rows)
         local = slice(first, first + rows)
         asked = strip_padding(request.prompt_ids, request.prompt_mask)
         if strip_padding(prompts.ids[local], prompts.mask[local]) != asked:
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
-        trainer.log_metric("sampling/staleness", number - self.ahead.weights_of(number))
-        trainer.log_metric("sampling/staleness_steps", self.ahead.stale_steps)
+        trainer.log_metric("sampling/staleness", number - self.prefetch.weights_of(number))
+        trainer.log_metric("sampling/staleness_steps", self.prefetch.stale_steps)
         return sampled.rows(local, request.prompt_ids.device)
 
     def prompts_of(self, number: int) -> Prompts | None:
@@ -166,14 +166,14 @@ class RolloutsAhead(ServerRollouts):
         return self.prompts(RolloutRequest(ids, mask, [(*key, row) for row in range(len(ids))]))
 
     def close(self) -> None:
-        self.ahead.close()
+        self.prefetch.close()
         super().close()
 
     def save(self, folder: Path) -> None:
         trainer = self.trainer
         if trainer.accelerator.is_main_process:
-            self.ahead.save(folder, -(-trainer.micro_step // trainer.micro_steps_per_rollout))
+            self.prefetch.save(folder, -(-trainer.micro_step // trainer.micro_steps_per_rollout))
 
     def load(self, folder: Path) -> None:
         if self.trainer.accelerator.is_main_process:
-            self.ahead.load(folder, self.trainer.accelerator.unwrap_model(self.trainer.model))
+            self.prefetch.load(folder, self.trainer.accelerator.unwrap_model(self.trainer.model))

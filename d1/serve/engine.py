@@ -135,7 +135,7 @@ class Row:
     prompt_width: int = 0  # as in `Lane`
     after: int = 0  # as in `Lane`
     number: int = -1
-    told: int = field(default=0, init=False)  # tokens of full blocks
+    streamed: int = field(default=0, init=False)  # tokens of full blocks
 
     @property
     def lane(self) -> Lane:
@@ -359,7 +359,7 @@ class Engine:
                     self.dropped.discard(row.number)
                 if again := len(failed) > 1 and not key.prompt_width:
                     for row in failed:
-                        row.own, row.told = f"alone {row.number}", 0
+                        row.own, row.streamed = f"alone {row.number}", 0
                     self.waiting.extendleft(reversed(failed))
             for row in () if again else failed:
                 row.tell(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
@@ -422,11 +422,11 @@ class Engine:
                 break
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
             full = state.filled - state.offset + (state.size if state.left == 0 else 0)  # tokens of finished blocks
-            if not row.watches or full <= row.told:
+            if not row.watches or full <= row.streamed:
                 continue
             if not lane.batch.canvas.sums[index].isfinite():  # the error is told when the row leaves
                 continue
-            row.told = full
+            row.streamed = full
             completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
             row.tell(Finished(completion[:full].tolist(), self.version))
 

@@ -42,7 +42,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]  # a wrong list of millions gi
 Many = Field(fail_fast=True, max_length=MOST_ENTRIES)
 
 
-def few(fields: Any) -> Any:
+def limit_fields(fields: Any) -> Any:
     if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
         raise ValueError(f"{len(fields)} fields, of at most {MOST_FIELDS}")
     return fields
@@ -51,7 +51,7 @@ def few(fields: Any) -> Any:
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    _few = model_validator(mode="before")(few)
+    _limit_fields = model_validator(mode="before")(limit_fields)
 
 
 GREEDY = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # what temperature 0 needs
@@ -154,7 +154,7 @@ class OpenAI(Settings):  # type: ignore[misc]
     seed: int | None = Seed
     stop: Stop | Annotated[list[Stop | None], Field(fail_fast=True, max_length=64)] | None = None
     stream: bool = False
-    stream_options: Annotated[dict[str, bool], BeforeValidator(few)] | None = None
+    stream_options: Annotated[dict[str, bool], BeforeValidator(limit_fields)] | None = None
     stream_steps: bool = False  # also what each forward pass reveals
     ignore_eos: bool = False
     rid: Rid | None = None

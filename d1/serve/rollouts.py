@@ -96,17 +96,17 @@ class PolicyServers:
         self.base: str | None = None  # what `base_of` found
         self.folder = WeightsFolder(Path(str(args.output_dir)))
         self.silent_since: float | None = None
-        self.told = -REMIND  # when the last message about it was logged
+        self.last_reminder = -REMIND  # when the last message about it was logged
         from_rank_0(self.connect)
 
     def connect(self) -> None:
         """Asks all servers what they serve, until one answers."""
         self.prepare_all(self.servers)
-        while not self.someone_answers():
+        while not self.any_server_alive():
             time.sleep(PAUSE)
             self.prepare_all(self.servers)
 
-    def someone_answers(self) -> bool:
+    def any_server_alive(self) -> bool:
         """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
         if not all(server.problem for server in self.servers):
             return True
@@ -118,8 +118,8 @@ class PolicyServers:
             last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
             way_on = f"continue from {last} with --resume" if last else "no checkpoint is complete: start again"
             raise ConnectionError(f"no rollout server has answered for {self.patience:g} seconds: {problems}. {way_on}")
-        if now - self.told >= REMIND:
-            self.told = now
+        if now - self.last_reminder >= REMIND:
+            self.last_reminder = now
             logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
         return False
 
@@ -198,7 +198,7 @@ class PolicyServers:
                 for future in done:
                     future.result()
                     self.silent_since = None
-                self.someone_answers()
+                self.any_server_alive()
             return rollouts_of(asked, [future.result() for future in futures])
         finally:
             over.set()

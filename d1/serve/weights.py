@@ -94,13 +94,13 @@ def with_weights(model: Any, work: Callable[[WholeWeights], T]) -> T:
     return from_rank_0(in_first_process)
 
 
-MEET = 5.0  # seconds after which waiting processes meet, so that no collective call of theirs times out
+BARRIER_SECONDS = 5.0  # seconds after which waiting processes meet, so that no collective call of theirs times out
 
 
 def result_of(future: Future[T] | None) -> T:
     """The result of a future of the first process, which all processes get; an error of it is raised in all."""
     first = cast("Future[T]", future)
-    while not from_rank_0(lambda: bool(wait([first], MEET).done)):
+    while not from_rank_0(lambda: bool(wait([first], BARRIER_SECONDS).done)):
         pass
     return from_rank_0(lambda: first.result())
 

@@ -44,7 +44,7 @@ class Episodes(SingleTurn):
         self.toolbox, self.functions = tools_of(args, tokenizer, config)
 
     def add_instructions(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Mapping[str, Any]]:
-        return self.toolbox.told(messages, self.functions)
+        return self.toolbox.add_tool_instructions(messages, self.functions)
 
     def rows(self, prompts: Iterable[Prompt], ends: Sequence[int]) -> Rows:
         return EpisodeRows(self.args, self.tokenizer, prompts, ends, self.toolbox, self.functions)
@@ -91,7 +91,7 @@ class EpisodeRows(Rows):
             prompt, problem = self.at_work.pop(number)
             episode, costs = self.episodes.pop(number)
             costs = [costs[0] + passes[row], costs[1] + tokens[row]]
-            if calls := self.toolbox.take(episode, canvases[row]):
+            if calls := self.toolbox.append_turn(episode, canvases[row]):
                 self.toolbox.results(episode, calls, at=[self.args.seed, prompt.index, prompt.sample])
             if episode.end is None:
                 self.waiting.append((prompt, problem, episode, costs))
@@ -104,7 +104,7 @@ class EpisodeRows(Rows):
         return {
             "index": prompt.key,
             "generations": self.tokenizer.decode(episode.turns[-1].kept),
-            "text": episode.said[-1]["content"],
+            "text": episode.messages[-1]["content"],
             "tokens": sum(first_end(turn.kept, self.toolbox.ends) for turn in episode.turns),
             "forward_passes": costs[0],
             "forward_tokens": costs[1],
@@ -112,5 +112,5 @@ class EpisodeRows(Rows):
             "calls": episode.calls,
             "failed_calls": episode.failed,
             "end": episode.end,
-            "messages": episode.said,
+            "messages": episode.messages,
         }

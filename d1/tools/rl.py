@@ -27,4 +27,4 @@ class RunTools(Tools):
 
     def add_instructions(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Mapping[str, Any]]:
         """A prompt as the model gets it, and options for its chat template."""
-        return self.toolbox.told(messages, self.by_name)
+        return self.toolbox.add_tool_instructions(messages, self.by_name)

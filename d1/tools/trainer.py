@@ -70,7 +70,7 @@ class EpisodeTrainer(DiffuGRPOTrainer):
         """A prompt that tells the model about the tools of a row, where the chat template does not."""
         functions = self.tools_of(row)
         self.toolbox.check_calls(functions)
-        return self.toolbox.told(prompt, functions)[0]
+        return self.toolbox.add_tool_instructions(prompt, functions)[0]
 
     def tools_of(self, row: int) -> dict[str, Callable[..., Any]]:
         """The tools of a row of the current rollout, by name: those of the run, and the methods of its environment."""
@@ -128,7 +128,7 @@ class EpisodeTrainer(DiffuGRPOTrainer):
             return bool(self.accelerator.gather(torch.tensor(own, device=self.accelerator.device)).any())
 
         log, at = self.log_of_results(), self.key("rollout")
-        self.toolbox.play(self.episodes, sample, anyone=anyone, all_rows=self.samples_in_step, log=log, at=at)
+        self.toolbox.run_episodes(self.episodes, sample, anyone=anyone, all_rows=self.samples_in_step, log=log, at=at)
         record = stack_turns(parts, count, turns, self.eos_token_ids[0])
         record |= self.prompts_of_turns(self.episodes)
         return cast("RolloutRecord", record), costs
@@ -195,7 +195,7 @@ class EpisodeTrainer(DiffuGRPOTrainer):
         """The episodes that `rollout` has played: TRL's own loop samples after a completion, not on a canvas, and
         numbers rows within those still at work."""
         sampled = [one.sampled for one in self.episodes]
-        said = [one.said for one in self.episodes]
+        said = [one.messages for one in self.episodes]
         ids = [one.ids for one in self.episodes]
         calls, failed = sum(one.calls for one in self.episodes), sum(one.failed for one in self.episodes)
         for one, environment in zip(self.episodes, self.environments or (), strict=False):

@@ -61,7 +61,7 @@ class Episode:
         next_ids: the prompt of the next canvas.
         functions: the tools of this episode by name.
         number: of its row, for the log of results.
-        said: the messages after the prompt, as TRL passes them to rewards; arguments of calls are JSON, as text.
+        messages: the messages after the prompt, as TRL passes them to rewards; arguments of calls are JSON, as text.
         columns: what the sampler's exact cache keeps for the next turn: columns of the text up to the cut.
     """
 
@@ -70,7 +70,7 @@ class Episode:
     functions: Functions
     number: int = 0
     turns: list[Turn] = field(default_factory=list)
-    said: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     calls: int = 0
     failed: int = 0
     hung: bool = False
@@ -233,7 +233,9 @@ class Toolbox:
 
     # --- Prompts ------------------------------------------------------------------------------------------------------
 
-    def told(self, prompt: Sequence[Message], functions: Functions) -> tuple[list[Message], dict[str, Any]]:
+    def add_tool_instructions(
+        self, prompt: Sequence[Message], functions: Functions
+    ) -> tuple[list[Message], dict[str, Any]]:
         """A prompt that tells the model about its tools, and the options for the template that does it instead."""
         messages = list(prompt)
         if not functions:
@@ -279,14 +281,14 @@ class Toolbox:
         episode.columns.wanted = self.stop_of(len(episode.turns)) is not None
         return episode.columns
 
-    def take(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
+    def append_turn(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
         """Adds a canvas to an episode; returns the texts of the calls that need results. Without any, it has ended."""
         is_last = self.stop_of(len(episode.turns)) is None
         kept = list(canvas_ids[: self.cut(canvas_ids, is_last)])
         episode.turns.append(Turn(episode.next_ids, kept))
         episode.columns.crop(len(episode.next_ids) + len(kept))
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        episode.said.append({"role": "assistant", "content": text})
+        episode.messages.append({"role": "assistant", "content": text})
         calls = self.calls_in(kept[: first_end(kept, self.ends)])[: self.settings.calls_per_turn]
         if is_last or not calls:
             opened = self.pattern.sub("", self.tokenizer.decode(kept)).count(self.form.opens)
@@ -325,8 +327,8 @@ class Toolbox:
             episode.finish("no_room")
             return
         episode.next_ids = following
-        episode.said[-1]["tool_calls"] = made
-        episode.said += messages
+        episode.messages[-1]["tool_calls"] = made
+        episode.messages += messages
 
     def given(self, episode: Episode, results: Sequence[str]) -> list[int]:
         """The ids between the last turn and the next canvas: the EOS if the cut removed it, results, header."""
@@ -395,7 +397,7 @@ class Toolbox:
             return False
         return bool(ids) and not self.has_marks(ids)
 
-    def play(
+    def run_episodes(
         self,
         episodes: Sequence[Episode],
         sample: Callable[[list[int], int], Sequence[Sequence[int]]],
@@ -419,7 +421,9 @@ class Toolbox:
                 return
             rows = [*range(len(episodes))] if all_rows else live or [0]
             canvases = dict(zip(rows, sample(rows, turn), strict=True))
-            asked = [(episodes[row], calls) for row in live if (calls := self.take(episodes[row], canvases[row]))]
+            asked = [
+                (episodes[row], calls) for row in live if (calls := self.append_turn(episodes[row], canvases[row]))
+            ]
 
             def answer(pair: tuple[Episode, list[str]]) -> None:
                 self.results(*pair, log, at)

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from d1.files import FileLock, Held, check_output_dir, valid_unicode, valid_unicode_in, write_atomically
+from d1.files import FileLock, LockHeldError, check_output_dir, valid_unicode, valid_unicode_in, write_atomically
 from tests import forks
 from tests.faults import flip_bit
 
@@ -90,11 +90,11 @@ def locks(tmp_path: Path) -> tuple[FileLock, FileLock]:
 def test_a_lock_is_one_holders_and_says_whose(locks: tuple[FileLock, FileLock]) -> None:
     one, other = locks
     for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
-        with pytest.raises(Held, match=rf"^process {os.getpid()} on \S+$"):
+        with pytest.raises(LockHeldError, match=rf"^process {os.getpid()} on \S+$"):
             other.take(kind)
     one.take(fcntl.LOCK_SH)
     other.take(fcntl.LOCK_SH)
-    with pytest.raises(Held):
+    with pytest.raises(LockHeldError):
         one.take()
     one.take(fcntl.LOCK_SH)
     other.release()
@@ -113,7 +113,7 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(locks: tuple[File
     child.start()
     try:
         assert alive.wait(60)
-        with pytest.raises(Held):
+        with pytest.raises(LockHeldError):
             theirs.take()
         ours.release()
         theirs.take()

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from trl import ModelConfig, TrlParser
 
 from d1 import __main__ as tools
-from d1 import report
 from d1.distill import DistillConfig
 from d1.distill import train as distill_train
 from d1.eval import evaluate, harness
@@ -33,6 +32,7 @@ from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.runs.cli import OneLineParser
 from d1.sft import SFTConfig
 from d1.sft import train as sft_train
+from d1.show import report
 
 NAN, INF = math.nan, math.inf
 CANDIDATES = [-INF, -1e9, -7, -2, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 2**32 - 1, 2**32, 1e12, INF, NAN]

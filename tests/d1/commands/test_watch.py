@@ -94,7 +94,7 @@ def test_an_episode_is_watched_turn_after_turn(tiny_model_dir, tiny_block_dir, m
         watched(*flags, "--seed", str(seed), "--html", str(page), "--svg", str(tmp_path / "watch.svg"))
         (film,) = films(page)
         functions = {"repeat": repeat}
-        messages, _ = toolbox.told([{"role": "user", "content": "bc"}], functions)
+        messages, _ = toolbox.add_tool_instructions([{"role": "user", "content": "bc"}], functions)
         episode = Episode(messages, encode_prompt(tokenizer, render_prompt(tokenizer, messages)), functions)
         passes = []
 
@@ -107,7 +107,7 @@ def test_an_episode_is_watched_turn_after_turn(tiny_model_dir, tiny_block_dir, m
             passes.append(int(one.passes))
             return one.ids[:, -16:].tolist()
 
-        toolbox.play([episode], sample)
+        toolbox.run_episodes([episode], sample)
         found.append(len(episode.turns))
         labels = [label for _, label, _ in film["tokens"]]
         assert labels == tokenizer.convert_ids_to_tokens(episode.ids)

@@ -82,9 +82,9 @@ def test_episodes_are_those_played_alone_in_any_batch(tiny_model_dir, tiny_block
             how = {"gen_length": 16, "block_length": 4, "steps": 8, "temperature": 1.2, "mask_token_id": 3}
             return rollout(model, prompt, torch.ones_like(prompt), generator=random, **how).ids[:, -16:].tolist()
 
-        toolbox.play([episode], sample)
-        assert item["messages"] == episode.said
-        assert item["text"] == episode.said[-1]["content"]
+        toolbox.run_episodes([episode], sample)
+        assert item["messages"] == episode.messages
+        assert item["text"] == episode.messages[-1]["content"]
         own = len(episode.turns), episode.calls, episode.failed, episode.end
         assert (item["turns"], item["calls"], item["failed_calls"], item["end"]) == own
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import d1.serve.app  # noqa: F401
 from d1.__main__ import main, make_parser
-from d1.runs.cli import leave
+from d1.runs.cli import exit_process
 from d1.serve import KEY
 from tests.forks import free_port
 from tests.tiny_grpo import logged, make_method, weights
@@ -114,7 +114,7 @@ def train(rank: int, port: int, model: Path, folder: Path, options: dict[str, An
         save_file(weights(trainer.model), folder / "end.safetensors")
         (folder / "logged.json").write_text(json.dumps([trainer.accelerator.num_processes, logged(trainer)]))
     trainer.accelerator.wait_for_everyone()
-    leave()
+    exit_process()
 
 
 def trainers(model: Path, folder: Path, **options: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.sources import RolloutRequest
-from d1.runs.cli import leave
+from d1.runs.cli import exit_process
 from d1.sampling import rollout
 from tests import forks
 from tests.d1.rl.fleet import LIMIT, Fleet
@@ -51,7 +51,7 @@ def train(launcher, model, folder, adapter, options):
         kind = trainer.accelerator.distributed_type.value
         (folder / "logged.json").write_text(json.dumps([kind, trainer.accelerator.num_processes, logged(trainer)]))
     trainer.accelerator.wait_for_everyone()
-    leave()
+    exit_process()
 
 
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["weights", "adapter"])

@@ -177,7 +177,7 @@ def test_the_likelihood_of_two_turns_and_its_gradient_equal_those_of_an_enumerat
     found = {}
     for scripted in product(canvases, canvases):
         episode = Episode([{"role": "user", "content": "bc"}], prompt, {"repeat": repeat})
-        trainer.toolbox.play([episode], lambda rows, turn, scripted=scripted: [list(scripted[turn])])
+        trainer.toolbox.run_episodes([episode], lambda rows, turn, scripted=scripted: [list(scripted[turn])])
         # What follows a cut is no part of an episode.
         found.setdefault(tuple(tuple(turn.kept) for turn in episode.turns), (episode, scripted))
     episodes = [episode for episode, _ in found.values()]
@@ -496,7 +496,7 @@ def test_a_film_of_an_episode_shows_its_turns_one_after_the_other(tiny_model_dir
         lengths = [len(part) for part in (film.tokens, film.steps, film.logps, film.entropies)]
         assert lengths == [len(episode.ids)] * 4
         assert "".join(film.tokens).split() == trainer.text_tokenizer.decode(episode.ids).split()
-        assert film.solved == (len(episode.said[-1]["content"]) > 20)
+        assert film.solved == (len(episode.messages[-1]["content"]) > 20)
         start, before = len(episode.turns[0].prompt_ids), 0
         for turn, following in pairwise([*episode.turns, None]):
             at = len(turn.prompt_ids) - start

@@ -58,7 +58,7 @@ def make_turns(model_dir, folder, tool=repeat, model=None, cls=Recorded, environ
         tools=[tool] if tool else None,
         environment_factory=environment_factory,
     )
-    trainer.toolbox.told = lambda prompt, functions: (list(prompt), {})  # as a run without tools
+    trainer.toolbox.add_tool_instructions = lambda prompt, functions: (list(prompt), {})  # as a run without tools
     return trainer
 
 

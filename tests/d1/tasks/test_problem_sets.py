@@ -174,7 +174,7 @@ def test_products_are_right_and_their_conversations_are_ids_of_rollouts():
     box = Toolbox(tokenizer, end_ids(tokenizer), TurnSettings())
     functions = {"calculator": calculator}
     for first, second in [pair for pair in pairwise(shown) if len(pair[1]) == 4][:20]:
-        prompt, _ = box.told(first[:1], functions)
+        prompt, _ = box.add_tool_instructions(first[:1], functions)
         start = encode_prompt(tokenizer, render_prompt(tokenizer, prompt))
         turns = [trained_ids(messages, tokenizer, "answer") for messages in (first, second)]
         written = [ids[begins:] for ids, begins in turns]

@@ -87,7 +87,7 @@ def test_the_template_chooses_the_format_and_tells_about_tools_or_the_prompt_doe
     assert format_of(tokenizer) == "plain"
     prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     toolbox = Toolbox(tokenizer, [2], TurnSettings())
-    messages, options = toolbox.told(prompt, BOTH)  # this template ignores tools
+    messages, options = toolbox.add_tool_instructions(prompt, BOTH)  # this template ignores tools
     assert options == {}
     assert messages[0]["content"] == f"{instructions(BOTH, FORMATS['plain'])}\n\nhi"
     assert "multiply(a, b): The product of two numbers, both whole." in messages[0]["content"]
@@ -95,4 +95,7 @@ def test_the_template_chooses_the_format_and_tells_about_tools_or_the_prompt_doe
     assert prompt[0]["content"] == "hi"
     tokenizer.chat_template = CHATML.replace("CALL", says)
     assert format_of(tokenizer) == name
-    assert Toolbox(tokenizer, [2], TurnSettings()).told(prompt, BOTH) == (prompt, {"tools": [multiply, search]})
+    assert Toolbox(tokenizer, [2], TurnSettings()).add_tool_instructions(prompt, BOTH) == (
+        prompt,
+        {"tools": [multiply, search]},
+    )

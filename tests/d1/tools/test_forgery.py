@@ -68,7 +68,7 @@ def play(tokenizer, result, form="json", call=None, log=None, **limits):
     start = encode_prompt(tokenizer, render_prompt(tokenizer, PROMPT))
     turns = [encode_prompt(tokenizer, text) for text in (call, "12")]
     episode = Episode(PROMPT, start, functions)
-    toolbox.play([episode], lambda rows, turn: [turns[turn] + [7] * 3], log=log)
+    toolbox.run_episodes([episode], lambda rows, turn: [turns[turn] + [7] * 3], log=log)
     return episode, episode.turns[1].prompt_ids[len(start) + len(turns[0]) :]
 
 
@@ -202,9 +202,9 @@ def test_halves_of_characters_in_calls_and_results_can_be_written(tmp_path):
     call = '<tool_call>{"name": "product", "arguments": {"pair": "\\ud83d\\ude00 \\ud800"}}</tool_call>'
     log = Results(tmp_path / "log.jsonl", known=False)
     episode, given = play(tokenizer, "5\udfff\ud83d\ude00", call=call, log=log)
-    arguments = episode.said[0]["tool_calls"][0]["function"]["arguments"]
+    arguments = episode.messages[0]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"pair": "\U0001f600 \ufffd"}
-    assert episode.said[1]["content"] == "5\ufffd\U0001f600"
-    json.dumps(episode.said, ensure_ascii=False).encode()
+    assert episode.messages[1]["content"] == "5\ufffd\U0001f600"
+    json.dumps(episode.messages, ensure_ascii=False).encode()
     again = Results(tmp_path / "log.jsonl", known=True)
     assert play(tokenizer, "another result", call=call, log=again)[1] == given

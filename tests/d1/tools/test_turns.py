@@ -59,7 +59,7 @@ def box(tiny_model_dir, monkeypatch):
                 texts = [scripts[row][turn] if turn < len(scripts[row]) else "z" for row in rows]
                 return [(ids(text) + [PAD] * length)[:length] for text in texts]
 
-            toolbox.play(episodes, sample, log=log, at=[5])
+            toolbox.run_episodes(episodes, sample, log=log, at=[5])
             return episodes, asked
 
         return toolbox, play, ids
@@ -79,10 +79,10 @@ def test_an_episode_of_two_turns_token_by_token(box):
     ]
     assert one.ids == call + given + answer
     assert one.sampled == [1] * len(call) + [0] * len(given) + [1] * len(answer)
-    assert [message["role"] for message in one.said] == ["assistant", "tool", "assistant"]
-    arguments = one.said[0]["tool_calls"][0]["function"]["arguments"]
+    assert [message["role"] for message in one.messages] == ["assistant", "tool", "assistant"]
+    arguments = one.messages[0]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"pair": "3 * 4"}
-    assert [message["content"] for message in one.said[1:]] == ["12", "1 2"]
+    assert [message["content"] for message in one.messages[1:]] == ["12", "1 2"]
     assert (one.end, one.calls, one.failed) == ("no_call", 1, 0)
     assert two.turns[0].kept == ids("x<eos>")
     assert three.turns[0].kept == [*ids("y"), PAD]  # a token that ends texts, too
@@ -130,11 +130,11 @@ def test_how_episodes_end(box, scripts, limits, end, calls, failed, turns):
     _, play, _ = box(**limits)
     (one,), _ = play(scripts)
     assert (one.end, one.calls, one.failed, len(one.turns)) == (end, calls, failed, turns)
-    assert one.said[-1]["role"] == "assistant"
+    assert one.messages[-1]["role"] == "assistant"
     assert ends_of([one, one])[end] == 2
     if end == "no_room":
         assert one.ids == one.turns[0].kept
-        assert "tool_calls" not in one.said[-1]
+        assert "tool_calls" not in one.messages[-1]
 
 
 def test_a_tool_that_fails_hangs_or_floods_costs_its_own_row(box):
@@ -143,7 +143,7 @@ def test_a_tool_that_fails_hangs_or_floods_costs_its_own_row(box):
     calls = ["slow", "flood", "3", "marks", "3*4"]
     episodes, _ = play(*([f"({text})", "1<eos>"] for text in calls))
     assert time.perf_counter() - started < 5
-    found = [one.said[1]["content"][:40] if len(one.said) > 1 else one.end for one in episodes]
+    found = [one.messages[1]["content"][:40] if len(one.messages) > 1 else one.end for one in episodes]
     assert found[0] == "error: product took longer than 0.3 seco"
     assert found[1] == "7" * 40
     assert found[2].startswith("error: not enough values to unpack")
@@ -177,7 +177,7 @@ def test_what_follows_a_call_is_what_the_template_writes(template, form):
     start = encode_prompt(tokenizer, render_prompt(tokenizer, prompt))
     turns = [encode_prompt(tokenizer, text) for text in (f"ab {call}", "12")]
     episode = Episode(prompt, start, functions)
-    toolbox.play([episode], lambda rows, turn: [turns[turn] + [7] * 3])
+    toolbox.run_episodes([episode], lambda rows, turn: [turns[turn] + [7] * 3])
     assert (episode.turns[0].kept, episode.calls, episode.failed) == (turns[0], 1, 0)
     result = toolbox.form.result.format(result="12")
     said = [{"role": "assistant", "content": f"ab {call}"}, {"role": "user", "content": result}]
@@ -207,14 +207,14 @@ def test_processes_take_part_until_nobody_is_left(box):
 
     answers = iter([True, True, False])
     episodes = [Episode([{"role": "user", "content": "1"}], ids("<user>1<assistant>"), {}, row) for row in range(2)]
-    toolbox.play(episodes, sample, anyone=lambda own: next(answers))
+    toolbox.run_episodes(episodes, sample, anyone=lambda own: next(answers))
     assert asked == [(0, [0, 1]), (1, [0])]  # the second turn is another process's
     assert [len(one.turns) for one in episodes] == [1, 1]
     asked.clear()
     answers = iter([True, True, True])
     for one in episodes:
         one.end, one.turns, one.next_ids = None, [], ids("<user>1<assistant>")
-    toolbox.play(episodes, sample, anyone=lambda own: next(answers), all_rows=True)
+    toolbox.run_episodes(episodes, sample, anyone=lambda own: next(answers), all_rows=True)
     assert asked == [(turn, [0, 1]) for turn in range(3)]
     assert [len(one.turns) for one in episodes] == [1, 1]
 
@@ -244,7 +244,7 @@ def test_logged_results_are_taken_for_the_same_call_at_the_same_place(box, tmp_p
     assert again[1].failed == 1
     third, _ = play(*scripts[:2], ["(c)", "1"], log=Results(path, known=True))
     assert len(made) == 4
-    assert third[2].said[1]["content"] == "4"
+    assert third[2].messages[1]["content"] == "4"
     play(*scripts, log=Results(path, known=False))  # a new run
     assert len(made) == 7
     assert all(json.loads(line) for line in path.read_text().splitlines())
