@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from d1.commands.footprint import FitSettings, activation_bytes, resident_bytes
 from d1.models.attention import has_causal_context
 from d1.models.kinds import block_size, has_masks
-from d1.rl.config import DiffuGRPOConfig, drawn_views, most_views
+from d1.rl.config import DiffuGRPOConfig, drawn_views, max_views
 from d1.scoring import ESTIMATORS
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def fields_of(args: DiffuGRPOConfig, length: int, canvas: int, block: int | None
     views = args.num_iterations * drawn_views(args, block) * int(args.steps_per_generation or 1)
     stored = views * (length + (4 * numbers + ids) * canvas)
     beta = args.beta if args.needs_reference else 0.0
-    return {"beta": beta, "views": most_views(args, block), "canvas": canvas, "stored": stored}
+    return {"beta": beta, "views": max_views(args, block), "canvas": canvas, "stored": stored}
 
 
 def has_room_for_copy(args: DiffuGRPOConfig, model: PeftModel, free: float) -> bool:

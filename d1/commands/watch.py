@@ -147,7 +147,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     }
 
     filled = len(episode.next_ids) % blocks if block_size(model.config) else None  # of the block where a prompt ends
-    most = settings.most_passes(filled)
+    most = settings.max_passes(filled)
 
     def turn(judge: Judge | None) -> Iterator[Film]:
         number, ids = len(episode.turns), torch.tensor([episode.next_ids]).to(model.device)

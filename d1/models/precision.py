@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # flags of /proc/cpuinfo
-LEAST_PARAMETERS = 30_000_000  # below, bf16 saves little time
+MIN_PARAMETERS = 30_000_000  # below, bf16 saves little time
 # bf16 has 8 bits of precision, so that a sum of rounded products is off by about 2^-9 of its size.
-MOST_DEVIATION = 0.02
+MAX_DEVIATION = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +66,17 @@ def cpu_runs_bf16(config: Any) -> bool:
     the model is large enough to gain, and a check gives the numbers of fp64 up to rounding. A log line says what was
     found, if the processor has the instructions."""
     instructions = bf16_instructions()
-    if instructions is None or number_of_parameters(config) < LEAST_PARAMETERS:
+    if instructions is None or number_of_parameters(config) < MIN_PARAMETERS:
         return False
     deviation = bf16_deviation()
-    holds = deviation < MOST_DEVIATION
+    holds = deviation < MAX_DEVIATION
     verb = "in bf16, mixed with fp32 where sums need it" if holds else "in fp32, because bf16 is not exact enough here"
     logger.info(
         "This processor has %s. A check of bf16 differs from fp64 by %.2g of the norm (allowed: %.2g): the model runs "
         "%s.",
         instructions,
         deviation,
-        MOST_DEVIATION,
+        MAX_DEVIATION,
         verb,
     )
     return holds

@@ -433,7 +433,7 @@ class DiffuGRPOConfig(GRPOConfig):
         sampling = self.sampling_settings()
         own = {field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)}
         lengths = {name: getattr(sampling, name) for name in ("gen_length", "block_length")}
-        return ViewSettings(**own | lengths | {"steps": sampling.most_passes(), "sampling": sampling})
+        return ViewSettings(**own | lengths | {"steps": sampling.max_passes(), "sampling": sampling})
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:
@@ -467,7 +467,7 @@ def drawn_views(args: DiffuGRPOConfig, block: int | None) -> int:
     return ESTIMATORS[args.estimator].views(settings)
 
 
-def most_views(args: DiffuGRPOConfig, block: int | None) -> int:
+def max_views(args: DiffuGRPOConfig, block: int | None) -> int:
     """Maximum number of views per row in an update: all that are drawn, or with `split_views` the update's share."""
     return -(-drawn_views(args, block) // (args.num_iterations if args.split_views else 1))
 
@@ -505,7 +505,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> d
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
     epochs, rest = divmod(steps, steps_per_epoch)  # the last step of an epoch may be short of micro-steps
     rollouts = epochs * rollouts_per_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
-    views = most_views(args, block)
+    views = max_views(args, block)
     return {
         "processes": args.world_size,
         "prompts per optimizer step": completions / int(args.num_generations or 1),
@@ -529,7 +529,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     # checkpointing the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
     counts = {
-        "sampling": args.sampling_settings().most_passes() * (2 if args.cfg_scale else 1),
+        "sampling": args.sampling_settings().max_passes() * (2 if args.cfg_scale else 1),
         "old log-probs": before if args.needs_old_logps and not args.old_as_sampled else 0,
         "reference log-probs": before if args.needs_reference else 0,
         "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,

@@ -167,13 +167,13 @@ def scdd_steps(
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     live, first = list(range(len(prompt_ids))), prompt_ids.shape[1]
     masked = not bool(attention_mask.all())
-    most_passes = max(len(block) for block in settings.schedule())
+    max_passes = max(len(block) for block in settings.schedule())
     for block in settings.schedule():
         at = slice(first, first + sum(block))
         rows = torch.tensor(live, device=canvas.ids.device)
         own = [generators[row] for row in live]
         yield from fill_block(
-            model, canvas, rows, at, len(block), settings, own, mask_token_id, max(2, most_passes), masked
+            model, canvas, rows, at, len(block), settings, own, mask_token_id, max(2, max_passes), masked
         )
         first = at.stop
         if not ends or first == canvas.ids.shape[1]:

@@ -24,7 +24,7 @@ from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
 BLOCK_LENGTH = 32  # d1's
 GEN_LENGTH = 128  # the shortest canvas of d1's evaluation
 TOKENS_PER_STEP = 2  # d1's
-LEAST_BLOCK = 8  # tokens of a block that nobody chose, unless the canvas is shorter
+MIN_BLOCK = 8  # tokens of a block that nobody chose, unless the canvas is shorter
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel", "scdd")
 FIRST_TOKENS = ("causal", "masked")
 POST_STEPS = 16  # LLaDA2.1's
@@ -58,14 +58,14 @@ def default_steps(
 
 def equal_blocks(gen_length: int) -> int:
     """Tokens per block where no number is given and all blocks must be equal: the largest divisor of the canvas up to
-    `BLOCK_LENGTH`. ValueError if it is below `LEAST_BLOCK`, because blocks so small need many steps."""
+    `BLOCK_LENGTH`. ValueError if it is below `MIN_BLOCK`, because blocks so small need many steps."""
     size = min(BLOCK_LENGTH, gen_length)
     while gen_length % size:
         size -= 1
-    if size < min(LEAST_BLOCK, gen_length):
+    if size < min(MIN_BLOCK, gen_length):
         raise ValueError(
-            f"max_completion_length {gen_length} has no equal blocks of {LEAST_BLOCK} to {BLOCK_LENGTH} tokens: choose "
-            f"a multiple of {LEAST_BLOCK}, or set block_length"
+            f"max_completion_length {gen_length} has no equal blocks of {MIN_BLOCK} to {BLOCK_LENGTH} tokens: choose "
+            f"a multiple of {MIN_BLOCK}, or set block_length"
         )
     return size
 
@@ -300,7 +300,7 @@ class SamplingSettings:
         """The mean entropy below which a block of a model with uniform noise may end."""
         return STOP_ENTROPY if self.stop_entropy is None else self.stop_entropy
 
-    def most_passes(self, filled: int | None = None) -> int:
+    def max_passes(self, filled: int | None = None) -> int:
         """Maximum number of forward passes per completion; `filled` as for `schedule`."""
         return sum(len(block) + self.post_steps for block in self.schedule(filled))
 

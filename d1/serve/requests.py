@@ -29,7 +29,7 @@ from d1.serve.answers import Choice, choice_of, envelope, server_sent, step_of, 
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
 # Limits of a body. The model's room bounds each prompt and canvas, and the queue bounds the rows of a request.
-MOST_FIELDS, MOST_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
+MAX_FIELDS, MAX_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
 LARGEST_INTEGER = 1 << 30
 LONGEST_RID, LONGEST_NAME, LONGEST_STOP = 256, 4096, 1024  # characters
 CHARACTERS = 32  # of a text, per position of the model
@@ -39,12 +39,12 @@ Rid = Annotated[str, Field(max_length=LONGEST_RID)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Ids = Annotated[list[int], Field(fail_fast=True)]  # a wrong list of millions gives one error
-Many = Field(fail_fast=True, max_length=MOST_ENTRIES)
+Many = Field(fail_fast=True, max_length=MAX_ENTRIES)
 
 
 def limit_fields(fields: Any) -> Any:
-    if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
-        raise ValueError(f"{len(fields)} fields, of at most {MOST_FIELDS}")
+    if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
+        raise ValueError(f"{len(fields)} fields, of at most {MAX_FIELDS}")
     return fields
 
 
@@ -166,7 +166,7 @@ class OpenAI(Settings):  # type: ignore[misc]
     @classmethod
     def without_neutral(cls, fields: Any) -> Any:
         """The fields of a body that ask for something; unknown fields stay, and are refused."""
-        if not isinstance(fields, dict) or len(fields) > MOST_FIELDS:
+        if not isinstance(fields, dict) or len(fields) > MAX_FIELDS:
             return fields
         known = cls.model_fields.keys() | NEUTRAL.keys()
         return {name: value for name, value in fields.items() if name not in known or not is_neutral(name, value)}
@@ -211,7 +211,7 @@ class Message(BaseModel):
 
 
 class Chat(OpenAI):
-    messages: list[Message] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
     max_completion_tokens: int | None = Length
 
 

@@ -40,7 +40,7 @@ STYLE: Any = {
     "figure.constrained_layout.w_pad": 0.08,  # inches around each panel, also at the edge of a card
     "figure.constrained_layout.h_pad": 0.08,
 }
-LEAST_SPAN = 0.1  # of the largest value
+MIN_SPAN = 0.1  # of the largest value
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -68,9 +68,9 @@ def panels(
 
 
 def widen(axis: Axes) -> None:
-    """Makes the vertical axis span at least `LEAST_SPAN` of its largest value: a small change looks small."""
+    """Makes the vertical axis span at least `MIN_SPAN` of its largest value: a small change looks small."""
     low, high = map(float, axis.dataLim.intervaly)  # high < low without data
-    missing = LEAST_SPAN * max(abs(low), abs(high)) - (high - low)
+    missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
     if low <= high and missing > 0:
         axis.set_ylim(low - missing / 2, high + missing / 2)
 

@@ -41,7 +41,7 @@ def test_the_check_finds_rounding_and_nothing_else(monkeypatch):
     """bf16 has 8 bits, so that each factor is off by up to 2^-9 of its size; wrong kernels are off by more."""
     state = torch.random.get_rng_state()
     measured = bf16_deviation.__wrapped__()
-    assert 2**-10 < measured < precision.MOST_DEVIATION
+    assert 2**-10 < measured < precision.MAX_DEVIATION
     assert torch.equal(torch.random.get_rng_state(), state)
     right = torch.nn.functional.linear
 
@@ -50,7 +50,7 @@ def test_the_check_finds_rounding_and_nothing_else(monkeypatch):
         return found * 1.05 if found.dtype == torch.bfloat16 else found
 
     monkeypatch.setattr(torch.nn.functional, "linear", wrong)
-    assert bf16_deviation.__wrapped__() > precision.MOST_DEVIATION
+    assert bf16_deviation.__wrapped__() > precision.MAX_DEVIATION
 
 
 def test_large_models_run_in_bf16_on_processors_that_have_it(monkeypatch, caplog):

@@ -10,7 +10,7 @@ from trl import ModelConfig
 
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
-from d1.rl.config import DiffuGRPOConfig, inactive_settings, most_views, passes, plan
+from d1.rl.config import DiffuGRPOConfig, inactive_settings, max_views, passes, plan
 from d1.rl.methods import METHODS
 from d1.rl.stage import stage
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -60,7 +60,7 @@ def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
     for name in METHODS:
         canvas = {"max_completion_length": 256, "per_device_train_batch_size": 240, "gradient_checkpointing": False}
         args = DiffuGRPOConfig(output_dir=str(tmp_path), method=name, **canvas)
-        views = most_views(args, None)
+        views = max_views(args, None)
         counts = [f"{passes(args, views)[what]:,}" if what in passes(args, views) else "" for what in whats]
         found[name] = [name, str(args.num_iterations), str(views), *counts]
     assert {row[0]: row for row in rows if row[0] in METHODS} == found
@@ -164,7 +164,7 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
     scored = batch["view_weights"].ne(0).any(-1)
     views = scored.sum().item() / (ROWS * mu)
     assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in passes(args, views).items()}
-    most = most_views(args, blocks)
+    most = max_views(args, blocks)
     assert views == most if method in FIXED else 0 < views <= most
     if method == "just-grpo":
         ends = batch["completion_mask"].sum(1)

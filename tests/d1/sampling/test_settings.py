@@ -74,7 +74,7 @@ def test_what_makes_no_sense_is_refused(changes, message):
 def test_what_is_not_said_is_the_tables_default(changes, in_use):
     chosen = SamplingSettings(**GOOD | changes)
     assert (chosen.cache, chosen.rule, chosen.level, chosen.edits, chosen.post_steps) == in_use
-    assert chosen.most_passes() == 6 + 3 * in_use[-1]
+    assert chosen.max_passes() == 6 + 3 * in_use[-1]
 
 
 def test_settings_know_whether_they_draw_from_what_and_what_they_record():

@@ -127,7 +127,7 @@ def test_replay_gives_what_the_sampler_noted_so_that_ratios_are_one(model, name,
     rows, blocks = sampled_with(model, settings, ends)
     assert rows.scored.any(1).all()
     for estimator in ("replay", *(["left_to_right"] if name == "leftmost" else [])):
-        chosen = ViewSettings(gen_length=CANVAS, steps=settings.most_passes(), block_length=5)
+        chosen = ViewSettings(gen_length=CANVAS, steps=settings.max_passes(), block_length=5)
         views = ESTIMATORS[estimator](rows, random_of(3), chosen)
         options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": CANVAS, "blocks": blocks}
         found = score(model, IDS, REAL, rows.canvas_ids, views, **options).logps
