@@ -95,8 +95,8 @@ class Prompt:
 
 def load_tokenizer_for(args: argparse.Namespace) -> Any:
     """The tokenizer in the adapter's folder if there is one, else the model's."""
-    own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
-    path = args.checkpoint_path if own else args.model_path
+    has_tokenizer = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
+    path = args.checkpoint_path if has_tokenizer else args.model_path
     return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
@@ -180,8 +180,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         identity["nucleus_p"] = sampling.nucleus
     if sampling.first_token is not None:
         identity["first_token"] = sampling.first_token
-    given = {name: getattr(sampling, name) for name in OF_UNIFORM_NOISE}
-    identity |= {name: value for name, value in given.items() if value != OF_UNIFORM_NOISE[name]}
+    noise_settings = {name: getattr(sampling, name) for name in OF_UNIFORM_NOISE}
+    identity |= {name: value for name, value in noise_settings.items() if value != OF_UNIFORM_NOISE[name]}
     if args.dataset not in TASKS:
         identity[CONTENTS + "dataset"] = of_file(args.dataset)
     if args.num_samples > 1:

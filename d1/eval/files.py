@@ -111,20 +111,22 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     """The setup `name` from its files by rank."""
     setup = GeneratedSetup(name, missing_ranks=sorted(set(range(max(files) + 1)) - set(files)))
     contents = {rank: read_json(path, setup.errors) for rank, path in sorted(files.items())}
-    # Our files name their task and number of problems; for d1's own files, the name of the file does.
-    own: dict[str, Any] = next((data for data in contents.values() if isinstance(data.get("task"), str)), {})
+    # Our files name their task and number of problems; for d1's identity files, the name of the file does.
+    identity: dict[str, Any] = next((data for data in contents.values() if isinstance(data.get("task"), str)), {})
     head, length, _ = name.rsplit("_", 2)
     known = next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
-    setup.task, setup.gen_length = own.get("task") or known, int(length)
+    setup.task, setup.gen_length = identity.get("task") or known, int(length)
     setup.model = head.removeprefix("math500_" if head.startswith("math500_") else setup.task + "_")
-    setup.protocol = str(own.get("prompt_protocol", "d1"))
-    setup.expected = own.get("expected_problems") if own else D1_PROBLEMS.get(setup.task)
+    setup.protocol = str(identity.get("prompt_protocol", "d1"))
+    setup.expected = identity.get("expected_problems") if identity else D1_PROBLEMS.get(setup.task)
     if setup.expected is not None and (type(setup.expected) is not int or setup.expected < 1):
         setup.errors.append(f'{name}: "expected_problems" must be a whole number above 0, got {setup.expected!r:.80}')
         setup.expected = None
     for rank, data in contents.items():
         file = files[rank].name
-        if other := [f"{key} {data.get(key)!r}" for key in RUN if own and data and data.get(key) != own.get(key)]:
+        if other := [
+            f"{key} {data.get(key)!r}" for key in RUN if identity and data and data.get(key) != identity.get(key)
+        ]:
             setup.errors.append(f"{file}: not read, because it is from another run (here {', '.join(other)})")
             continue
         for number, item in enumerate(data.get("generations", [])):

@@ -225,18 +225,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Register the model "d1" and run lm_eval's own command."""
-    own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
+    flags = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     length = args.gen_length or 1024  # the task's own length is not known yet
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
     config = folder_of(args).config
-    own["block_length"] = sampling_settings(own | of_a_task, config).block_length
+    flags["block_length"] = sampling_settings(flags | of_a_task, config).block_length
     check_compile(args.compile, config, kernel=args.attn_implementation)
     register()
-    check_cache(args.harness, own)
+    check_cache(args.harness, flags)
     from lm_eval.__main__ import cli_evaluate
 
-    given = {name: value for name, value in own.items() if value is not None}
-    sys.argv = ["lm_eval", "run", "--model", "d1", "--model_args", json.dumps(given)]
+    set_flags = {name: value for name, value in flags.items() if value is not None}
+    sys.argv = ["lm_eval", "run", "--model", "d1", "--model_args", json.dumps(set_flags)]
     sys.argv += ["--batch_size", str(args.batch_size), *args.harness]
     cli_evaluate()
     leave_processes()

@@ -108,9 +108,9 @@ def make_parser(prog: str | None = None) -> OneLineParser:
 def template_kwargs(text: str) -> dict[str, Any]:
     """The arguments of a chat template from a JSON object; argparse's error for other text."""
     with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return found
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
     raise argparse.ArgumentTypeError(f"must be a JSON object, such as '{{\"enable_thinking\": false}}', got {text!r}")
 
 

@@ -205,10 +205,10 @@ def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b
 
 def grouped(details: list[dict[str, Any]], keys: list[str]) -> dict[str, list[float]]:
     """The accuracies of the completions of each key."""
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for key, detail in zip(keys, details, strict=True):
-        found.setdefault(key, []).append(detail["accuracy"])
-    return found
+        scores.setdefault(key, []).append(detail["accuracy"])
+    return scores
 
 
 # --- Published scoring ------------------------------------------------------------------------------------------------

@@ -254,12 +254,12 @@ def replace_filtered_groups(
     free, able = free[: len(able)], able[: len(free)]
     source = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, free, able)  # -1: the prompt stays
     rows = source.unsqueeze(1) * group + torch.arange(group, device=kept.device)  # negative: the row stays
-    own = ranks.local_slice(rows.flatten(), len(batch["advantages"]))
+    source_rows = ranks.local_slice(rows.flatten(), len(batch["advantages"]))
     filled = dict(batch)
     for name, value in batch.items():
         if value.dim():
-            replaced = (own >= 0).view(-1, *[1] * (value.dim() - 1))
-            filled[name] = torch.where(replaced, ranks.all_gather(more[name])[own], value)
+            replaced = (source_rows >= 0).view(-1, *[1] * (value.dim() - 1))
+            filled[name] = torch.where(replaced, ranks.all_gather(more[name])[source_rows], value)
     return filled, kept.index_fill(0, free, True)
 
 
@@ -360,9 +360,9 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
     differ by at most one."""
     turn = torch.full(views.weights.shape[:2], -1)  # (rows, views), the update of each view; -1: of none
     for row, (scoring, generator) in enumerate(zip(views.scoring, generators, strict=True)):
-        own = scoring.nonzero().squeeze(1)
-        own = own[torch.randperm(len(own), generator=generator)]
-        turn[row, own] = (torch.arange(len(own)) + before[row]) % updates
+        scoring_views = scoring.nonzero().squeeze(1)
+        scoring_views = scoring_views[torch.randperm(len(scoring_views), generator=generator)]
+        turn[row, scoring_views] = (torch.arange(len(scoring_views)) + before[row]) % updates
     return [views.only(turn == update) for update in range(updates)]
 
 
@@ -378,8 +378,8 @@ def count(batch: Batch, ranks: RankView, rows_per_completion: int = 1) -> Batch:
     repeats = (scored.any(-1).sum(2) * lengths.unsqueeze(1)).sum(0)
     active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
     active = active[::rows_per_completion].sum()  # of a completion, the first row
-    own = torch.cat([views, pairs, repeats, active.unsqueeze(0)])
-    counts = ranks.all_gather(own).view(-1, len(own)).sum(0)
+    local_counts = torch.cat([views, pairs, repeats, active.unsqueeze(0)])
+    counts = ranks.all_gather(local_counts).view(-1, len(local_counts)).sum(0)
     views, pairs, repeats, active = counts.split([len(views), len(pairs), len(repeats), 1])
     return {
         "scoring_views": views.expand(rows, -1),
@@ -424,13 +424,13 @@ def score_batch(
     padded = bool(batch["padded"].any()) if "padded" in batch else None
     parts = []
     for start in range(0, rows, size or rows):
-        some = slice(start, start + (size or rows))
+        part = slice(start, start + (size or rows))
         compute = partial(
             score,
-            prompt_ids=batch["prompt_ids"][some],
-            attention_mask=batch["prompt_mask"][some],
-            completion_ids=batch["canvas_ids"][some],
-            views=views.each(itemgetter(some)),
+            prompt_ids=batch["prompt_ids"][part],
+            attention_mask=batch["prompt_mask"][part],
+            completion_ids=batch["canvas_ids"][part],
+            views=views.each(itemgetter(part)),
             gen_length=gen_length,
             with_entropies=with_entropies,
             padded=padded,

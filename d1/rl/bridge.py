@@ -172,8 +172,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
         # TRL returns the rewards of all processes.
-        own = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
-        found = {REWARD: weighted_sum(own, self.reward_weights.cpu())} | ({ACCURACY: own[:, -1]} if watched else {})
+        local_rewards = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
+        found = {REWARD: weighted_sum(local_rewards, self.reward_weights.cpu())} | (
+            {ACCURACY: local_rewards[:, -1]} if watched else {}
+        )
         self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in found.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
@@ -189,8 +191,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
         rewards = super()._calculate_rewards(self.with_rollout_columns(self.rows), prompts, completions, completion_ids)
-        own = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
-        return weighted_sum(own, self.reward_weights.cpu()).to(rewards.device)
+        local_rewards = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
+        return weighted_sum(local_rewards, self.reward_weights.cpu()).to(rewards.device)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         return self.loss(model, inputs)
@@ -273,11 +275,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas) are for the
         metrics."""
         assert entropies is not None
-        own = TokenLogps(inputs.logps, pad_to_width(entropies, inputs.mask.shape[1]))
-        given = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
+        token_logps = TokenLogps(inputs.logps, pad_to_width(entropies, inputs.mask.shape[1]))
+        stored = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
         if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and its KL does not use the advantages
-            given["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
-        return super()._compute_loss(own, batch | given)
+            stored["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
+        return super()._compute_loss(token_logps, batch | stored)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Any]:

@@ -455,8 +455,8 @@ def about_loss(s: Settings) -> Iterator[str]:
 
 
 def about_advantages(s: Settings) -> Iterator[str]:
-    given = s.scale_rewards, s.multi_objective_aggregation
-    if ADVANTAGES[s.advantage].centred and given != ("none", "sum_then_normalize"):
+    scaling = s.scale_rewards, s.multi_objective_aggregation
+    if ADVANTAGES[s.advantage].centred and scaling != ("none", "sum_then_normalize"):
         yield (
             f"the advantage {s.advantage} is computed from rewards minus their group's mean: set --scale_rewards none "
             "--multi_objective_aggregation sum_then_normalize"

@@ -431,9 +431,11 @@ class DiffuGRPOConfig(GRPOConfig):
     def view_settings(self) -> ViewSettings:
         """The settings that estimators read."""
         sampling = self.sampling_settings()
-        own = {field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)}
+        view_fields = {
+            field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)
+        }
         lengths = {name: getattr(sampling, name) for name in ("gen_length", "block_length")}
-        return ViewSettings(**own | lengths | {"steps": sampling.max_passes(), "sampling": sampling})
+        return ViewSettings(**view_fields | lengths | {"steps": sampling.max_passes(), "sampling": sampling})
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:

@@ -95,8 +95,8 @@ def prepare(
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
     tools = rooms.RunTools(args, tokenizer, config) if args.tools else Tools(args)
-    both = [rows for rows in (train_rows, eval_rows) if rows is not None]
-    longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in both)
+    datasets = [rows for rows in (train_rows, eval_rows) if rows is not None]
+    longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in datasets)
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
@@ -172,10 +172,10 @@ def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diff
     """The length of the longest prompt in tokens, after truncation. Raises ValueError for one that is too long, or that
     the model cannot read."""
     options = args.chat_template_kwargs or {}
-    told = [tools.add_instructions(prompt) for prompt in rows["prompt"][:]]  # `[:]` reads the column at once
-    encoded = encode_prompts(tokenizer, [messages for messages, _ in told], **options, **told[0][1])
+    prompts = [tools.add_instructions(prompt) for prompt in rows["prompt"][:]]  # `[:]` reads the column at once
+    encoded = encode_prompts(tokenizer, [messages for messages, _ in prompts], **options, **prompts[0][1])
     lengths = []
-    for number, (messages, of_tools) in enumerate(told):
+    for number, (messages, of_tools) in enumerate(prompts):
         try:
             if encoded is None:  # one by one, to name the prompt that cannot be encoded
                 ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **options, **of_tools))

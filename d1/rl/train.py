@@ -127,8 +127,8 @@ class Parser(TrlParser):
         self.refuse(rest)
         self.named = None if known.method is None else find_method(known.method)
         self.together = {name: value for name in together if (value := getattr(known, name)) is not None}
-        own = (self.named or METHODS["d1"]).under(self.together)
-        self.set_defaults(**{name: value for name, value in own.items() if name not in self.together})
+        method_values = (self.named or METHODS["d1"]).under(self.together)
+        self.set_defaults(**{name: value for name, value in method_values.items() if name not in self.together})
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Makes the lines of the yaml file defaults; an alias of a flag becomes the name of its field."""

@@ -135,8 +135,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.check_completions(args, rollout_func is not None, kwargs.get("environment_factory"))
         require_prepared(model)
         set_compile(model, args.compile)
-        own, masks = processing_class.mask_token_id, has_masks(model.config)
-        self.mask_token_id = cast(Any, None if not masks else own if args.mask_id is None else args.mask_id)
+        tokenizer_mask_id, masks = processing_class.mask_token_id, has_masks(model.config)
+        self.mask_token_id = cast(
+            Any, None if not masks else tokenizer_mask_id if args.mask_id is None else args.mask_id
+        )
         if self.mask_token_id is None and masks:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         check_noise(model.config, args)
@@ -500,8 +502,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def total_compute(self) -> int:
         """Tokens processed so far, over all processes: 1 per token of a forward pass and 2 for its backward pass
         (`Scores.compute`), in rollouts, scoring and updates, not in evaluations."""
-        own = torch.as_tensor(self.compute, device=self.accelerator.device)
-        return int(self.accelerator.gather(own).sum())
+        local_compute = torch.as_tensor(self.compute, device=self.accelerator.device)
+        return int(self.accelerator.gather(local_compute).sum())
 
     # --- Checkpoint state ---------------------------------------------------------------------------------------------
     # What TRL's checkpoints leave out: the current rollout with its views, the position in the cycle of updates, a

@@ -103,12 +103,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def ranges(self) -> dict[str, Range]:
         """The range of each of these flags; None is allowed if it is the default."""
-        found = {}
+        values = {}
         for action in self._actions:
             if isinstance(action.type, Range):
                 one = replace(action.type, many=action.nargs == "+")
-                found[action.dest] = one if action.default is not None or None in one else one | None
-        return found
+                values[action.dest] = one if action.default is not None or None in one else one | None
+        return values
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does; ValueError names all flags that are out of range."""
@@ -271,11 +271,11 @@ class ConfigParser(OneLineParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = sys.argv[1:] if args is None else list(args)
-        found = vars(super().parse_args(words, namespace))
-        if file := found.pop("config"):
-            found = vars(super().parse_args([*self.words_of(file), *words], namespace))
-            del found["config"]
-        return self.config(**found)
+        values = vars(super().parse_args(words, namespace))
+        if file := values.pop("config"):
+            values = vars(super().parse_args([*self.words_of(file), *words], namespace))
+            del values["config"]
+        return self.config(**values)
 
     def words_of(self, file: str) -> list[str]:
         """The command line that is equivalent to a yaml file of settings. `null` keeps the default. ValueError if the
@@ -421,12 +421,12 @@ class Program:
 def together() -> Iterator[None]:
     """Raise in all processes what one of them raises inside; a process with an error of its own raises that. Every
     process must enter."""
-    own: Exception | None = None
+    local_error: Exception | None = None
     try:
         yield
     except Exception as error:
-        own = error
-    errors = [error for error in (own, *from_all(sendable(own))) if error is not None]
+        local_error = error
+    errors = [error for error in (local_error, *from_all(sendable(local_error))) if error is not None]
     if errors:
         raise errors[0]
 

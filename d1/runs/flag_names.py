@@ -155,10 +155,10 @@ def hint_of_flag(word: str, parser: argparse.ArgumentParser) -> str:
         return f" (the nearest is {shown[name]})"
     if name in REMOVED:
         return REMOVED_HINT
-    found = meant(name, shown, FLAGS)
-    if found is None:
+    suggestion = meant(name, shown, FLAGS)
+    if suggestion is None:
         return nearest(word, [flag for action in parser._actions for flag in action.option_strings])
-    return f" (the nearest is {' or '.join(dict.fromkeys(shown[one] for one in found))})" if found else ""
+    return f" (the nearest is {' or '.join(dict.fromkeys(shown[one] for one in suggestion))})" if suggestion else ""
 
 
 def hints_of_flags(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
@@ -172,9 +172,9 @@ def hints_of_flags(words: Iterable[str], parser: argparse.ArgumentParser) -> str
 
 def hint_of_choice(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     """For a message about a value that is no choice of a flag: the flag that others call so, such as --output_dir."""
-    others = [plain(flag) for one in parser._actions if one is not action for flag in one.option_strings]
-    found = meant(action.dest, others, FLAGS)
-    return f" (another flag is --{found[0]})" if found else ""
+    other_flags = [plain(flag) for one in parser._actions if one is not action for flag in one.option_strings]
+    suggestion = meant(action.dest, other_flags, FLAGS)
+    return f" (another flag is --{suggestion[0]})" if suggestion else ""
 
 
 def plain(flag: str) -> str:
@@ -184,5 +184,5 @@ def plain(flag: str) -> str:
 def hint_of_command(word: object, commands: Iterable[str]) -> str:
     """The same for a command."""
     names = [*commands]
-    found = meant(str(word), names, COMMANDS)
-    return f" (the nearest is {' or '.join(found)})" if found else nearest(word, names)
+    suggestion = meant(str(word), names, COMMANDS)
+    return f" (the nearest is {' or '.join(suggestion)})" if suggestion else nearest(word, names)

@@ -116,18 +116,18 @@ class OnResume:
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, without free ones: {name: [before, now]}. ValueError for fixed ones."""
         before, now = past.settings, flat(settings)
-        both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
+        changed = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
-            f"{name} {both[name][0]} instead of {both[name][1]}"
+            f"{name} {changed[name][0]} instead of {changed[name][1]}"
             for setting, part in self.fixed.items()
             for name in (setting, CONTENTS + setting, IMPORTS + setting, ROWS + setting)
-            if name in both and part(both[name][0]) != part(both[name][1])
+            if name in changed and part(changed[name][0]) != part(changed[name][1])
         ]
         if other:
             todo = "continue it with its own settings and files, or choose another output_dir"
             raise ValueError(f"{folder} holds a run with {', '.join(other)}: {todo}")
-        free = {name for name in both for pattern in self.free if fnmatch(of_setting(name), pattern)}
-        return {name: values for name, values in both.items() if name in self.fixed or name not in free}
+        free = {name for name in changed for pattern in self.free if fnmatch(of_setting(name), pattern)}
+        return {name: values for name, values in changed.items() if name in self.fixed or name not in free}
 
 
 def whole(value: Any) -> Any:

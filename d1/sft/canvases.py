@@ -66,8 +66,8 @@ class CanvasCollator(dLLMDataCollator):
         texts = [token_ids(row["input_ids"]) for row in features]
         columns: dict[str, list[Tensor]] = {name: [] for name in ("canvas_ids", "labels", "starts", "t", "conditioned")}
         for row, text in zip(features, texts, strict=True):
-            found = self.canvas_of(text, torch.as_tensor(row["answer"]), row["t"], row["key"])
-            for name, value in zip(columns, found, strict=True):
+            canvas = self.canvas_of(text, torch.as_tensor(row["answer"]), row["t"], row["key"])
+            for name, value in zip(columns, canvas, strict=True):
                 columns[name].append(value)
         batch = {"input_ids": pad_sequence(texts, True, self.pad_token_id)}
         batch["attention_mask"] = pad_sequence([torch.ones_like(text) for text in texts], True)
@@ -83,11 +83,11 @@ class CanvasCollator(dLLMDataCollator):
         blocks = [(first, last) for start, last in turns for first in range(start, max(last, start + 1), self.size)]
         start, end = blocks[min(int(of_block * len(blocks)), len(blocks) - 1)]
         clean = torch.full((self.size,), self.eos_token_id)
-        own = text[start : min(start + self.size, end)]
-        clean[: len(own)] = own
+        block = text[start : min(start + self.size, end)]
+        clean[: len(block)] = block
         labels = clean.clone()
         if end == len(text) and (not answer.any() or text[-1] != self.eos_token_id):  # no row, or a cut answer
-            labels[len(own) :] = IGNORED
+            labels[len(block) :] = IGNORED
         time = drawn if t is None else torch.tensor(t)
         canvas = torch.where(chosen < noise_level(time), noise, clean)
         conditioned = coin < self.self_conditioning if t is None else torch.tensor(False)

@@ -89,6 +89,6 @@ def way_for(columns: Sequence[str]) -> str:
     if len(columns) < 2:
         return "use --data_function"
     answer = next((name for name in columns if name.lower() in ANSWERS), columns[-1])
-    others = [name for name in columns if name != answer]
-    question = next((name for name in others if name.lower() in QUESTIONS), others[0])
+    other_columns = [name for name in columns if name != answer]
+    question = next((name for name in other_columns if name.lower() in QUESTIONS), other_columns[0])
     return f"use --template '{{{question}}}' '{{{answer}}}' or --data_function"

@@ -68,8 +68,8 @@ def to_conversation(
     if function is None and template is None:
         row = of_one_shape(row)
     if function is not None:
-        made = function(row)
-        row = made if isinstance(made, dict) else {"messages": made}
+        converted = function(row)
+        row = converted if isinstance(converted, dict) else {"messages": converted}
     elif template is not None:
         prompt, completion = (TEMPLATE.vformat(part, (), row) for part in template)
         row = {"prompt": prompt, "completion": completion}
@@ -366,13 +366,13 @@ class dLLMDataCollator(DefaultDataCollator):
             edited, numbers = map(torch.stack, zip(*replaced, strict=True))
             ids = edits.replaced(batch["input_ids"], edited, numbers, self.vocabulary, self.mask_token_id)
             batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
-        own = {} if self.causal is None else {"starts": starts}
+        causal_columns = {} if self.causal is None else {"starts": starts}
         if not self.packed:
-            return batch | own
+            return batch | causal_columns
         # (rows, length) -> (1, all visible tokens)
         by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
         joined = {name: values[visible.bool()][None] for name, values in by_token.items()}
-        return batch | joined | {"lengths": lengths} | own
+        return batch | joined | {"lengths": lengths} | causal_columns
 
 
 def row_numbers(batch: dict[str, Any]) -> Tensor:

@@ -51,5 +51,5 @@ def drawn_ids(logits: Tensor, draws: Tensor, mask_token_id: int) -> Tensor:
     """(n,) ids, each the quantile `draws` (n,) of the distribution of `logits` (n, vocab), without the mask token."""
     logits[..., mask_token_id] = -torch.inf
     summed = logits.softmax(-1).cumsum(-1)
-    found = torch.searchsorted(summed, draws.unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
-    return found.clamp(max=logits.shape[-1] - 1)
+    drawn = torch.searchsorted(summed, draws.unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
+    return drawn.clamp(max=logits.shape[-1] - 1)

@@ -85,16 +85,16 @@ def prepare(
         show_row(rows[0][0]["input_ids"], rows[0][0]["answer"], tokenizer)
 
     def make_trainer(model: Any) -> dLLMTrainer:
-        given: dict[str, Any] = {"model": model, "args": training, "train_dataset": datasets[0]}
-        given |= {"eval_dataset": datasets[1] if args.test_split else None, "processing_class": tokenizer}
+        arguments: dict[str, Any] = {"model": model, "args": training, "train_dataset": datasets[0]}
+        arguments |= {"eval_dataset": datasets[1] if args.test_split else None, "processing_class": tokenizer}
         if not has_masks(model.config):
             sizes = model.config.canvas_length, vocabulary(model.config), args.self_conditioning
-            return CanvasTrainer(args.causal_weight, data_collator=CanvasCollator(tokenizer, *sizes), **given)
+            return CanvasTrainer(args.causal_weight, data_collator=CanvasCollator(tokenizer, *sizes), **arguments)
         if args.noise == "scdd":
             model.config.uniform_ratio = args.uniform_ratio  # saved with it: the sampler scdd reads it
             noise = MixedNoise(args.uniform_ratio)
             collator = SCDDCollator(tokenizer, noise, vocabulary(model.config), packed=args.packing)
-            return SCDDTrainer(data_collator=collator, **given)
+            return SCDDTrainer(data_collator=collator, **arguments)
         how: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         if has_causal_context(model.config):
             how["causal"] = causal
@@ -102,7 +102,7 @@ def prepare(
             model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
             how["edits"] = EditNoise(args.edit_noise, *(getattr(args, name) for name in EDIT_SETTINGS))
         return dLLMTrainer(
-            data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), **how), **given
+            data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), **how), **arguments
         )
 
     return facts, make_trainer

@@ -96,8 +96,8 @@ class dLLMTrainer(RunTrainer, Trainer):
             data_collator = default_collator(processing_class, model.config)
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
-        given = {"model": model, "args": args, "data_collator": data_collator, "processing_class": processing_class}
-        super().__init__(compute_metrics=mean_loss, **given, **kwargs)
+        arguments = {"model": model, "args": args, "data_collator": data_collator, "processing_class": processing_class}
+        super().__init__(compute_metrics=mean_loss, **arguments, **kwargs)
         require_prepared(self.model)
         model = cast(Any, self.model)
         noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
@@ -236,8 +236,8 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     def in_step(self, counts: Iterable[Tensor]) -> Tensor:
         """The sum of the counts of all batches of an optimizer step, over all processes."""
-        own = sum(counts, torch.zeros((), dtype=torch.long))
-        return self.accelerator.reduce(own.to(self.args.device), "sum")  # type: ignore[no-any-return]
+        local_count = sum(counts, torch.zeros((), dtype=torch.long))
+        return self.accelerator.reduce(local_count.to(self.args.device), "sum")  # type: ignore[no-any-return]
 
     def masked_scale(self, inputs: dict[str, Tensor], answers: Tensor | int | None) -> Tensor | float:
         """What divides the loss of masks by the hidden tokens of the step, not by its `answers`, as `CausalLoss` with

@@ -99,10 +99,12 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
     """The task under the protocol `name`; the module itself for "d1"."""
     if name == "d1":
         return task
-    own: dict[str, dict[str, Any]] = getattr(task, "PROTOCOLS", {})
-    if name not in own:
-        raise ValueError(f"task {task.__name__} has no prompt protocol {name!r}: use one of {', '.join(('d1', *own))}")
-    changes = dict(own[name])
+    protocols: dict[str, dict[str, Any]] = getattr(task, "PROTOCOLS", {})
+    if name not in protocols:
+        raise ValueError(
+            f"task {task.__name__} has no prompt protocol {name!r}: use one of {', '.join(('d1', *protocols))}"
+        )
+    changes = dict(protocols[name])
     question = changes.pop("QUESTION")
 
     def load_rows(split: str, data_file: str | None = None) -> Dataset:

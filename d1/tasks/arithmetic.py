@@ -67,6 +67,6 @@ def question_of(start: int, steps: Sequence[Step], rng: Generator) -> str:
     """The problem in words; the person, the things and the verbs are drawn at random."""
     person = list(PEOPLE)[rng.integers(len(PEOPLE))]
     things = THINGS[rng.integers(len(THINGS))]
-    told = [TIMES[k] + " them" if sign == "*" else f"{VERBS[sign][rng.integers(3)]} {k}" for sign, k in steps]
-    sentences = [f"{person} has {start} {things}.", *(f"{PEOPLE[person]} {text}." for text in told)]
+    clauses = [TIMES[k] + " them" if sign == "*" else f"{VERBS[sign][rng.integers(3)]} {k}" for sign, k in steps]
+    sentences = [f"{person} has {start} {things}.", *(f"{PEOPLE[person]} {text}." for text in clauses)]
     return " ".join([*sentences, f"How many {things}?"])

@@ -67,17 +67,17 @@ def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT
     check_split(split)
     working_python()
     source, rows = read_problems(split, data_file, TRAIN, TEST, HUMANEVAL, MBPP, FIRST_MBPP, KODCODE)
-    made, faults = {}, {}
+    problems, faults = {}, {}
     for number, row in enumerate(rows, start=1):
         try:
-            made[number] = _task_row(row)
+            problems[number] = _task_row(row)
         except ValueError as error:
             faults[number] = str(error)
         except RecursionError:
             faults[number] = "its tests are nested too deeply"
-    verdicts = zip(made, tried(source, [*made.values()], limits), strict=True)
+    verdicts = zip(problems, tried(source, [*problems.values()], limits), strict=True)
     faults |= {number: fault for number, fault in verdicts if fault}
-    kept = [row for number, row in made.items() if number not in faults]
+    kept = [row for number, row in problems.items() if number not in faults]
     first = ""
     if faults:
         number, fault = min(faults.items())

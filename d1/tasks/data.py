@@ -156,14 +156,14 @@ def task_rows(
             ValueError.
         ground_truth: the feature of that column, e.g. `Value("string")`.
     """
-    made = []
+    rows_read = []
     for number, row in enumerate(rows, start=1):
         try:
-            made.append(task_row(row))
+            rows_read.append(task_row(row))
         except ValueError as error:
             raise ValueError(f"{source}, {line_before(rows, number - 1)}row {number}: {error}") from None
     message = {"role": Value("string"), "content": Value("string")}
     features = {"prompt": List(message), "question": Value("string"), "ground_truth": ground_truth}
-    if made and "solution" in made[0]:
+    if rows_read and "solution" in rows_read[0]:
         features["solution"] = Value("string")
-    return Dataset.from_list(made, features=Features(features))
+    return Dataset.from_list(rows_read, features=Features(features))

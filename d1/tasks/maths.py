@@ -196,10 +196,10 @@ def _same_in_any_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
         return False
     left = list(answers)
     for gold in golds:
-        found = next((index for index, answer in enumerate(left) if _same(answer, gold)), None)
-        if found is None:
+        match = next((index for index, answer in enumerate(left) if _same(answer, gold)), None)
+        if match is None:
             return False
-        del left[found]
+        del left[match]
     return True
 
 

@@ -46,7 +46,7 @@ def apply(a: int, sign: str, b: int) -> int | None:
 
 def chains(numbers: Sequence[int]) -> list[Chain]:
     """All ways to use three numbers once each, in two steps; the larger of the first two comes first. Sorted."""
-    found = set()
+    values = set()
     for last in range(3):
         low, high = sorted(n for i, n in enumerate(numbers) if i != last)
         for first in SIGNS:
@@ -56,5 +56,5 @@ def chains(numbers: Sequence[int]) -> list[Chain]:
             for second in SIGNS:
                 value = apply(middle, second, numbers[last])
                 if value is not None:
-                    found.add(Chain(high, first, low, middle, second, numbers[last], value))
-    return sorted(found)
+                    values.add(Chain(high, first, low, middle, second, numbers[last], value))
+    return sorted(values)

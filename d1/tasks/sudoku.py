@@ -98,10 +98,10 @@ def solution_grids() -> list[str]:
 
 def puzzle_of(question: str) -> str:
     """The 16 digits of the puzzle that a question asks to solve."""
-    found = _PUZZLE.findall(question)
-    if not found:
+    grids = _PUZZLE.findall(question)
+    if not grids:
         raise ValueError(f"no puzzle of 16 digits 0-4 in the question {question[:200]!r}")
-    return found[-1]
+    return grids[-1]
 
 
 def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:

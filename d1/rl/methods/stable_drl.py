@@ -25,10 +25,15 @@ def stable_drl(inputs: LossInputs, settings: Any) -> Loss:
     averaged over prompts (StableDRL, arXiv 2603.06743)."""
     import torch
 
-    most = math.log(settings.ratio_cap)
-    own = sequence_log_ratios(inputs).clamp(max=most)
-    group = torch.zeros_like(own).unsqueeze(1) if inputs.log_ratios is None else inputs.log_ratios.clamp(max=most)
-    weights = (own - group.logsumexp(1)).exp() * group.shape[1]  # 1 on average, because the loss is a mean over rows
+    cap = math.log(settings.ratio_cap)
+    log_ratios_R = sequence_log_ratios(inputs).clamp(max=cap)
+    if inputs.log_ratios is None:
+        group_RK = torch.zeros_like(log_ratios_R).unsqueeze(1)
+    else:
+        group_RK = inputs.log_ratios.clamp(max=cap)
+
+    # 1 on average, because the loss is a mean over rows
+    weights = (log_ratios_R - group_RK.logsumexp(1)).exp() * group_RK.shape[1]
     loss = -(weights * inputs.advantages * sandwiched(inputs, settings)).mean()
     return loss, {"weight_max": weights.max().item()}
 
