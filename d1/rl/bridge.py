@@ -144,7 +144,9 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        return (*model, None) if isinstance(model, TokenLogps) else (None, None, None)
+        if isinstance(model, TokenLogps):
+            return model.logps, model.entropies, None
+        return None, None, None
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         started = time.perf_counter()
@@ -173,17 +175,19 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
         # TRL returns the rewards of all processes.
         local_rewards = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
-        found = {REWARD: weighted_sum(local_rewards, self.reward_weights.cpu())} | (
-            {ACCURACY: local_rewards[:, -1]} if watched else {}
-        )
-        self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in found.items()}
+        columns = {REWARD: weighted_sum(local_rewards, self.reward_weights.cpu())}
+        if watched:
+            columns[ACCURACY] = local_rewards[:, -1]
+        self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in columns.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
     def with_rollout_columns(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of the dataset with `rollout_columns`, which override columns of the same name."""
-        columns = self.rollout_columns
-        return [row | {name: values[number] for name, values in columns.items()} for number, row in enumerate(rows)]
+        extended = []
+        for number, row in enumerate(rows):
+            extended.append({**row, **{name: values[number] for name, values in self.rollout_columns.items()}})
+        return extended
 
     def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
         """(rows,) `weighted_sum` of the rewards of other completions of the current rollout's rows."""
@@ -288,7 +292,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             yield self.ref_model
             return
         inner = self.accelerator.unwrap_model(self.model)
-        with use_adapter(inner, adapter_name="ref" if "ref" in inner.peft_config else None):
+        adapter_name = None
+        if "ref" in inner.peft_config:
+            adapter_name = "ref"
+        with use_adapter(inner, adapter_name=adapter_name):
             yield self.model
 
     @contextlib.contextmanager
@@ -299,7 +306,9 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def trl_counters(self) -> dict[str, Any]:
         """State besides `rollout_buffer` that TRL keeps between steps and leaves out of a checkpoint, for JSON."""
-        completions = self._logs if self.log_completions else {}
+        completions: dict[str, Any] = {}
+        if self.log_completions:
+            completions = self._logs
         return {"step": self._step, "metrics": self._metrics["train"], "completions": completions}
 
     def restore_trl(self, batches: list[Batch], counters: dict[str, Any]) -> None:
@@ -309,10 +318,13 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self._metrics["train"].update(counters["metrics"])
         for group, saved in counters["completions"].items():
             logs = self._logs[group]
-            for name, values in saved.items() if isinstance(saved, dict) else [(None, saved)]:
-                kept = logs if name is None else logs[name]
-                kept.clear()
-                kept.extend(values)
+            if not isinstance(saved, dict):
+                logs.clear()
+                logs.extend(saved)
+                continue
+            for name, values in saved.items():
+                logs[name].clear()
+                logs[name].extend(values)
 
     def make_logs_writable(self) -> None:
         """Replaces halves of characters, which no file can hold, in TRL's logs of completions (`valid_unicode`)."""
@@ -323,7 +335,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""
-        self._metrics["train" if self.model.training else "eval"][name].append(value)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append(value)
 
 
 class EpochSampler(RepeatSampler):

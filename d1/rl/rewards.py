@@ -161,8 +161,11 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
         ValueError: a reward raises an error, or returns something that `checked` refuses.
     """
     columns: dict[str, Any] = {key: [value] for key, value in rows[0].items() if key != "prompt"}
-    columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]], SPEED: [1.0]}
-    columns |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    columns["prompts"] = [rows[0]["prompt"]]
+    columns["completion_ids"] = [[]]
+    columns[SPEED] = [1.0]
+    columns["trainer_state"] = TrainerState()
+    columns["log_extra"] = columns["log_metric"] = lambda *_: None
     completions = [[{"role": "assistant", "content": ""}]]
     for reward in [*task.REWARDS, accuracy_of(task)]:
         try:
@@ -180,7 +183,8 @@ def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
     Raises:
         RewardError: a sum is not finite as float32. TRL would continue with advantages of 0.
     """
-    if without := int(rewards.isnan().all(dim=1).sum()):
+    without = int(rewards.isnan().all(dim=1).sum())
+    if without:
         logger.warning("%d of %d completions are left out, because no reward applies to them.", without, len(rewards))
     sums = (rewards * weights).nansum(dim=1)
     for row in (~sums.isfinite()).nonzero().flatten().tolist():

@@ -151,7 +151,9 @@ def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | Non
     if rollout_func is not None:
         return rooms.UserRollouts(rollout_func, args, config)
     if args.rollout_mode == "server":
-        return rooms.PrefetchedRollouts() if args.rollout_staleness else rooms.ServerRollouts()
+        if args.rollout_staleness:
+            return rooms.PrefetchedRollouts()
+        return rooms.ServerRollouts()
     return OwnModel()
 
 

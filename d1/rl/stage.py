@@ -59,13 +59,21 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     """The stage of a run. Raises ValueError for settings that contradict each other or the model's config."""
     check_model_settings(args, model_args)
     log_to_console()
+
+    # What the model's config decides
     folder = ModelFolder.read(str(args.model_path))
     config = folder.config
-    how = {"kernel": model_args.attn_implementation, "on_cpu": args.use_cpu}
-    check_compile(args.compile, config, quantized=model_args.load_in_4bit, **how)
+    check_compile(
+        args.compile,
+        config,
+        quantized=model_args.load_in_4bit,
+        kernel=model_args.attn_implementation,
+        on_cpu=args.use_cpu,
+    )
     args.resolve_canvas(config, folder.gen_length)
     if args.bf16_is_unset and not args.bf16 and cpu_runs_bf16(config):
         args.bf16, args.mixed_precision = True, "bf16"  # as `TrainingArguments` sets both
+
     return Stage(
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
@@ -82,6 +90,7 @@ def prepare(
     args: DiffuGRPOConfig, model_args: ModelConfig, config: Any, callbacks: list[TrainerCallback] | None
 ) -> Prepared:
     """The plan of a run with checked problems, and a function that makes the trainer; `config` is the model's."""
+    # The task, its rows and its rewards
     task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
@@ -90,6 +99,8 @@ def prepare(
         count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
         raise ValueError(f"--reward_weights needs one number per reward: {count}, got {len(weights)}")
     args.reward_weights = [*weights, 0.0]  # the accuracy is only logged
+
+    # The tokenizer, the tools, and the longest prompt as the model gets it
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     if args.mask_id is not None:
@@ -97,13 +108,12 @@ def prepare(
     tools = rooms.RunTools(args, tokenizer, config) if args.tools else Tools(args)
     datasets = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in datasets)
+
+    # The plan, what differs from the method as published, and settings without effect
     numbers = plan(args, len(train_rows), check_config(config, longest, args))
     if args.should_save:
         logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
-        entry, prompts = find_method(args.method), numbers["prompts per optimizer step"]
-        run = Trained(prompts, model_args.lora_r if model_args.use_peft else 0, model_args.load_in_4bit)
-        if deviation := entry.deviation(run, args.num_generations or 1, args.learning_rate):
-            logger.info("Method %s: %s.", args.method, deviation)
+        log_deviation(args, model_args, numbers["prompts per optimizer step"])
         set_names = [name for name in inactive_settings(args) if getattr(args, name) is not None]
         if set_names:
             inactive = [f"{name} {getattr(args, name)}" for name in set_names]
@@ -132,9 +142,25 @@ def prepare(
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer
 
-    facts = {"plan": numbers, "idle": inactive_settings(args), "paper": find_method(args.method).paper}
-    facts[ROWS + "dataset"] = of_rows(train_rows)
-    return facts | {"validation_problems": len(eval_rows or [])}, start
+    facts = {
+        "plan": numbers,
+        "idle": inactive_settings(args),
+        "paper": find_method(args.method).paper,
+        ROWS + "dataset": of_rows(train_rows),
+        "validation_problems": len(eval_rows or []),
+    }
+    return facts, start
+
+
+def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_step: float) -> None:
+    """Logs what this run has in other numbers than the method's authors, such as a rate for fewer prompts."""
+    lora_rank = 0
+    if model_args.use_peft:
+        lora_rank = model_args.lora_r
+    run = Trained(prompts_per_step, lora_rank, model_args.load_in_4bit)
+    deviation = find_method(args.method).deviation(run, args.num_generations or 1, args.learning_rate)
+    if deviation:
+        logger.info("Method %s: %s.", args.method, deviation)
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
@@ -190,10 +216,15 @@ def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diff
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
     """The model to train. An SFT adapter is merged into its base, so that RL starts from the SFT model."""
+    dtype = quantization = None
+    if model_args.dtype != "float32":
+        dtype = model_args.dtype
+    if model_args.load_in_4bit:
+        quantization = "nf4"
     model = load_model(
         str(args.model_path),
-        dtype=model_args.dtype if model_args.dtype != "float32" else None,
-        quantization="nf4" if model_args.load_in_4bit else None,
+        dtype=dtype,
+        quantization=quantization,
         attn_implementation=model_args.attn_implementation,
     )
     if not isinstance(model, PeftModel):
@@ -223,24 +254,34 @@ OF_TURNS = ("tools", "tool_format", *(field.name for field in fields(TurnSetting
 def next_command(args: DiffuGRPOConfig, config: Any) -> str:
     """The command that evaluates the model on the run's task, as the run asks, samples and reads answers, but greedily;
     `config` is the model's. Problems of a file are those of `eval_data_file`, else those that were trained on."""
+    # The model, and the task's problems as the run asks them
     flags: dict[str, Any] = {"model_path": args.output_dir, "dataset": args.dataset}
     if args.eval_data_file:
-        flags |= {"split": "validation", "data_file": args.eval_data_file}
+        flags.update(split="validation", data_file=args.eval_data_file)
     elif args.data_file:
-        flags |= {"split": "train", "data_file": args.data_file}
+        flags.update(split="train", data_file=args.data_file)
     if args.prompt_protocol != "d1":
         flags["prompt_protocol"] = args.prompt_protocol
         if args.data_file and args.few_shot != 0:  # the training problems that its examples come from
             flags["few_shot_file"] = args.data_file
     flags["few_shot"] = args.few_shot
-    for name in ("plain_chat_template", "chat_template_kwargs", *(OF_TURNS if args.tools else ())):
-        if (value := getattr(args, name)) not in (None, False, getattr(TurnSettings, name, None)):
+    names = ["plain_chat_template", "chat_template_kwargs"]
+    if args.tools:
+        names += OF_TURNS
+    for name in names:
+        value = getattr(args, name)
+        if value not in (None, False, getattr(TurnSettings, name, None)):
             flags[name] = value
+
+    # The canvas and the sampler; the temperature is left out, so that the evaluation is greedy
     flags["gen_length"] = args.max_completion_length
-    flags |= {name: getattr(args, name) for name in ("block_length", "diffusion_steps")}
-    greedy = ("temperature", "end_temperature") if has_masks(config) else ()
+    flags["block_length"] = args.block_length
+    flags["diffusion_steps"] = args.diffusion_steps
+    left_out = {"seed", *flags}
+    if has_masks(config):
+        left_out.update(("temperature", "end_temperature"))
     for name in SAMPLING_FLAGS:
-        if name in (*flags, "seed", *greedy) or not hasattr(args, name):  # RL does not have all samplers
+        if name in left_out or not hasattr(args, name):  # RL does not have all samplers
             continue
         if getattr(args, name) != SAMPLING_FLAGS[name]["default"]:
             flags[name] = getattr(args, name)
