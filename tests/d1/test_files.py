@@ -83,7 +83,7 @@ def test_a_second_run_in_a_folder_is_refused_in_all_its_processes_until_the_firs
 def locks(tmp_path: Path) -> tuple[FileLock, FileLock]:
     """Of two holders; the first has it."""
     one, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
-    one.take()
+    one.acquire()
     return one, other
 
 
@@ -91,16 +91,16 @@ def test_a_lock_is_one_holders_and_says_whose(locks: tuple[FileLock, FileLock]) 
     one, other = locks
     for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
         with pytest.raises(LockHeldError, match=rf"^process {os.getpid()} on \S+$"):
-            other.take(kind)
-    one.take(fcntl.LOCK_SH)
-    other.take(fcntl.LOCK_SH)
+            other.acquire(kind)
+    one.acquire(fcntl.LOCK_SH)
+    other.acquire(fcntl.LOCK_SH)
     with pytest.raises(LockHeldError):
-        one.take()
-    one.take(fcntl.LOCK_SH)
+        one.acquire()
+    one.acquire(fcntl.LOCK_SH)
     other.release()
     one.release(remove=True)
     assert not one.path.exists()
-    other.take()
+    other.acquire()
     assert one.path.exists()
 
 
@@ -114,9 +114,9 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(locks: tuple[File
     try:
         assert alive.wait(60)
         with pytest.raises(LockHeldError):
-            theirs.take()
+            theirs.acquire()
         ours.release()
-        theirs.take()
+        theirs.acquire()
     finally:
         child.kill()
         child.join()
@@ -124,7 +124,7 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(locks: tuple[File
 
 def test_without_locks_in_the_file_system_a_run_goes_on_with_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
-    FileLock(tmp_path / "lock").take()
+    FileLock(tmp_path / "lock").acquire()
     assert caplog.messages == [f"{tmp_path}/lock cannot be locked (No locks available): start no second run there"]
 
 
