@@ -13,10 +13,12 @@ from torch import Tensor
 from d1.models.attention import count_positions, has_causal_context, require_prepared
 from d1.models.kinds import block_size, require_masks
 from d1.sampling.caches import NO_CACHE
-from d1.sampling.loop import Batch, Row, Sampler, check_generator
+from d1.sampling.loop import Batch, Row, Sampler
 from d1.sampling.predict import Generators
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of
 from d1.sampling.reveal import schedule_of
+from d1.sampling.rollouts import check_generator
+from d1.sampling.samplers import sampler_of
 from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def fill_steps(
     for sizes, rows in groups.items():
         settings = fill_settings(model.config, sum(sizes), block_length=block_length, steps=steps, **fields)
         check_generator(settings, generator, len(ids), None)
-        work.append((rows, Sampler(model, settings, mask_token_id, noise_dtype)))
+        work.append((rows, sampler_of(model, settings, mask_token_id, noise_dtype)))
         for row in rows:
             progress[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
     first = block.masked_fill(~holes, block.shape[1]).amin(1, keepdim=True)

@@ -7,31 +7,24 @@ are kept (`reveal.py`).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain, compress
-from math import lcm
-from typing import Any
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from d1.masking import token_ids
-from d1.models.attention import has_causal_context, require_prepared
 from d1.models.head import NotFiniteError, why_not_finite
-from d1.models.kinds import block_size
-from d1.sampling.caches import Cache, cache_of
-from d1.sampling.other_samplers import other_sampler
+from d1.sampling.caches import Cache
 from d1.sampling.passes import Block, Columns, Passes
 from d1.sampling.predict import Generators, predict, uniform
-from d1.sampling.record import Canvas, Rollout, Step, rollout_of, start_canvas
+from d1.sampling.record import Canvas, Step
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.settings import SamplingSettings
 
-logger = logging.getLogger(__name__)
 Stops = Callable[[Sequence[int]], bool]  # whether a completion that begins with these ids ends with them
 
 # --- The canvas, the progress of each row, and the EOS stop, which decides which rows leave ---------------------------
@@ -147,26 +140,6 @@ class Batch:
             blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside, causal, one.columns))
         return blocks
 
-    def stop(self, live: list[int]) -> None:
-        """End the block of each row of `live` that has an EOS and, before it, nothing that is hidden: the rest of the
-        block is filled with the EOS. For models with a causal context."""
-        by_ends: dict[tuple[int, ...], list[int]] = {}
-        for index in live:
-            if self.rows[index].first_token is not None and self.rows[index].ends and self.rows[index].left:
-                by_ends.setdefault(self.rows[index].ends, []).append(index)
-        canvas, inside = self.canvas, torch.arange(self.hidden.shape[1], device=self.hidden.device)
-        for ends, some in by_ends.items():
-            numbers = self.upload([[index, self.rows[index].filled, self.rows[index].size] for index in some])
-            rows, filled, sizes = numbers.T.unsqueeze(2)
-            at = rows, canvas.to_fill[rows, (filled + inside) % canvas.to_fill.shape[1]]
-            ids, hidden = canvas.ids[at], self.hidden[rows.squeeze(1)]
-            is_end = torch.isin(ids, self.upload(ends)) & (hidden.cumsum(1) == 0) & (inside < sizes)
-            ended = is_end.any(1, keepdim=True)
-            canvas.ids[at] = torch.where(hidden & ended, ends[0], ids)
-            self.hidden[rows.squeeze(1)] = hidden & ~ended
-            for index in compress(some, ended.squeeze(1).tolist()):  # the step's host sync
-                self.rows[index].left = 0
-
     def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
         """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
         done = [row for row in live if self.rows[row].is_whole]
@@ -199,34 +172,6 @@ class Batch:
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
 
 
-def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
-    """The tokens of each prompt of a model with blocks; None for other models. With a causal context, a prompt needs at
-    least one."""
-    if block_size(config) is None:
-        return [None] * len(attention_mask)
-    lengths: list[int | None] = attention_mask.long().sum(1).tolist()
-    if has_causal_context(config) and not all(lengths):
-        raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
-    return lengths
-
-
-def tokens_inside(config: Any, length: int | None, block_length: int) -> int | None:
-    """Of a prompt's `prompt_lengths`, the tokens from the last position where a block of the model and a block of
-    `block_length` begin together. With a causal context, blocks begin at the end of the prompt."""
-    if length is None or has_causal_context(config):
-        return None if length is None else 0
-    return length % lcm(config.block_size, block_length)
-
-
-@cache  # once per model
-def warn_of_edits(name: str) -> None:
-    logger.warning(
-        "%s: its config does not say that it learnt to correct visible tokens (SFT with --edit_noise writes that; "
-        "LLaDA2.1's does not). Edits by a model that was trained on masks alone spoil more than they correct",
-        name,
-    )
-
-
 def keep(
     settings: SamplingSettings,
     logps: Tensor,
@@ -249,9 +194,48 @@ def keep(
     return ranks < due.unsqueeze(1)
 
 
+class Targets(NamedTuple):
+    """Where a step predicts: tensors are (n, k).
+
+    Attributes:
+        rows: (n,) numbers in the batch.
+        positions: in the canvas.
+        asked: bool, false for the padding of a row with fewer positions than another one.
+        hidden: bool, whether the position still hides its token.
+        counts: how many positions each row needs.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    asked: Tensor
+    hidden: Tensor
+    counts: Sequence[int]
+
+
+class Choice(NamedTuple):
+    """The tokens of a step, (n, k) each.
+
+    Attributes:
+        ids, logps, entropies, record_logps: as `predict` gives them.
+        chosen: bool, the tokens that are written.
+        edited: bool, of these, those that replace a revealed token; None: without edits.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    entropies: Tensor
+    record_logps: Tensor
+    chosen: Tensor
+    edited: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Sampler:
-    """How a model fills a canvas: what all steps share."""
+    """How a model fills a canvas, step by step: mask -> predict -> choose -> write.
+
+    Other steps are subclasses: for a causal context (`causal.py`), with edits (`edits.py`), and of rows with settings
+    of their own (`stream.py`). A model with uniform noise has no mask tokens, and a loop of its own (`uniform.py`).
+    """
 
     model: Any
     settings: SamplingSettings
@@ -262,80 +246,76 @@ class Sampler:
         branches = 2 if self.settings.cfg_scale else 1
         return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
 
+    def settings_of(self, row: Row) -> SamplingSettings:
+        """How the tokens of a row are drawn."""
+        return self.settings
+
     def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
         """Run one forward pass of the n rows `live`; each row reveals tokens of its block. Tensors are (n, k), with k
         the most positions that a row predicts."""
         canvas, progress = batch.canvas, [batch.rows[row] for row in live]
-        # Rows that predict the first token of a block from the clean text predict nothing else in that pass.
-        opening = [row.first_token == "causal" and row.step == 0 for row in progress]
-        left = [1 if alone else row.left for row, alone in zip(progress, opening, strict=True)]
-        later = [row.later for row in progress]
-        rows, filled, kept = batch.upload([live, [row.filled for row in progress], later])
-        hidden = asked = batch.hidden[rows]
-        if any(opening):
-            waiting = batch.upload(opening).bool().unsqueeze(1).expand_as(hidden).clone()
-            waiting[:, 0] = False
-            asked = hidden & ~waiting
-        own_settings = [row.settings or self.settings for row in progress]
-        # No probability is above 2: without a threshold, nothing is edited.
-        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]
-        editing = min(above) < 2
-        if editing:  # rows without edits predict what they hide
-            if not getattr(self.model.config, "edit_noise", None):
-                warn_of_edits(self.model.config.name_or_path)
-            inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
-            limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
-            asked = torch.where(limits < 2, inside, hidden)
-        # Each row's positions in its block to predict, ascending; a row with fewer is padded with other, distinct ones.
-        within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-        indices = (filled.unsqueeze(1) + within) % canvas.to_fill.shape[1]
-        positions, still = canvas.to_fill[rows.unsqueeze(1), indices], (hidden & asked).gather(1, within)
-        numbers = canvas.passes[rows]
-        found = self.states(canvas, passes, rows, positions)
-        due = (still.sum(1) - kept).clamp(min=1)
-        ids, logps, entropies, record_logps, chosen = self.decide(batch, live, found, still, due, left)
-        # Write what was kept. No host sync: a schedule says how many tokens are left, unless a rule or an edit decides.
-        at = (rows.unsqueeze(1), positions)
-        if editing:
-            edited = asked.gather(1, within) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
-            chosen = chosen | edited
-        canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
-        canvas.sums.index_add_(0, rows, torch.where(chosen, record_logps + entropies, 0.0).sum(1))
-        batch.hidden[rows] = hidden = hidden.scatter(1, within, hidden.gather(1, within) & ~chosen)
-        if editing:  # the step's one host sync: which rows take another step
-            made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
-            later = [
-                hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
-                for row, settings, (hides, edits) in zip(progress, own_settings, made, strict=True)
-            ]
-        elif any(settings.rule is not None for settings in own_settings):
-            later = hidden.sum(1).tolist()
-        for row, count in zip(progress, later, strict=True):
-            row.left, row.step = count, row.step + 1
-        batch.stop(live)
-        predicted, so_far = (ids, record_logps, entropies), (canvas.passes, canvas.forward_tokens)
-        return Step(rows, numbers, positions, chosen, *predicted, canvas.ids, *so_far, self.settings.most_writes)
+        rows, filled, later = batch.upload([live, [row.filled for row in progress], [row.later for row in progress]])
+        hidden = batch.hidden[rows]
 
-    def decide(
-        self, batch: Batch, live: list[int], found: Tensor, still: Tensor, due: Tensor, left: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """What `predict` gives (n, k), from the states `found`, and which of the predictions at hidden positions
-        (`still`) are kept (n, k)."""
-        alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings: all, except in a stream
-        for index, row in enumerate(live):
-            alike.setdefault(batch.rows[row].settings or self.settings, []).append(index)
-        parts = []
-        for settings, some in alike.items():
-            those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
-            counts, own = [left[index] for index in some], batch.generators([live[index] for index in some])
-            drawn = (settings, self.mask_token_id, own, self.noise_dtype)
-            guessed = predict(self.model, found[:, those], counts, *drawn)
-            kept = keep(settings, guessed[1], guessed[2], still[those], due[those], counts, own)
-            parts.append((*guessed, kept))
-        if len(parts) == 1:
-            return parts[0]
-        order = batch.upload([*chain(*alike.values())]).argsort()
-        return [torch.cat(part)[order] for part in zip(*parts, strict=True)]
+        # Mask: the positions of its block that each row predicts, ascending. A row with fewer of them than another one
+        # is padded with other positions, each a different one.
+        predicted, counts = self.positions_to_predict(batch, progress, hidden)
+        within = predicted.logical_not().byte().argsort(dim=1, stable=True)[:, : max(counts)]
+        indices = (filled.unsqueeze(1) + within) % canvas.to_fill.shape[1]
+        positions, asked = canvas.to_fill[rows.unsqueeze(1), indices], predicted.gather(1, within)
+        targets = Targets(rows, positions, asked, asked & hidden.gather(1, within), counts)
+
+        # Predict: the hidden states there, from one forward pass.
+        numbers = canvas.passes[rows]
+        states = self.states(canvas, passes, rows, positions)
+
+        # Choose: of the tokens that are drawn from them, as many as the schedule says, or more by a rule.
+        due = (targets.hidden.sum(1) - later).clamp(min=1)
+        choice = self.choose(batch, live, targets, states, due)
+
+        # Write the chosen tokens.
+        ids, chosen, at = choice.ids, choice.chosen, (rows.unsqueeze(1), positions)
+        canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
+        canvas.sums.index_add_(0, rows, torch.where(chosen, choice.record_logps + choice.entropies, 0.0).sum(1))
+        batch.hidden[rows] = hidden = hidden.scatter(1, within, hidden.gather(1, within) & ~chosen)
+
+        # Advance: what each row has left to predict.
+        self.advance(batch, live, hidden, choice)
+        recorded = ids, choice.record_logps, choice.entropies
+        so_far = canvas.passes, canvas.forward_tokens
+        return Step(rows, numbers, positions, chosen, *recorded, canvas.ids, *so_far, self.settings.most_writes)
+
+    def positions_to_predict(
+        self, batch: Batch, progress: Sequence[Row], hidden: Tensor
+    ) -> tuple[Tensor, Sequence[int]]:
+        """(n, block) bool, the positions of its block that each row predicts, and how many they are at most: those
+        that are `hidden`."""
+        return hidden, [row.left for row in progress]
+
+    def advance(self, batch: Batch, live: list[int], hidden: Tensor, choice: Choice) -> None:
+        """Set how many tokens the next pass of each row predicts. The schedule says it without waiting for the device,
+        unless a rule decides."""
+        progress = [batch.rows[row] for row in live]
+        left = [row.later for row in progress]
+        if any(self.settings_of(row).rule is not None for row in progress):
+            left = hidden.sum(1).tolist()
+        for row, count in zip(progress, left, strict=True):
+            row.left, row.step = count, row.step + 1
+
+    def choose(self, batch: Batch, live: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
+        """A token for each target, from the `states`, and which of them are written: of each row at least `due` (n,) of
+        those at hidden positions."""
+        return self.choose_alike(self.settings, targets, states, due, batch.generators(live))
+
+    def choose_alike(
+        self, settings: SamplingSettings, targets: Targets, states: Tensor, due: Tensor, generators: Generators
+    ) -> Choice:
+        """`choose` of rows with the same settings."""
+        ids, logps, entropies, record_logps = predict(
+            self.model, states, targets.counts, settings, self.mask_token_id, generators, self.noise_dtype
+        )
+        chosen = keep(settings, logps, entropies, targets.hidden, due, targets.counts, generators)
+        return Choice(ids, logps, entropies, record_logps, chosen)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
@@ -385,117 +365,3 @@ class Sampler:
         ids, given = canvas.ids[row][seen], canvas.given[row][seen]
         hidden = torch.full_like(ids, self.mask_token_id)
         return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
-
-
-# --- Rollouts: what sampling returns, and the functions that sample ---------------------------------------------------
-
-
-def rollout(
-    model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings | None = None, **options: Any
-) -> Rollout:
-    """Sample a completion for each prompt.
-
-    Args:
-        model: from `d1.models.load_model`, in eval mode.
-        prompt_ids: (rows, prompt) ids, padded on the left.
-        attention_mask: (rows, prompt), 1 at real tokens. In fp32 a greedy row is the same in any batch.
-        settings: how to sample; instead, give its fields: `gen_length=..., block_length=..., steps=...`.
-        options: keyword arguments of `rollout_steps`; `mask_token_id` is required.
-
-    Raises:
-        ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
-        NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
-    """
-    return rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
-
-
-def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Tensor:
-    """The ids (rows, prompt + gen_length) that `rollout` samples with the same arguments."""
-    return rollout(model, prompt_ids, attention_mask, *args, **options).ids
-
-
-def rollout_steps(
-    model: Any,
-    prompt_ids: Tensor,
-    attention_mask: Tensor,
-    settings: SamplingSettings | None = None,
-    *,
-    mask_token_id: Any,
-    generator: Generators = None,
-    noise_dtype: torch.dtype = torch.float32,
-    eos_token_ids: Sequence[int] | None = None,
-    stops: Stops | None = None,
-    columns: Sequence[Columns | None] | None = None,
-    other_blocks: bool = False,
-    recompute: bool = False,
-    **fields: Any,
-) -> Iterator[Step]:
-    """`rollout`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
-
-    A block-causal model completes the rows group by group: in a group, all prompts end at the same position of a block.
-
-    Args:
-        mask_token_id: None for a model with uniform noise.
-        generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
-        noise_dtype: data type of the Gumbel noise, float32 or float64.
-        eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
-            blocks are filled with the first id. With a causal context, a row's block already ends once nothing before
-            its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
-            as with a parallel sampler.
-        stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
-        columns: of each row, those of an earlier text that begins its prompt: an exact cache takes them, and leaves its
-            own instead when the row ends.
-        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
-        recompute: let a block-causal model compute everything in each step, as a reference for its cache.
-
-    Raises:
-        ValueError: as `rollout`; raised at the call, not at the first step.
-        NotFiniteError: as `rollout`.
-    """
-    require_prepared(model)
-    prompt_ids = token_ids(prompt_ids)
-    if settings is None:
-        settings = SamplingSettings(**fields)
-    elif fields:
-        raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
-    settings = settings.suited(model.config)
-    check_generator(settings, generator, len(prompt_ids), eos_token_ids)
-    check_sampler(settings, model.config, other_blocks)
-    steps_of_all = other_sampler(model.config, settings)
-    if steps_of_all is not None:
-        generators = generator if isinstance(generator, Sequence) else []
-        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
-    masked = not bool(attention_mask.all())
-    sampler = Sampler(model, settings, mask_token_id, noise_dtype)
-    canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
-    inside: list[int | None] = []
-    rows: list[Row] = []
-    lengths = prompt_lengths(model.config, attention_mask)
-    for number, (length, held) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
-        after = tokens_inside(model.config, length, settings.block_length)
-        inside.append(after)
-        schedule = settings.schedule(None if after is None else after % settings.block_length)
-        own: dict[str, Any] = {"stops": stops, "ends": tuple(eos_token_ids or ()), "first_token": settings.first_token}
-        prompt = canvas.start if held is None or length is None else length
-        rows.append(Row(number, prompt, after or 0, schedule, columns=held, **own))
-    batch = Batch.of(rows, canvas, generator)
-    cache = cache_of(model.config, settings.cache, recompute)
-
-    # Rows whose prompts end at the same position of a block: their blocks, and so their passes, are aligned.
-    def complete(after: int | None) -> Iterator[Step]:
-        passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
-        live = [row for row, other in enumerate(inside) if other == after]
-        return sampler.fill_canvas(batch, live, passes, eos_token_ids or ())
-
-    steps = chain.from_iterable(map(complete, sorted({*inside}, key=lambda after: after or 0)))
-    return sampler.checked(steps, canvas)
-
-
-def check_generator(
-    settings: SamplingSettings, generator: Generators, rows: int, eos_token_ids: Sequence[int] | None
-) -> None:
-    if isinstance(generator, Sequence):
-        if len(generator) != rows:
-            raise ValueError(f"sampling needs one generator per row, got {len(generator)} for {rows} rows")
-    elif settings.draws and (eos_token_ids is not None or settings.rule is not None or settings.sampler == "scdd"):
-        raise ValueError("random draws with eos_token_ids or a parallel sampler need a list of generators, one per row")

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
 from d1.models.head import NotFiniteError
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
-from d1.sampling.loop import Batch, Row, Sampler, Stops
+from d1.sampling.causal import CausalSampler
+from d1.sampling.edits import EditingSampler
+from d1.sampling.loop import Batch, Choice, Row, Sampler, Stops, Targets
 from d1.sampling.other_samplers import other_sampler, stream_in_batches
 from d1.sampling.passes import Columns
 from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
@@ -110,6 +112,54 @@ def asked_of(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, num
     return Asked(number, ids, settings, generator, ends, *more)
 
 
+class RowSettings(Sampler):
+    """The steps of rows that each have settings of their own."""
+
+    def settings_of(self, row: Row) -> SamplingSettings:
+        assert row.settings is not None
+        return row.settings
+
+    def choose(self, batch: Batch, live: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
+        alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings
+        for index, row in enumerate(live):
+            alike.setdefault(self.settings_of(batch.rows[row]), []).append(index)
+        if len(alike) == 1:
+            (settings,) = alike
+            return self.choose_alike(settings, targets, states, due, batch.generators(live))
+        parts = []
+        for settings, indices in alike.items():
+            rows = batch.upload(indices)
+            of_rows = Targets(
+                targets.rows[rows],
+                targets.positions[rows],
+                targets.asked[rows],
+                targets.hidden[rows],
+                [targets.counts[index] for index in indices],
+            )
+            generators = batch.generators([live[index] for index in indices])
+            parts.append(self.choose_alike(settings, of_rows, states[:, rows], due[rows], generators)[:-1])
+        order = batch.upload([*chain(*alike.values())]).argsort()
+        return Choice(*(torch.cat(column)[order] for column in zip(*parts, strict=True)))
+
+
+class CausalRows(CausalSampler, RowSettings):
+    """`CausalSampler` for rows with settings of their own."""
+
+
+class EditingRows(EditingSampler, RowSettings):
+    """`EditingSampler` for rows with settings of their own, some of which edit."""
+
+
+def with_steps_of(rows: Sequence[Row], sampler: Sampler) -> Sampler:
+    """A sampler of the same model, with the steps that these rows need together."""
+    kind: type[Sampler] = RowSettings
+    if any(row.first_token is not None for row in rows):
+        kind = CausalRows
+    elif any(row.settings is not None and row.settings.edits is not None for row in rows):
+        kind = EditingRows
+    return kind(sampler.model, sampler.settings, sampler.mask_token_id, sampler.noise_dtype)
+
+
 class Stream:
     """Rows at work together, which may differ in length and in all settings but the cache and the use of guidance.
     `leave`, `enter` and `steps` are called in turn.
@@ -137,7 +187,7 @@ class Stream:
             self.cache = replace(self.cache, together=True)
         options = {"branches": branches, "mask_token_id": mask_token_id, "device": model.device}
         self.passes = self.cache.passes(model, **options, masked=not alone, aligned=alone)
-        self.sampler = Sampler(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)  # each row has its own
+        self.sampler: Sampler = RowSettings(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)
         none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.batch, self.record = Batch.of([], start_canvas(none, none, 0, 0)), blank_record(0, 0, none.device)
         self.kept: list[int] = []  # which of the batch's rows stay
@@ -198,6 +248,7 @@ class Stream:
             row = Row(one.number, padded, len(one.ids), schedule, one.generator, **own)
             rows.append(row)
             self.padded |= len(one.ids) < padded
+        self.sampler = with_steps_of(rows, self.sampler)
         # Completions end together on the right: the batch is as wide as its longest prompt and its longest completion.
         longest = max((row.length for row in rows), default=0)
         for row in rows:

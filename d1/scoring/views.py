@@ -192,6 +192,8 @@ def score(
     views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)
     if mask_token_id is None and (width < gen_length or views.shown is None):
         raise ValueError("a model with uniform noise is scored on whole canvases, in views that say what they show")
+
+    # The text of each row: prompt, completion, and the rest of the canvas, which every view hides.
     rest = prompt_ids.new_full((rows, gen_length - width), mask_token_id or 0)
     clean = torch.cat([prompt_ids, completion_ids, rest], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
@@ -204,15 +206,18 @@ def score(
     def upload(values: Tensor) -> Tensor:
         return values.to(clean.device, non_blocking=True)
 
+    # One pass, of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`;
+    # and the entropies at all positions (n, canvas).
     def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # Of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`; and the
-        # entropies at all positions (n, canvas).
+        # Hide what each view hides, and run the transformer.
         row, view = pairs.unbind(1)
         hidden = views.noise[row, view] & visible[row].bool()
         text = clean[row]
         shown = None if views.shown is None else torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
         states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
         canvas = states[:, -gen_length:]
+
+        # Run the head at the scored tokens alone.
         states = canvas[:, :width].flatten(0, 1)[at]
         options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
         if views.temperatures is not None:
@@ -229,6 +234,7 @@ def score(
         everywhere = None if views.temperatures is None else tempered_entropies(model, canvas, temperatures)
         return placed(logps), placed(entropies), everywhere
 
+    # The passes: `views_at_once` views of each row, of the pairs that score something.
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id, blocks=blocks)
     pairs = pairs_to_score(scored)
     passes = list(pairs.split(rows * views_at_once))
@@ -243,6 +249,7 @@ def score(
     logps, entropies, everywhere = zip(*computed, strict=True)
     pairs = upload(pairs)
 
+    # The weighted sum over each row's views.
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
         all_values = torch.cat(values)[: len(pairs)]
         shape = (*views.weights.shape[:2], *all_values.shape[1:])
@@ -250,6 +257,7 @@ def score(
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
+
     # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
     # the loss a path to the weights costs nothing.
     each = 3 if torch.is_grad_enabled() else 1

@@ -97,6 +97,8 @@ sys.setprofile(None)
 modules = sorted(name for name in sys.modules if name.startswith("d1."))
 print("\\n" + json.dumps({"called": sorted(called), "modules": modules}))
 """
+# Files of the core for what a model or a setting asks for: their functions run for these alone.
+LEAVES = ("d1.sampling.causal", "d1.sampling.edits", "d1.sampling.infill", "d1.sampling.uniform", "d1.scoring.accepted")
 POCKET = str(ROOT / "pocket" / "base")
 CANVAS = ["--block_length", "8", "--diffusion_steps", "16"]
 STAGES = {
@@ -114,9 +116,16 @@ STAGES = {
 }
 
 
+def classes(file: str) -> set[str]:
+    """The classes of a file of `d1`, whose bodies run when it is imported."""
+    tree = ast.parse((ROOT / "d1" / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
 def test_plain_runs_execute_nothing_outside_the_core(tmp_path):
     """SFT, evaluation and RL in one process: of all functions that they call, in all threads, none is of an outer room;
-    nor is a module of one imported."""
+    nor is a module of one imported. The same holds for the functions of `LEAVES`.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     stages = {stage: [*words, "--output_dir", str(tmp_path / stage)] for stage, words in STAGES.items()}
     words = [sys.executable, "-c", PROGRAM, str(ROOT), json.dumps(stages)]
@@ -127,3 +136,6 @@ def test_plain_runs_execute_nothing_outside_the_core(tmp_path):
     assert {"d1.sft.trainer", "d1.rl.trainer", "d1.sampling.loop", "d1.eval.scores"} <= called.keys()
     assert {module: name for module, name in called.items() if is_outer(module)} == {}
     assert [name for name in found["modules"] if is_outer(name)] == []
+    functions = {f"{file} {name}" for file, name in found["called"] if name != "<module>" and name not in classes(file)}
+    leaves = tuple(f"{leaf.removeprefix('d1.').replace('.', '/')}.py" for leaf in LEAVES)
+    assert [function for function in functions if function.startswith(leaves)] == []

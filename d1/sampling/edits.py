@@ -1,0 +1,71 @@
+"""Steps that also edit: where another token is predicted with a high probability, it replaces the one that was revealed
+(LLaDA2.1, arXiv 2602.08676).
+
+A pass predicts the whole block. After its last mask, a block takes further passes until one of them edits nothing, or
+`post_steps` are made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from d1.sampling.loop import Batch, Choice, Row, Sampler, Targets
+
+logger = logging.getLogger(__name__)
+NEVER = 2.0  # no probability is above it
+
+
+class EditingSampler(Sampler):
+    """The steps of rows with `edit_threshold`; in a stream, other rows may be at work with them."""
+
+    def thresholds(self, progress: Sequence[Row]) -> list[float]:
+        """The probability above which each row edits."""
+        found = []
+        for row in progress:
+            edits = self.settings_of(row).edits
+            found.append(NEVER if edits is None else edits)
+        return found
+
+    def positions_to_predict(
+        self, batch: Batch, progress: Sequence[Row], hidden: Tensor
+    ) -> tuple[Tensor, Sequence[int]]:
+        if not getattr(self.model.config, "edit_noise", None):
+            warn_of_edits(self.model.config.name_or_path)
+        predicted, counts = super().positions_to_predict(batch, progress, hidden)
+        # Rows with edits predict their whole block.
+        inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(counts).unsqueeze(1)
+        return torch.where(self.limits(batch, progress) < NEVER, inside, predicted), counts
+
+    def limits(self, batch: Batch, progress: Sequence[Row]) -> Tensor:
+        """`thresholds` (rows, 1) on the device."""
+        return torch.tensor(self.thresholds(progress)).to(batch.hidden.device, non_blocking=True).unsqueeze(1)
+
+    def choose(self, batch: Batch, live: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
+        choice = super().choose(batch, live, targets, states, due)
+        limits = self.limits(batch, [batch.rows[row] for row in live])
+        differs = choice.ids != batch.canvas.ids[targets.rows.unsqueeze(1), targets.positions]
+        edited = targets.asked & ~targets.hidden & differs & (choice.logps.exp() > limits)
+        return choice._replace(chosen=choice.chosen | edited, edited=edited)
+
+    def advance(self, batch: Batch, live: list[int], hidden: Tensor, choice: Choice) -> None:
+        assert choice.edited is not None
+        # The step's one host sync: which rows take another step.
+        counts = torch.stack([hidden.sum(1), choice.edited.sum(1)], dim=1).tolist()
+        for row, (hides, edits) in zip((batch.rows[index] for index in live), counts, strict=True):
+            settings = self.settings_of(row)
+            row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
+            row.step += 1
+
+
+@cache  # once per model
+def warn_of_edits(name: str) -> None:
+    logger.warning(
+        "%s: its config does not say that it learnt to correct visible tokens (SFT with --edit_noise writes that; "
+        "LLaDA2.1's does not). Edits by a model that was trained on masks alone spoil more than they correct",
+        name,
+    )

@@ -1,0 +1,153 @@
+"""Rollouts: a completion for each prompt of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d1.masking import token_ids
+from d1.models.attention import has_causal_context, require_prepared
+from d1.models.kinds import block_size
+from d1.sampling.caches import cache_of
+from d1.sampling.loop import Batch, Row, Stops
+from d1.sampling.other_samplers import other_sampler
+from d1.sampling.passes import Columns
+from d1.sampling.predict import Generators
+from d1.sampling.record import Rollout, Step, rollout_of, start_canvas
+from d1.sampling.samplers import sampler_of
+from d1.sampling.settings import SamplingSettings, check_sampler
+
+
+def rollout(
+    model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings | None = None, **options: Any
+) -> Rollout:
+    """Sample a completion for each prompt.
+
+    Args:
+        model: from `d1.models.load_model`, in eval mode.
+        prompt_ids: (rows, prompt) ids, padded on the left.
+        attention_mask: (rows, prompt), 1 at real tokens. In fp32 a greedy row is the same in any batch.
+        settings: how to sample; instead, give its fields: `gen_length=..., block_length=..., steps=...`.
+        options: keyword arguments of `rollout_steps`; `mask_token_id` is required.
+
+    Raises:
+        ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
+        NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
+    """
+    return rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
+
+
+def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The ids (rows, prompt + gen_length) that `rollout` samples with the same arguments."""
+    return rollout(model, prompt_ids, attention_mask, *args, **options).ids
+
+
+def rollout_steps(
+    model: Any,
+    prompt_ids: Tensor,
+    attention_mask: Tensor,
+    settings: SamplingSettings | None = None,
+    *,
+    mask_token_id: Any,
+    generator: Generators = None,
+    noise_dtype: torch.dtype = torch.float32,
+    eos_token_ids: Sequence[int] | None = None,
+    stops: Stops | None = None,
+    columns: Sequence[Columns | None] | None = None,
+    other_blocks: bool = False,
+    recompute: bool = False,
+    **fields: Any,
+) -> Iterator[Step]:
+    """`rollout`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
+
+    A block-causal model completes the rows group by group: in a group, all prompts end at the same position of a block.
+
+    Args:
+        mask_token_id: None for a model with uniform noise.
+        generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
+        noise_dtype: data type of the Gumbel noise, float32 or float64.
+        eos_token_ids: the EOS stop: a row whose finished blocks hold one of these ids leaves the batch, and its later
+            blocks are filled with the first id. With a causal context, a row's block already ends once nothing before
+            its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
+            as with a parallel sampler.
+        stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
+        columns: of each row, those of an earlier text that begins its prompt: an exact cache takes them, and leaves its
+            own instead when the row ends.
+        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
+        recompute: let a block-causal model compute everything in each step, as a reference for its cache.
+
+    Raises:
+        ValueError: as `rollout`; raised at the call, not at the first step.
+        NotFiniteError: as `rollout`.
+    """
+    require_prepared(model)
+    prompt_ids = token_ids(prompt_ids)
+    if settings is None:
+        settings = SamplingSettings(**fields)
+    elif fields:
+        raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
+    settings = settings.suited(model.config)
+    check_generator(settings, generator, len(prompt_ids), eos_token_ids)
+    check_sampler(settings, model.config, other_blocks)
+    steps_of_all = other_sampler(model.config, settings)
+    if steps_of_all is not None:
+        generators = generator if isinstance(generator, Sequence) else []
+        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
+    masked = not bool(attention_mask.all())
+    sampler = sampler_of(model, settings, mask_token_id, noise_dtype)
+    canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
+    inside: list[int | None] = []
+    rows: list[Row] = []
+    lengths = prompt_lengths(model.config, attention_mask)
+    for number, (length, held) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
+        after = tokens_inside(model.config, length, settings.block_length)
+        inside.append(after)
+        schedule = settings.schedule(None if after is None else after % settings.block_length)
+        own: dict[str, Any] = {"stops": stops, "ends": tuple(eos_token_ids or ()), "first_token": settings.first_token}
+        prompt = canvas.start if held is None or length is None else length
+        rows.append(Row(number, prompt, after or 0, schedule, columns=held, **own))
+    batch = Batch.of(rows, canvas, generator)
+    cache = cache_of(model.config, settings.cache, recompute)
+
+    # Rows whose prompts end at the same position of a block: their blocks, and so their passes, are aligned.
+    def complete(after: int | None) -> Iterator[Step]:
+        passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
+        live = [row for row, other in enumerate(inside) if other == after]
+        return sampler.fill_canvas(batch, live, passes, eos_token_ids or ())
+
+    steps = chain.from_iterable(map(complete, sorted({*inside}, key=lambda after: after or 0)))
+    return sampler.checked(steps, canvas)
+
+
+def check_generator(
+    settings: SamplingSettings, generator: Generators, rows: int, eos_token_ids: Sequence[int] | None
+) -> None:
+    if isinstance(generator, Sequence):
+        if len(generator) != rows:
+            raise ValueError(f"sampling needs one generator per row, got {len(generator)} for {rows} rows")
+    elif settings.draws and (eos_token_ids is not None or settings.rule is not None or settings.sampler == "scdd"):
+        raise ValueError("random draws with eos_token_ids or a parallel sampler need a list of generators, one per row")
+
+
+def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
+    """The tokens of each prompt of a model with blocks; None for other models. With a causal context, a prompt needs at
+    least one."""
+    if block_size(config) is None:
+        return [None] * len(attention_mask)
+    lengths: list[int | None] = attention_mask.long().sum(1).tolist()
+    if has_causal_context(config) and not all(lengths):
+        raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
+    return lengths
+
+
+def tokens_inside(config: Any, length: int | None, block_length: int) -> int | None:
+    """Of a prompt's `prompt_lengths`, the tokens from the last position where a block of the model and a block of
+    `block_length` begin together. With a causal context, blocks begin at the end of the prompt."""
+    if length is None or has_causal_context(config):
+        return None if length is None else 0
+    return length % lcm(config.block_size, block_length)
