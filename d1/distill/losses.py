@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, token_entropies, token_logps
-from d1.scoring.views import hidden_states, noised_tokens, pairs_to_score
+from d1.scoring.forward import hidden_states, noised_tokens
+from d1.scoring.views import pairs_to_score
 
 # --- Logits at chosen positions of chosen states ----------------------------------------------------------------------
 

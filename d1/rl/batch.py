@@ -35,7 +35,6 @@ from torch import Tensor
 from d1.models.head import run_inside
 from d1.rl.losses import ADVANTAGES, LossInputs, require_logps
 from d1.sampling import Rollout, eos_cut
-from d1.sampling.uniform import accepted
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import CanvasBlocks, blocks_of, within_blocks
 
@@ -570,21 +569,6 @@ def sampling_gap(
     largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
     means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}
     return means | {"sampling/ratio_max": largest}
-
-
-def accepted_flips(
-    views: Views, entropies: Tensor, level: float, size: int, gather: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """How the accepted sets of a sampler with uniform noise change under the present weights: the shares of passes over
-    a canvas of `size` tokens, and of their positions, that differ. `entropies` are `Scores.canvas_entropies`."""
-    assert views.accepted is not None
-    before, now = (values.unflatten(-1, (-1, size)) for values in (views.accepted, entropies))
-    counted = before.any(-1) & views.weights.any(-1, keepdim=True)  # a rule chose, and the view was scored
-    differ = (before != accepted(now, level)) & counted.unsqueeze(-1)
-    sums = torch.stack([differ.any(-1).sum(), differ.sum(), counted.sum()])
-    passes, positions, total = gather(sums).view(-1, 3).sum(0).tolist()
-    shares = {"passes": passes / max(total, 1), "positions": positions / max(total * size, 1)}
-    return {f"accepted/flipped_{what}": share for what, share in shares.items()}
 
 
 def nonfinite_rows(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:

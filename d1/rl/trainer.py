@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,6 @@ from d1.rl.batch import (
     Batch,
     RankView,
     RolloutRecord,
-    accepted_flips,
     completion_ids_of,
     count,
     draw_updates,
@@ -79,8 +78,8 @@ from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
+from d1.scoring.forward import hidden_states
 from d1.scoring.rollouts import CanvasBlocks
-from d1.scoring.views import hidden_states
 
 logger = logging.getLogger(__name__)
 
@@ -128,23 +127,28 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         **kwargs: Any,
     ) -> None:
         check_arguments(args)
-        args = DiffuGRPOConfig() if args is None else args
+        if args is None:
+            args = DiffuGRPOConfig()
         check_datasets(train_dataset, kwargs.get("eval_dataset"))
+
+        # The tokenizer, the model and its mask token; a model with uniform noise has none.
         processing_class = tokenizer_of(processing_class, model, plain_chat_template=args.plain_chat_template)
         model = loaded_model(model)
         self.check_completions(args, rollout_func is not None, kwargs.get("environment_factory"))
         require_prepared(model)
         set_compile(model, args.compile)
-        tokenizer_mask_id, masks = processing_class.mask_token_id, has_masks(model.config)
-        self.mask_token_id = cast(
-            Any, None if not masks else tokenizer_mask_id if args.mask_id is None else args.mask_id
-        )
-        if self.mask_token_id is None and masks:
-            raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
+        self.mask_token_id: Any = None
+        if has_masks(model.config):
+            self.mask_token_id = processing_class.mask_token_id if args.mask_id is None else args.mask_id
+            if self.mask_token_id is None:
+                raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         check_noise(model.config, args)
+
+        # How completions are sampled, where they come from, and what rewards them.
         self.sampling = args.sampling_settings(model.config)
         self.source = rollout_source(args, rollout_func, model.config)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+
         with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
@@ -157,10 +161,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             )
         if not args.has_trls_kl:
             self.beta = 0.0  # so that TRL adds no KL and reads no reference of its own
-        of_model = block_size(self.model.config) is not None, self.weights_are_split, self.samples_in_step
-        check_trainer(args, self.sampling, self.reward_funcs, *of_model)
-        can_stop = not self.samples_in_step and not LOSS_MASKS[args.scored_tokens].after_the_end
-        self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
+        has_blocks = block_size(self.model.config) is not None
+        check_trainer(args, self.sampling, self.reward_funcs, has_blocks, self.weights_are_split, self.samples_in_step)
+
+        # The EOS stop is on unless all processes must make the same passes, or the loss reads what follows the EOS.
+        self.eos_stop = args.eos_stop
+        if self.eos_stop is None:
+            self.eos_stop = not self.samples_in_step and not LOSS_MASKS[args.scored_tokens].after_the_end
+
         self.evaluation_rollouts = 0
         self.refill, self.sampled = 0, 0  # the number of a refill of the current rollout; with refills, of all batches
         self.source.connect(self)
@@ -220,10 +228,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         sampled = self.sample(ids, mask)
         record, costs, passes = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
+
+        # Tokens per forward pass of each row, which a reward may read.
         speeds = [len(completion) / count for completion, count in zip(completions, passes, strict=True)]
         self.rollout_columns = {SPEED: speeds}
         costs[f"sampling/{SPEED}"] = fmean(speeds)
         self.log_rollout(started, record, costs)
+
+        # A source may compare what it received with what this model samples.
         keys = self.row_keys("rollout", len(ids))
         self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, keys)
         return completions, record
@@ -238,7 +250,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     ) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
         generators; None: they are all rows of this process. `stops` and `columns`: as in `d1.sampling.rollout`."""
-        keys = self.row_keys("rollout", len(ids)) if keys is None else keys
+        if keys is None:
+            keys = self.row_keys("rollout", len(ids))
         sampled = self.source.sample(RolloutRequest(ids, mask, keys, stops, columns))
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
@@ -257,7 +270,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Logs the seconds since `started`, the speed, and the other `costs` of the rollout."""
         seconds = time.perf_counter() - started
         speed = record["canvas_ids"].numel() * self.accelerator.num_processes / seconds
-        for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
+        self.log_metric("seconds/rollout", seconds)
+        self.log_metric("rollout_tokens_per_second", speed)
+        for name, value in costs.items():
             self.log_metric(name, value)
 
     # --- Reward and views ---------------------------------------------------------------------------------------------
@@ -270,14 +285,19 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return super().sampled_batch(rows)
         ranks = RankView(self.accelerator.gather, self.first_row(size))
         widths = args.max_prompt_length, self.sampling.gen_length, self.text_tokenizer.pad_token_id
+
+        # Replace the prompts that are dropped, as long as there are any and refills are left.
         batch = self.next_batch(size)
         kept = solve_rate_filter(batch, shares, self.group, ranks)
         while not kept.all() and self.refill < args.refills:
             self.refill += 1
             more = self.next_batch(size)
             new = solve_rate_filter(more, shares, self.group, ranks)
-            both = pad_batch(batch, *widths), kept, pad_batch(more, *widths), new
-            batch, kept = replace_filtered_groups(*both, self.group, ranks)
+            batch, kept = replace_filtered_groups(
+                pad_batch(batch, *widths), kept, pad_batch(more, *widths), new, self.group, ranks
+            )
+
+        # Pad the prompts to the longest one again.
         if self.refill:
             ids, mask = self.left_pad(strip_padding(batch["prompt_ids"], batch["prompt_mask"]))
             batch |= {"prompt_ids": ids, "prompt_mask": mask}
@@ -314,9 +334,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def change_advantages(self, batch: Batch, ranks: RankView) -> None:
         """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
         args = self.args
-        if args.right_share and self.mode == "train":
+        is_training = self.mode == "train"
+        if args.right_share and is_training:
             self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, ranks))
-        if args.prompt_share < 1 and self.mode == "train":
+        if args.prompt_share < 1 and is_training:
             # Of the rows' keys, the one after the last row's is free.
             random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
             kept = keep_share(batch, args.prompt_share, self.group, ranks, random)
@@ -324,31 +345,36 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batch["advantages"] = transform_advantages(batch["advantages"], args.advantage, self.group, ranks)
 
     def choose_scored_tokens(self, batch: Batch, ranks: RankView) -> None:
-        """Sets which tokens count in the loss."""
-        if (name := self.args.scored_tokens) != "ended":
-            ends = self.eos_token_ids, self.text_tokenizer.pad_token_id
-            set_loss_mask(batch, name, *ends, ranks)
+        """Sets which tokens count in the loss: those of TRL's mask, up to the first EOS, or those of the setting."""
+        name = self.args.scored_tokens
+        if name != "ended":
+            set_loss_mask(batch, name, self.eos_token_ids, self.text_tokenizer.pad_token_id, ranks)
 
     def draw_views(self, batch: Batch, ranks: RankView) -> None:
         """Adds the views of every update, and how many of them score something."""
-        rows = len(batch["canvas_ids"])
-        total = self.accelerator.num_processes * rows
-        protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        batch |= draw_updates(
-            sampled_rows(batch, self.blocks, protected),
-            Randomness(
-                self.generators("views", rows),
-                keyed_generator(*self.key("views")),
-                ranks.rank_offset,
-                total,
-            ),
-            self.num_iterations,
-            ESTIMATORS[self.args.estimator],
-            self.args.view_settings(),
-            shared=not self.args.random_masking,
-            split=ranks if self.args.split_views else None,
+        args, rows = self.args, len(batch["canvas_ids"])
+
+        # The views, from random numbers of each row and of the whole rollout.
+        protected = self.text_tokenizer if args.protect_special_tokens else None
+        random = Randomness(
+            self.generators("views", rows),
+            keyed_generator(*self.key("views")),
+            ranks.rank_offset,
+            self.accelerator.num_processes * rows,
         )
-        batch |= count(batch, ranks, self.rows_per_completion)
+        views = draw_updates(
+            sampled_rows(batch, self.blocks, protected),
+            random,
+            self.num_iterations,
+            ESTIMATORS[args.estimator],
+            args.view_settings(),
+            shared=not args.random_masking,
+            split=ranks if args.split_views else None,
+        )
+        batch.update(views)
+
+        # What losses divide by, over all processes, and which rows share a prompt.
+        batch.update(count(batch, ranks, self.rows_per_completion))
         if OBJECTIVES[self.args.objective].over_group:
             batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + ranks.rank_offset) // self.group
         self.log_metric("prompt_masked", prompt_masked(batch))
@@ -363,15 +389,22 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         in their final form.
         """
         scoring, lam = batch["view_weights"].ne(0).any(-1).any(1), self.args.state_reward
+
+        # The reward of each view's state: that of the completion which one pass makes of it.
         rewards = []
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             for view in range(scoring.shape[1]):
                 ids, tokens = finished_in_one_pass(model, batch, view, self.mask_token_id, self.blocks)
                 self.compute = self.compute + tokens
                 rewards.append(self.rewards_of(completion_ids_of(ids, self.eos_token_ids)))
-        at_states, reward = torch.stack(rewards, dim=1).to(scoring.device), batch[REWARD].unsqueeze(1)
-        mixed = (reward + lam * (reward - at_states)) / (1 + lam)
-        # (prompts, group, views): all processes have the same number of views.
+        state_rewards = torch.stack(rewards, dim=1).to(scoring.device)
+
+        # Each view's share, (rows, views).
+        reward = batch[REWARD].unsqueeze(1)
+        mixed = (reward + lam * (reward - state_rewards)) / (1 + lam)
+
+        # Minus the mean over the prompt's completions, (prompts, group, views): all processes have the same number of
+        # views.
         groups = ranks.all_gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, self.group))
         centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
         return ranks.local_slice(centred, len(reward)).nan_to_num(0.0)
@@ -383,10 +416,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
+
         # TRL shuffles the rows before it splits them into micro-batches; all scorings of a row need the same kernel.
         batch["padded"] = batch["prompt_mask"].eq(0).any().repeat(len(batch["prompt_mask"]))
+
         # Equal views have equal scores.
         only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
+
+        # Old log-probs: those of the sampler, or of the policy before the first update. Then those of the reference.
         with self.without_checkpointing():
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
@@ -397,12 +434,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                     batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
-    def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
+    def scores(
+        self, model: Any, batch: Batch, views: Views, *, views_at_once: int | None = None, **options: Any
+    ) -> Scores:
         """`score_batch` with this run's mask token and precision; adds to `compute`."""
-        own = {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once, "blocks": self.blocks}
-        own |= {"distribution": self.sampling.record_distribution} | options
         with self.accelerator.autocast():
-            scores = score_batch(model, batch, views, **own)
+            scores = score_batch(
+                model,
+                batch,
+                views,
+                mask_token_id=self.mask_token_id,
+                views_at_once=views_at_once or self.args.views_at_once,
+                blocks=self.blocks,
+                distribution=self.sampling.record_distribution,
+                **options,
+            )
         self.compute = self.compute + scores.compute
         return scores
 
@@ -410,40 +456,59 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss under the views, old and reference log-probs of the current update."""
-        training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
-        if training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
+        args, objective = self.args, OBJECTIVES[self.args.objective]
+        gather = self.accelerator.gather
+        is_training = self.mode == "train"
+
+        # For an objective that compares the rows of a prompt: their ratios, once per update.
+        if is_training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
             self.compare_rows(model)
-        scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
-        micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, self.blocks
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given, self.rows_per_completion)
-        # Trainer sums the micro-batches of a step, so our losses are divided by their number; TRL's divides itself.
-        accumulated = self.current_gradient_accumulation_steps if training else 1
+
+        # Log-probs of the current policy in the views of the update, next to old and reference log-probs.
+        views = views_of(batch, self.update)
+        scores = self.scores(model, batch, views, with_entropies=True)
+        inputs = loss_inputs(
+            batch,
+            scores,
+            self.update,
+            parts=self.accelerator.num_processes * (args.steps_per_generation if is_training else 1),
+            reads_old=args.reads_old_logps,
+            sampling_weight_cap=args.sampling_weight_cap,
+            views_per_draw=args.views_per_draw,
+            blocks=self.blocks,
+            turns=self.rows_per_completion,
+        )
+
+        # The objective: TRL's, whose mean is over completions, or ours. Trainer sums the micro-batches of a step, so
+        # our losses are divided by their number; TRL's divides itself.
+        accumulated = self.current_gradient_accumulation_steps if is_training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
             loss = self.trl_loss(inputs, scores.entropies, batch)
-            if args.loss_type in TRLS_OVER_ROWS:  # the mean is over completions
+            if args.loss_type in TRLS_OVER_ROWS:
                 loss = loss * self.rows_per_completion
         else:
             loss, metrics = objective(inputs, args)
             loss = loss / accumulated
-            metrics["entropy"] = mean_entropy(inputs, scores.entropies, self.accelerator.gather)
+            metrics["entropy"] = mean_entropy(inputs, scores.entropies, gather)
+
+        # The KL penalty, unless it is TRL's and thus in the loss.
         if args.beta and not args.has_trls_kl:
             penalty = PENALTIES[args.kl](inputs, args)
-            metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
+            metrics["kl"] = gather(penalty.detach()).mean().item()
             loss = loss + args.beta * penalty / accumulated
+
+        # A loss that is not finite ends the run, with the rows that made it so.
         decode = self.text_tokenizer.decode
         self.require_finite(loss.detach(), lambda: nonfinite_rows(batch, inputs.logps.detach(), decode))
+
+        # Metrics: how far the policy has moved, and how far it is from the one that sampled.
         if args.reads_old_logps:
-            metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
-        if scores.canvas_entropies is not None:
-            of_sampler = self.sampling.level, self.sampling.block_length
-            views = views_of(batch, self.update)
-            metrics |= accepted_flips(views, scores.canvas_entropies, *of_sampler, self.accelerator.gather)
+            metrics["ratio_max"] = largest_ratio(inputs, gather)
+        metrics.update(ESTIMATORS[args.estimator].metrics(views, scores, self.sampling, gather))
         if self.update == 0 and "rollout_logps" in batch:
-            metrics |= sampling_gap(
-                sampled_logps(batch, self.update), inputs, self.accelerator.gather, args.sampling_weight_cap
-            )
+            sampled = sampled_logps(batch, self.update)
+            metrics.update(sampling_gap(sampled, inputs, gather, args.sampling_weight_cap))
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
@@ -460,11 +525,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return sequence_log_ratios(loss_inputs(batch, scores, update))
 
         gather = self.accelerator.gather
+        # The ratios of the rows of all processes.
         with self.without_checkpointing(), evaluating(model):
-            gathered = gather(torch.cat([ratios(batch) for batch in batches]))
+            all_ratios = gather(torch.cat([ratios(batch) for batch in batches]))
+
         # TRL shuffled the rows, and a group may be spread over several processes: sort them by group.
         order = gather(torch.cat([batch["group"] for batch in batches])).argsort()
-        groups = gathered[order].view(-1, self.num_generations)
+        groups = all_ratios[order].view(-1, self.num_generations)
         for batch in batches:
             batch["log_ratios"] = groups[batch["group"]]
 
@@ -513,6 +580,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Writes this rank's buffered micro-batches and counters into the checkpoint `folder`."""
         tensors_file, counters_file = state_files(folder, self.accelerator.process_index)
         batches = rollout_buffer(self)
+
         # Micro-batches share the storage of one rollout, which safetensors refuses: clone them.
         tensors = {
             f"{index}.{key}": value.detach().cpu().clone().contiguous()
@@ -521,9 +589,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             if isinstance(value, Tensor)
         }
         save_file(tensors, tensors_file)
-        counters = {"format": FORMAT, "batches": len(batches), "losses": self.loss_sums(), **self.trl_counters()}
-        counters |= {"processes": self.accelerator.num_processes, "compute": int(self.compute), "sampled": self.sampled}
-        counters_file.write_text(json.dumps(counters, default=list))  # TRL's logs of completions are deques
+
+        # Counters and sums of metrics; TRL's logs of completions are deques.
+        counters = {
+            "format": FORMAT,
+            "batches": len(batches),
+            "losses": self.loss_sums(),
+            **self.trl_counters(),
+            "processes": self.accelerator.num_processes,
+            "compute": int(self.compute),
+            "sampled": self.sampled,
+        }
+        counters_file.write_text(json.dumps(counters, default=list))
+
+        # The reference, where it follows the policy, and what the rollout source keeps.
         if self.args.sync_ref_model and self.args.should_save:
             reference = {name: value.detach().cpu().contiguous() for name, value in self.reference_weights()}
             save_file(reference, folder / REFERENCE)
@@ -532,6 +611,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def load_extra(self, folder: Path) -> None:
         """Puts back what `save_extra` wrote. Raises ValueError for a checkpoint that this run cannot continue."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+
+        # Is it a checkpoint that this run can continue?
         counters = read_counters(folder, rank)
         if counters.get("format") != FORMAT:
             raise ValueError(
@@ -543,6 +624,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 f"{folder} was written by {counters['processes']} processes, and a rollout in progress cannot continue "
                 f"with {processes}: start the run with {counters['processes']}"
             )
+
+        # The buffered micro-batches and counters.
         batches: list[Batch] = [{} for _ in range(counters["batches"])]
         for name, value in load_file(state_files(folder, rank)[0]).items():
             index, key = name.split(".", 1)
@@ -550,6 +633,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.set_loss_sums(counters["losses"])
         self.compute, self.sampled = counters["compute"], counters.get("sampled", 0)
         self.restore_trl(batches, counters)
+
+        # The reference and the rollout source.
         if self.args.sync_ref_model:
             reference = load_file(folder / REFERENCE)
             for name, value in self.reference_weights():
@@ -566,20 +651,39 @@ def finished_in_one_pass(
 ) -> tuple[Tensor, Tensor]:
     """The canvas (rows, canvas) with the most likely token wherever a view hides one, and the number of tokens
     processed."""
-    canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
-    # (rows, updates, views, tokens): with `state_reward`, all updates have the same noise (`about_updates`).
+    prompt_ids, canvas_ids = batch["prompt_ids"], batch["canvas_ids"]
+    rows, gen_length = canvas_ids.shape
+    visible = F.pad(batch["prompt_mask"], (0, gen_length), value=1)
+
+    # What the view hides and shows. (rows, updates, views, tokens): with `state_reward`, all updates have the same
+    # noise (`about_updates`).
     hidden = batch["view_noise"][:, 0, view] & visible.bool()
-    clean, length = torch.cat([batch["prompt_ids"], canvas], dim=1), canvas.shape[1]
+    shown_canvas = canvas_ids
     if "view_shown" in batch:
-        canvas = batch["view_shown"][:, 0, view]
-    shown = torch.cat([batch["prompt_ids"], canvas], dim=1)
-    options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown, "blocks": blocks}
-    states = hidden_states(model, clean, hidden, visible, **options)
-    greedy = SamplingSettings(gen_length=length, block_length=length, steps=length)
-    random: Any = {"generator": None, "noise_dtype": torch.float32}
-    rows = states[None, :, -length:], [length] * len(canvas)
-    ids, *_ = predict(model, *rows, greedy, mask_token_id=mask_token_id, **random)
-    return torch.where(hidden[:, -length:], ids, canvas), visible.sum()
+        shown_canvas = batch["view_shown"][:, 0, view]
+    states = hidden_states(
+        model,
+        torch.cat([prompt_ids, canvas_ids], dim=1),
+        hidden,
+        visible,
+        gen_length=gen_length,
+        mask_token_id=mask_token_id,
+        shown=torch.cat([prompt_ids, shown_canvas], dim=1),
+        blocks=blocks,
+    )
+
+    # The most likely token of every position, of which the hidden ones are taken.
+    greedy = SamplingSettings(gen_length=gen_length, block_length=gen_length, steps=gen_length)
+    ids, *_ = predict(
+        model,
+        states[None, :, -gen_length:],
+        [gen_length] * rows,
+        greedy,
+        mask_token_id=mask_token_id,
+        generator=None,
+        noise_dtype=torch.float32,
+    )
+    return torch.where(hidden[:, -gen_length:], ids, shown_canvas), visible.sum()
 
 
 # --- Checkpoint state, before there is a trainer ----------------------------------------------------------------------

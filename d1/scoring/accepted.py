@@ -12,18 +12,23 @@ A view is one pass of every canvas: it shows what the pass saw, and scores what 
 accepted, and when a canvas ends, depends on the weights, but has no gradient. Frozen as they were sampled, value and
 gradient are exact for the weights that sampled. After an update, the accepted set of a state can differ: then a term
 of the exact ratio would move between log d and -log(vocabulary). Such flips are counted
-(`d1.rl.batch.accepted_flips`).
+(`accepted_flips`).
 
 With `num_views`, that many passes of each row are drawn, with the inverse of their probabilities as weights.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
+from d1.sampling.settings import SamplingSettings
+from d1.sampling.uniform import accepted
 from d1.scoring.replay import drawn
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
-from d1.scoring.views import Views
+from d1.scoring.views import Scores, Views
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -55,3 +60,24 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
         temperatures=torch.tensor(temperatures)[chosen],
         accepted=by_rule.gather(1, own),
     )
+
+
+def accepted_flips(
+    views: Views, scores: Scores, settings: SamplingSettings, gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """How the accepted sets change under the present weights: the shares of passes over a canvas, and of their
+    positions, that differ. `scores` are those of the views, with entropies, and `settings` those of the sampler."""
+    assert views.accepted is not None
+    assert scores.canvas_entropies is not None
+    size = settings.block_length
+    before, now = (values.unflatten(-1, (-1, size)) for values in (views.accepted, scores.canvas_entropies))
+
+    # A pass counts if a rule chose, and the view was scored.
+    counted = before.any(-1) & views.weights.any(-1, keepdim=True)
+    differ = (before != accepted(now, settings.level)) & counted.unsqueeze(-1)
+    sums = torch.stack([differ.any(-1).sum(), differ.sum(), counted.sum()])
+    passes, positions, total = gather(sums).view(-1, 3).sum(0).tolist()
+    return {
+        "accepted/flipped_passes": passes / max(total, 1),
+        "accepted/flipped_positions": positions / max(total * size, 1),
+    }

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from d1.sampling.settings import SamplingSettings
     from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
-    from d1.scoring.views import Views
+    from d1.scoring.views import Scores, Views
 
     Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
     Asked = Callable[[ViewSettings], bool]
+    Metrics = Callable[[Views, Scores, SamplingSettings, Callable[[Tensor], Tensor]], dict[str, float]]
 
 
 def always(settings: ViewSettings) -> bool:
@@ -43,6 +47,8 @@ class Estimator:
             (`first_token`), so that it is visible wherever others of its block are scored.
         views_per_draw: how many views, n apart if there are n draws, estimate the log-probability of the whole
             completion without the other views; 0: only all views together do.
+        metrics: what an update logs besides, from its views, their scores with entropies, the settings of the sampler,
+            and a function that gathers tensors of all processes.
         settings: which of `num_views`, `antithetic`, ... it reads; to set another one is an error. None: unknown.
     """
 
@@ -59,6 +65,7 @@ class Estimator:
     as_sampled: Asked = lambda settings: False
     causal_first: bool = False
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
+    metrics: Metrics = lambda views, scores, settings, gather: {}
     settings: tuple[str, ...] | None = None
 
     def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:

@@ -66,6 +66,7 @@ ESTIMATORS: dict[str, Estimator] = {
         clean_prompt=True,
         partial=draws_some,
         reads=lambda settings: ("reveal_steps",),
+        metrics=accepted.accepted_flips,
         settings=("num_views",),
     ),
 }

@@ -10,19 +10,13 @@ A view may show other ids than the completion's and score others: the drafts tha
 An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once per rollout, they
 are stored, shuffled, split and saved with their samples.
 
-With full attention, views cannot share the states of the prompt: every position attends to all others, hidden or not.
-
-A block-causal model scores each block given the finished blocks before it, as in sampling: a view hides tokens of the
-token's own block, and earlier blocks are clean. All blocks of a view share one forward pass over two streams, the clean
-text and the noised canvas (`d1/models/packing.py`).
-
-With a causal context, the clean text of this pass also scores the first token of every block, if the sampler took it
-from there: it is never hidden from the other tokens of its block.
+How a view's states are computed depends on the kind of model: `forward.py`, and a file for each other kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,20 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.attention import (
-    Blocks,
-    count_positions,
-    has_causal_context,
-    over_queries,
-    padding_mask,
-    require_prepared,
-    takes_masks_over_queries,
-)
-from d1.models.canvas import canvas_states
+from d1.models.attention import padding_mask, require_prepared
 from d1.models.distribution import OWN, Distribution
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, target_logps, token_entropies
-from d1.models.kinds import block_size, has_masks, vocabulary
-from d1.models.packing import two_stream_states
+from d1.models.kinds import vocabulary
+from d1.scoring.forward import hidden_states, noised_tokens
 from d1.scoring.rollouts import CanvasBlocks
 
 
@@ -200,73 +185,147 @@ def score(
     if padded is None:  # even a mask that hides nothing excludes the fastest attention kernels
         padded = padding_mask(visible) is not None
 
-    # The passes are planned on the host's copy: a boolean index on the device would wait for the device in every pass.
+    # The passes: `views_at_once` views of each row, of those that score something. They are planned on the host's copy:
+    # a boolean index on the device would wait for the device in every pass.
     scored = views.weights.ne(0).cpu()
-
-    def upload(values: Tensor) -> Tensor:
-        return values.to(clean.device, non_blocking=True)
-
-    # One pass, of n (row, view) pairs (n, 2): log-probs and entropies (n, tokens), 0 except at the flat indices `at`;
-    # and the entropies at all positions (n, canvas).
-    def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # Hide what each view hides, and run the transformer.
-        row, view = pairs.unbind(1)
-        hidden = views.noise[row, view] & visible[row].bool()
-        text = clean[row]
-        shown = None if views.shown is None else torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
-        states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
-        canvas = states[:, -gen_length:]
-
-        # Run the head at the scored tokens alone.
-        states = canvas[:, :width].flatten(0, 1)[at]
-        options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
-        if views.temperatures is not None:
-            temperatures = views.temperatures[row, view].unsqueeze(1)
-            options["temperatures"] = temperatures.expand(-1, width).flatten()[at]
-        targets = completion_ids[row] if views.targets is None else views.targets[row, view]
-        logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
-
-        def placed(values: Tensor) -> Tensor:
-            return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
-
-        if entropies is None:
-            return placed(logps), None, None
-        everywhere = None if views.temperatures is None else tempered_entropies(model, canvas, temperatures)
-        return placed(logps), placed(entropies), everywhere
-
-    # The passes: `views_at_once` views of each row, of the pairs that score something.
-    run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id, blocks=blocks)
     pairs = pairs_to_score(scored)
     passes = list(pairs.split(rows * views_at_once))
-    passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
-    recompute = torch.is_grad_enabled() and len(passes) > 1
-    run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
-    # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
+    # The last pass is repeated to keep processes in step; the repetitions are cut off below.
+    passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))
+
+    # Run them. With several passes, the backward pass recomputes each of them.
+    compute: Callable[..., PairScores] = partial(
+        score_pairs,
+        model,
+        clean=clean,
+        visible=visible,
+        completion_ids=completion_ids,
+        views=views,
+        gen_length=gen_length,
+        mask_token_id=mask_token_id,
+        with_entropies=with_entropies,
+        distribution=distribution,
+        blocks=blocks,
+        padded=padded,
+    )
+    if torch.is_grad_enabled() and len(passes) > 1:
+        compute = partial(checkpoint, compute, use_reentrant=False)
     computed = []
     for some in passes:
+        # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
         at = scored[some.unbind(1)].flatten().nonzero().squeeze(1)
-        computed.append(run(upload(some), upload(at)))
-    logps, entropies, everywhere = zip(*computed, strict=True)
-    pairs = upload(pairs)
+        computed.append(compute(upload(some, clean.device), upload(at, clean.device)))
+    logps, entropies, canvas_entropies = zip(*computed, strict=True)
 
-    # The weighted sum over each row's views.
-    def by_view(values: tuple[Tensor, ...]) -> Tensor:
-        all_values = torch.cat(values)[: len(pairs)]
-        shape = (*views.weights.shape[:2], *all_values.shape[1:])
-        return all_values.new_zeros(shape).index_put(pairs.unbind(1), all_values)
-
-    view_logps = by_view(logps)
-    summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
+    # Sort the pairs' values by row and view, and sum each row's views with their weights.
+    pairs = upload(pairs, clean.device)
+    sort = partial(by_view, pairs=pairs, shape=views.weights.shape[:2])
+    view_logps = sort(logps)
+    weighted_logps = (views.weights * view_logps).sum(1)
+    weighted_entropies = (views.weights * sort(entropies)).sum(1) if with_entropies else None
 
     # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
     # the loss a path to the weights costs nothing.
-    each = 3 if torch.is_grad_enabled() else 1
     paid = pairs[:, 0] if scored.any() else pairs[:0, 0]
-    fed = visible[paid].sum()
-    if again := noised_tokens(model, gen_length):
-        fed = fed + visible[paid, -again:].sum()
-    at_all = by_view(everywhere) if everywhere[0] is not None else None
-    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed, at_all)
+    tokens = visible[paid].sum()
+    noised = noised_tokens(model, gen_length)
+    if noised:
+        tokens = tokens + visible[paid, -noised:].sum()
+    each = 3 if torch.is_grad_enabled() else 1
+    return Scores(
+        logps=weighted_logps,
+        view_logps=view_logps,
+        compute=each * tokens,
+        entropies=weighted_entropies,
+        canvas_entropies=None if canvas_entropies[0] is None else sort(canvas_entropies),
+    )
+
+
+class PairScores(NamedTuple):
+    """The result of one pass over n (row, view) pairs: log-probs and entropies (n, tokens), 0 where nothing is scored;
+    entropies at all positions (n, canvas)."""
+
+    logps: Tensor
+    entropies: Tensor | None
+    canvas_entropies: Tensor | None
+
+
+def score_pairs(
+    model: Any,
+    pairs: Tensor,
+    at: Tensor,
+    *,
+    clean: Tensor,
+    visible: Tensor,
+    completion_ids: Tensor,
+    views: Views,
+    gen_length: int,
+    mask_token_id: int | None,
+    with_entropies: bool,
+    distribution: Distribution,
+    blocks: CanvasBlocks | None,
+    padded: bool,
+) -> PairScores:
+    """One forward pass of `score`, over the (row, view) `pairs` (n, 2), which scores the tokens with the flat indices
+    `at`. `clean` and `visible` are the rows' texts (rows, prompt + canvas); the rest is as for `score`."""
+    row, view = pairs.unbind(1)
+    width = completion_ids.shape[1]
+
+    # Show what each view shows, hide what it hides, and run the transformer.
+    text = clean[row]
+    shown = None
+    if views.shown is not None:
+        shown = torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
+    states = hidden_states(
+        model,
+        text,
+        views.noise[row, view] & visible[row].bool(),
+        visible[row] if padded else None,
+        gen_length=gen_length,
+        mask_token_id=mask_token_id,
+        shown=shown,
+        blocks=blocks,
+    )
+    canvas = states[:, -gen_length:]
+
+    # Run the head at the scored tokens alone.
+    targets = completion_ids[row] if views.targets is None else views.targets[row, view]
+    temperatures = None if views.temperatures is None else views.temperatures[row, view].unsqueeze(1)
+    tempered = {}
+    if temperatures is not None:
+        tempered = {"temperatures": temperatures.expand(-1, width).flatten()[at]}
+    logps, entropies = target_logps(
+        model,
+        canvas[:, :width].flatten(0, 1)[at],
+        targets.flatten()[at],
+        with_entropies=with_entropies,
+        distribution=distribution,
+        **tempered,
+    )
+
+    # Put the values back at their tokens.
+    shape = len(row), width
+    logps = put_back(logps, at, shape)
+    if entropies is None:
+        return PairScores(logps, None, None)
+    canvas_entropies = None if temperatures is None else tempered_entropies(model, canvas, temperatures)
+    return PairScores(logps, put_back(entropies, at, shape), canvas_entropies)
+
+
+def put_back(values: Tensor, at: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(n, tokens), with `values` at the flat indices `at` and 0 elsewhere."""
+    return values.new_zeros(math.prod(shape)).index_put((at,), values).view(shape)
+
+
+def by_view(values: tuple[Tensor, ...], pairs: Tensor, shape: Sequence[int]) -> Tensor:
+    """(rows, views, ...), with the `values` of all passes at their `pairs` (n, 2), and 0 at the other pairs."""
+    of_pairs = torch.cat(values)[: len(pairs)]
+    return of_pairs.new_zeros(*shape, *of_pairs.shape[1:]).index_put(pairs.unbind(1), of_pairs)
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, without waiting for it."""
+    return values.to(device, non_blocking=True)
 
 
 @torch.no_grad()
@@ -277,55 +336,6 @@ def tempered_entropies(model: Any, states: Tensor, temperatures: Tensor) -> Tens
     calls = calls_in_step(model, -(-len(flat) // at_once))
     parts = zip(states.detach().flatten(0, 1).tensor_split(calls), flat.tensor_split(calls), strict=True)
     return torch.cat([token_entropies(head(some) / own.unsqueeze(1)) for some, own in parts]).view(states.shape[:2])
-
-
-def noised_tokens(model: Any, gen_length: int) -> int:
-    """For a model with blocks, how many of the last tokens of a text are processed again with noise: the canvas and,
-    without a causal context, prompt tokens that may share its first block; 0 for other models."""
-    size = block_size(model.config)
-    if not has_masks(model.config):
-        return gen_length - (size or 0)  # the encoder does not read the last canvas
-    return 0 if size is None else gen_length + (0 if has_causal_context(model.config) else size - 1)
-
-
-def hidden_states(
-    model: Any,
-    clean: Tensor,
-    hidden: Tensor,
-    visible: Tensor | None,
-    *,
-    gen_length: int,
-    mask_token_id: Any,
-    shown: Tensor | None = None,
-    blocks: CanvasBlocks | None = None,
-) -> Tensor:
-    """States (rows, n, hidden) of texts whose `hidden` tokens are masked and whose other tokens are those of `shown`
-    (None: of `clean`); the last states are those of the canvas. `blocks` as for `score`."""
-    if not has_masks(model.config):
-        return canvas_states(model, clean, (clean if shown is None else shown)[:, -gen_length:], visible)
-    noised = (clean if shown is None else shown).masked_fill(hidden, mask_token_id)
-    again = noised_tokens(model, gen_length)
-    if not again:
-        if visible is None or not takes_masks_over_queries(model.config):
-            return body_and_head(model)[0](noised, visible)
-        mask = over_queries(visible, visible.shape[1])  # with this mask, a pass does not wait for the device
-        return body_and_head(model)[0](noised, mask, position_ids=count_positions(visible))
-    # Two streams: finished blocks with the prompt as the view shows it, and the canvas with what the view hides.
-    finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
-    if not has_causal_context(model.config):
-        return two_stream_states(model, finished, noised[:, -again:], visible)
-    size, _, causal_first = blocks or CanvasBlocks.of(model.config)
-    assert size is not None
-    prompt = clean.shape[1] - gen_length
-    seen = torch.ones_like(clean) if visible is None else visible
-    own, canvas = Blocks(size, seen[:, :prompt].sum(1, keepdim=True)), noised[:, prompt:]
-    if not causal_first:
-        return two_stream_states(model, finished, canvas, visible, blocks=own)
-    firsts = torch.arange(0, gen_length, size, device=clean.device)
-    canvas = canvas.index_copy(1, firsts, (clean if shown is None else shown)[:, prompt + firsts])
-    before = (prompt - 1 + firsts).expand(len(clean), -1)
-    states = two_stream_states(model, finished, canvas, visible, blocks=own, clean_at=before)
-    return states[:, len(firsts) :].index_copy(1, firsts, states[:, : len(firsts)])
 
 
 def pairs_to_score(scored: Tensor) -> Tensor:

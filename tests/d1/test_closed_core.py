@@ -98,7 +98,15 @@ modules = sorted(name for name in sys.modules if name.startswith("d1."))
 print("\\n" + json.dumps({"called": sorted(called), "modules": modules}))
 """
 # Files of the core for what a model or a setting asks for: their functions run for these alone.
-LEAVES = ("d1.sampling.causal", "d1.sampling.edits", "d1.sampling.infill", "d1.sampling.uniform", "d1.scoring.accepted")
+LEAVES = (
+    "d1.sampling.causal",
+    "d1.sampling.edits",
+    "d1.sampling.infill",
+    "d1.sampling.uniform",
+    "d1.scoring.accepted",
+    "d1.scoring.causal",
+    "d1.scoring.uniform",
+)
 POCKET = str(ROOT / "pocket" / "base")
 CANVAS = ["--block_length", "8", "--diffusion_steps", "16"]
 STAGES = {

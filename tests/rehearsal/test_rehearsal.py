@@ -156,7 +156,9 @@ LENGTHS = {"gen_length": 12, "block_length": 4, "steps": 9}
 ENDS = list(range(4, 24))  # of 64 tokens: rows end early, and leave
 DRAWN = {"temperature": 0.8, "cfg_scale": 0.5}
 CASES = [  # kind of model, settings, what ends a row
-    *(("llada", SAMPLERS[n] | DRAWN, ENDS) for n in (0, 1, 2, 3, 6, 8, 10, 12)),  # each cache and rule, not each pair
+    *(
+        ("llada", SAMPLERS[n] | DRAWN, ENDS) for n in (0, 1, 2, 3, 6, 8, 10, 12, 13)
+    ),  # each cache and rule, not each pair
     *(("llada", SAMPLERS[n], None) for n in (0, 12)),
     ("llada", {"remasking": "random", "temperature": 0.8}, ENDS),
     *(("Dream", sampler | DRAWN, ENDS) for sampler in SAMPLERS[2:4]),  # which predicts the next token

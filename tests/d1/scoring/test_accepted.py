@@ -13,9 +13,9 @@ from d1.models import load_model
 from d1.models.attention import left_padded
 from d1.models.canvas import canvas_states
 from d1.models.head import body_and_head
-from d1.rl.batch import accepted_flips
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, ViewSettings, score
+from d1.scoring.accepted import accepted_flips
 from tests.d1.diffusion_gemma import needs_class, write_tiny
 from tests.rounding import LOGITS, assert_near
 
@@ -202,10 +202,10 @@ def test_a_rollout_scored_anew_has_the_record_of_the_sampler_over_several_canvas
     views = views_of(rows, gen_length=how.gen_length, steps=how.steps)
     again = scored(model, rows, views, with_entropies=True)
     assert_near(again.logps.float(), writes.logps.sum(-1), least=LOGITS)
-    flips = accepted_flips(views, again.canvas_entropies, LEVEL, SIZE, lambda values: values)
+    flips = accepted_flips(views, again, how, lambda values: values)
     assert flips == {"accepted/flipped_passes": 0.0, "accepted/flipped_positions": 0.0}
     # With another bound, the pass that accepted one position accepts both.
-    changed = accepted_flips(views, again.canvas_entropies, 9.0, SIZE, lambda values: values)
+    changed = accepted_flips(views, again, replace(how, reveal_level=9.0), lambda values: values)
     taken = views.accepted.unflatten(-1, (-1, SIZE)).sum(-1)
     share = (taken == 1).sum().item() / (taken > 0).sum().item()
     assert changed["accepted/flipped_passes"] == pytest.approx(share)
