@@ -21,9 +21,10 @@ from d1 import rooms
 from d1.masking import keyed_generator
 from d1.models.merged import MergedCopy, against_copy, copied_bytes
 from d1.rl.batch import Batch, evaluating
-from d1.sampling import Rollout, rollout
+from d1.sampling import Rollout, RolloutStart, SamplingSettings, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
+from d1.sampling.settings import check_start
 
 if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig
@@ -39,6 +40,7 @@ class RolloutRequest(NamedTuple):
         prompt_ids, prompt_mask: (rows, prompt), padded on the left.
         keys: of each row's generator, as `keyed_generator` takes it.
         stops, columns: as in `d1.sampling.rollout`; servers have neither.
+        start: the canvases to continue from, of sources that `can_continue`; None: canvases of mask tokens.
     """
 
     prompt_ids: Tensor
@@ -46,6 +48,7 @@ class RolloutRequest(NamedTuple):
     keys: Sequence[Sequence[int]]
     stops: Stops | None = None
     columns: Sequence[Columns | None] | None = None
+    start: RolloutStart | None = None
 
 
 class RolloutSource(Protocol):
@@ -54,10 +57,14 @@ class RolloutSource(Protocol):
     Attributes:
         rollout_func: TRL's function, which also tokenises the prompts; None: the trainer tokenises.
         samples_here: each process samples its rows with its own part of the weights.
+        can_continue: whether `sample` takes `RolloutRequest.start` (`require_continuing`).
+        name: who samples, in messages.
     """
 
+    name: str
     rollout_func: Callable[..., dict[str, Any]] | None
     samples_here: bool
+    can_continue: bool
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
         """Called once, at the end of the trainer's constructor."""
@@ -85,8 +92,10 @@ class OwnModel:
         merges: rollouts sample from `merged`, a copy of the weights with the adapter merged, which the first one makes.
     """
 
+    name = "the trainer"
     rollout_func: Callable[..., dict[str, Any]] | None = None
     samples_here = True
+    can_continue = True
     trainer: DiffuGRPOTrainer
     merges = False
     merged: MergedCopy | None = None
@@ -112,7 +121,6 @@ class OwnModel:
         trainer, rows = self.trainer, len(request.prompt_ids)
         size = trainer.args.rollout_batch_size or rows
         generators = [keyed_generator(*key, device=trainer.accelerator.device) for key in request.keys]
-        columns = request.columns or [None] * rows
         parts = []
         with self.model() as model, evaluating(model), trainer.accelerator.autocast():
             for start in range(0, rows, size):
@@ -126,7 +134,8 @@ class OwnModel:
                     generator=generators[part],
                     eos_token_ids=trainer.ends or None,
                     stops=request.stops,
-                    columns=columns[part],
+                    columns=None if request.columns is None else request.columns[part],
+                    start=None if request.start is None else request.start.select(part),
                 )
                 parts.append(sampled)
             return Rollout.joined(parts)
@@ -155,6 +164,17 @@ def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | Non
             return rooms.PrefetchedRollouts()
         return rooms.ServerRollouts()
     return OwnModel()
+
+
+def require_continuing(source: RolloutSource, settings: SamplingSettings, config: Any, what: str) -> None:
+    """Raises ValueError if the rollouts of a run cannot continue from canvases with tokens, which `what` needs: because
+    of their source, the sampler's settings, or the model with this config. For the set-up of a run."""
+    if not source.can_continue:
+        raise ValueError(f"{what} continues rollouts, and {source.name} cannot: let the trainer sample")
+    try:
+        check_start(settings, config)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:

@@ -72,7 +72,7 @@ from d1.rl.rewards import SPEED, guarded
 from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
-from d1.sampling import Rollout, SamplingSettings
+from d1.sampling import Rollout, RolloutStart, SamplingSettings
 from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
 from d1.sampling.passes import Columns
@@ -247,12 +247,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         keys: Sequence[Sequence[int]] | None = None,
         stops: Stops | None = None,
         columns: Sequence[Columns | None] | None = None,
+        start: RolloutStart | None = None,
     ) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
-        generators; None: they are all rows of this process. `stops` and `columns`: as in `d1.sampling.rollout`."""
+        generators; None: they are all rows of this process. `stops`, `columns` and `start`: as in
+        `d1.sampling.rollout`; what needs `start` calls `require_continuing` when it is set up."""
         if keys is None:
             keys = self.row_keys("rollout", len(ids))
-        sampled = self.source.sample(RolloutRequest(ids, mask, keys, stops, columns))
+        sampled = self.source.sample(RolloutRequest(ids, mask, keys, stops, columns, start))
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
 

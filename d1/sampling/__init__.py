@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from d1.sampling.infill import fill_steps as fill_steps
     from d1.sampling.loop import eos_cut as eos_cut
     from d1.sampling.record import Rollout as Rollout
+    from d1.sampling.record import RolloutStart as RolloutStart
     from d1.sampling.record import Step as Step
     from d1.sampling.rollouts import generate as generate
     from d1.sampling.rollouts import rollout as rollout
@@ -19,6 +20,6 @@ if TYPE_CHECKING:
     from d1.sampling.stream import rollout_stream as rollout_stream
 
 HOMES = dict.fromkeys(("generate", "rollout", "rollout_steps"), "rollouts") | {"eos_cut": "loop"}
-HOMES |= {"Rollout": "record", "Step": "record", "SamplingSettings": "settings"}
+HOMES |= {"Rollout": "record", "RolloutStart": "record", "Step": "record", "SamplingSettings": "settings"}
 HOMES |= {"fill": "infill", "fill_steps": "infill", "rollout_stream": "stream"}
 __getattr__ = lazily(__name__, HOMES)

@@ -53,6 +53,8 @@ class Row:
     post: int = 0  # with editing, passes since it hid none
     stops: Stops | None = None  # another end of the completion than an EOS, for the EOS stop
     columns: Columns | None = None  # of its text's first tokens; `prompt` is then without padding
+    # Tokens of each block, if some are there before the first pass; None: the schedule reveals all of them
+    lengths: list[int] | None = None
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     ends: tuple[int, ...] = ()  # of the EOS stop
@@ -71,7 +73,8 @@ class Row:
 
     @property
     def size(self) -> int:
-        return sum(self.schedule[self.block])
+        """Tokens of the block."""
+        return sum(self.schedule[self.block]) if self.lengths is None else self.lengths[self.block]
 
     @property
     def later(self) -> int:
@@ -83,10 +86,12 @@ class Row:
         return self.left == 0 and self.block == len(self.schedule) - 1
 
     def open_block(self) -> None:
-        """Begin the next block."""
-        self.filled += self.size if self.block >= 0 else 0
-        self.block, self.step, self.post = self.block + 1, 0, 0
-        self.left = self.hides = self.size
+        """Begin the next block that hides something."""
+        self.left = 0
+        while self.left == 0:
+            self.filled += self.size if self.block >= 0 else 0
+            self.block, self.step, self.post = self.block + 1, 0, 0
+            self.left = self.hides = sum(self.schedule[self.block])
 
     def edited(self, hides: int, edits: int, post_steps: int) -> int:
         """What is `left` with editing after a pass that made `edits` edits and left `hides` tokens hidden: nothing
@@ -105,16 +110,17 @@ class Batch:
     canvas: Canvas
     hidden: Tensor  # (rows, longest block) bool, what is still hidden in each row's current block
     generator: Generator | None = None
+    unfilled: Tensor | None = None  # (rows, positions to fill) bool, what was hidden before the first pass; None: all
 
     @classmethod
-    def of(cls, rows: list[Row], canvas: Canvas, generator: Generators = None) -> Batch:
+    def of(cls, rows: list[Row], canvas: Canvas, generator: Generators = None, unfilled: Tensor | None = None) -> Batch:
         """A batch of new rows; if `generator` is a list, each row gets its own from it."""
         if isinstance(generator, Sequence):
             for row, own in zip(rows, generator, strict=True):
                 row.generator = own
-        longest = max((sum(block) for row in rows for block in row.schedule), default=0)
+        longest = max((size for row in rows for size in row.lengths or map(sum, row.schedule)), default=0)
         hidden = torch.zeros(len(rows), longest, dtype=torch.bool, device=canvas.ids.device)
-        return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator)
+        return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator, unfilled)
 
     def upload(self, numbers: Any) -> Tensor:
         """Copy whole numbers to the device, without waiting for it."""
@@ -132,7 +138,12 @@ class Batch:
         for row in opened:
             self.rows[row].open_block()
         sizes = self.upload([self.rows[row].size for row in opened]).unsqueeze(1)
-        self.hidden[self.upload(opened)] = torch.arange(self.hidden.shape[1], device=sizes.device) < sizes
+        inside = torch.arange(self.hidden.shape[1], device=sizes.device)
+        hidden = inside < sizes
+        if self.unfilled is not None:
+            filled = self.upload([self.rows[row].filled for row in opened]).unsqueeze(1)
+            hidden &= self.unfilled[self.upload(opened).unsqueeze(1), (filled + inside) % self.unfilled.shape[1]]
+        self.hidden[self.upload(opened)] = hidden
         start, blocks = self.canvas.start, []
         for one in (self.rows[row] for row in live):
             first = start + one.filled
@@ -343,6 +354,9 @@ class Sampler:
     def fill_canvas(self, batch: Batch, rows: list[int], passes: Passes, ends: Sequence[int] = ()) -> Iterator[Step]:
         """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of `ends`."""
         live, kept = rows, list[int]()
+        if ends and any(batch.rows[row].block >= 0 for row in live):  # an EOS in blocks that were full at the start
+            done = batch.finished(live, ends)
+            live = [row for row in live if row not in done]
         while live:
             passes.enter(batch.open_blocks(live), kept)
             yield from self.fill_blocks(batch, live, passes, together=True)

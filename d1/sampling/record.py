@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,61 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
         given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
         to_fill=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
     )
+
+
+@dataclass(frozen=True)
+class RolloutStart:
+    """Canvases from which sampling continues, instead of canvases of mask tokens. The tokens that are there stay.
+
+    Attributes:
+        ids: (rows, gen_length), with the mask token where a token is to be sampled.
+        steps: (rows,) the row's forward passes so far, from which the schedule continues; 0: it begins, and each block
+            spreads its hidden tokens over all of its steps.
+        reveal_steps, logps, entropies: (rows, gen_length), as in `Rollout`, of the passes so far; -1, 0 and 0 at tokens
+            that no pass revealed, and at hidden ones.
+    """
+
+    ids: Tensor
+    steps: Tensor
+    reveal_steps: Tensor
+    logps: Tensor
+    entropies: Tensor
+
+    @classmethod
+    def from_ids(cls, ids: Tensor) -> RolloutStart:
+        """Canvases (rows, gen_length) with some tokens that are given in advance."""
+        zeros = torch.zeros(ids.shape, device=ids.device)
+        return cls(ids, torch.zeros_like(ids[:, 0]), torch.full_like(ids, -1), zeros, zeros)
+
+    @classmethod
+    def from_rollout(cls, sampled: Rollout, step: int, mask_token_id: int, given: Tensor | None = None) -> RolloutStart:
+        """The canvases of a rollout without edits before its forward pass `step`; the whole canvases of rows that took
+        fewer passes, without what the EOS stop filled. `given`: (rows, gen_length) bool, the tokens that were there
+        before the first pass; None: there were none."""
+        was_revealed = (sampled.reveal_steps >= 0) & (sampled.reveal_steps < step)
+        is_there = was_revealed if given is None else was_revealed | given
+        canvas = sampled.ids[:, -is_there.shape[1] :]
+        return cls(
+            ids=torch.where(is_there, canvas, mask_token_id),
+            steps=sampled.passes.clamp(max=step),
+            reveal_steps=torch.where(was_revealed, sampled.reveal_steps, -1),
+            logps=torch.where(was_revealed, sampled.logps, 0.0),
+            entropies=torch.where(was_revealed, sampled.entropies, 0.0),
+        )
+
+    def select(self, rows: Any) -> RolloutStart:
+        """Some of the rows: a slice or an index."""
+        return RolloutStart(**{name: values[rows] for name, values in vars(self).items()})
+
+    def add_to(self, sampled: Rollout) -> Rollout:
+        """The rollout that continued from here, with the record of the passes before."""
+        was_revealed = self.reveal_steps >= 0
+        return replace(
+            sampled,
+            logps=torch.where(was_revealed, self.logps, sampled.logps),
+            reveal_steps=torch.where(was_revealed, self.reveal_steps, sampled.reveal_steps),
+            entropies=torch.where(was_revealed, self.entropies, sampled.entropies),
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +147,7 @@ class Rollout:
     logps: Tensor  # (rows, gen_length) fp32, in nats
     reveal_steps: Tensor  # (rows, gen_length) long, the row's own forward pass that revealed the token, from 0
     entropies: Tensor  # (rows, gen_length) fp32, in nats
-    passes: Tensor  # (rows,) forward passes that the row took part in
+    passes: Tensor  # (rows,) forward passes that the row took part in; with a `RolloutStart`, also those before it
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
     writes: Writes | None = None  # None without editing
 

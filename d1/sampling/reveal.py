@@ -48,6 +48,19 @@ def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
     return [spread(*block) for block in zip(sizes, taken, strict=True)]
 
 
+def rest_of_schedule(block: Sequence[int], done: int, hidden: int, has_rule: bool) -> list[int]:
+    """Tokens revealed in each further step of a block that still hides `hidden` tokens after `done` of its steps.
+
+    `block` is the schedule of the whole block. Without a rule, the tokens are spread over the steps that are left; with
+    one, which can be ahead of the schedule, each step leaves at most as many tokens as the schedule does.
+    """
+    left = max(len(block) - done, 1)
+    if not has_rule:
+        return spread(hidden, min(left, hidden))
+    kept = [min(sum(block[done + step :]), hidden) for step in range(1, left)] + [0]
+    return [before - after for before, after in zip([hidden, *kept], kept, strict=False)]
+
+
 def threshold(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     """All tokens whose probability exceeds `level` (Fast-dLLM, arXiv 2505.22618, section 3.3)."""
     return (logps.exp() > level).sum(-1)

@@ -18,9 +18,10 @@ from d1.sampling.loop import Batch, Row, Stops
 from d1.sampling.other_samplers import other_sampler
 from d1.sampling.passes import Columns
 from d1.sampling.predict import Generators
-from d1.sampling.record import Rollout, Step, rollout_of, start_canvas
+from d1.sampling.record import Rollout, RolloutStart, Step, rollout_of, start_canvas
 from d1.sampling.samplers import sampler_of
-from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.settings import SamplingSettings, check_sampler, check_start
+from d1.sampling.starts import continue_rows, empty_step, put_start
 
 
 def rollout(
@@ -39,7 +40,9 @@ def rollout(
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
         NotFiniteError: a row's log-probs or entropies are not finite; raised after the last pass. Names row and layer.
     """
-    return rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
+    sampled = rollout_of(rollout_steps(model, prompt_ids, attention_mask, settings, **options), prompt_ids.shape[1])
+    start: RolloutStart | None = options.get("start")
+    return sampled if start is None else start.add_to(sampled)
 
 
 def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -59,6 +62,7 @@ def rollout_steps(
     eos_token_ids: Sequence[int] | None = None,
     stops: Stops | None = None,
     columns: Sequence[Columns | None] | None = None,
+    start: RolloutStart | None = None,
     other_blocks: bool = False,
     recompute: bool = False,
     **fields: Any,
@@ -78,6 +82,9 @@ def rollout_steps(
         stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
         columns: of each row, those of an earlier text that begins its prompt: an exact cache takes them, and leaves its
             own instead when the row ends.
+        start: canvases to continue from. A run that continues an earlier one with the same generators, and in the same
+            batch, gives what the earlier one would have given: to the bit without a cache, up to rounding with the
+            exact cache of a block-causal model. The first step has no rows.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
 
@@ -94,6 +101,10 @@ def rollout_steps(
     settings = settings.suited(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
+    if start is not None:
+        check_start(settings, model.config)
+        if columns is not None:
+            raise ValueError("start: canvases that are continued take no columns of an earlier text")
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
         generators = generator if isinstance(generator, Sequence) else []
@@ -101,6 +112,8 @@ def rollout_steps(
     masked = not bool(attention_mask.all())
     sampler = sampler_of(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
+    if start is not None:
+        put_start(canvas, start)
     inside: list[int | None] = []
     rows: list[Row] = []
     lengths = prompt_lengths(model.config, attention_mask)
@@ -111,16 +124,29 @@ def rollout_steps(
         own: dict[str, Any] = {"stops": stops, "ends": tuple(eos_token_ids or ()), "first_token": settings.first_token}
         prompt = canvas.start if held is None or length is None else length
         rows.append(Row(number, prompt, after or 0, schedule, columns=held, **own))
-    batch = Batch.of(rows, canvas, generator)
+    # Rows whose prompts end at the same position of a block, and that hide something in the same blocks: these, and so
+    # their passes, are aligned.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    unfilled = None
+    if start is None:
+        for row, after in enumerate(inside):
+            groups.setdefault((after or 0,), []).append(row)
+    else:
+        unfilled = start.ids == mask_token_id
+        open_blocks = continue_rows(rows, start, unfilled, settings.rule is not None)
+        for row, (after, blocks) in enumerate(zip(inside, open_blocks, strict=True)):
+            if blocks:
+                groups.setdefault((after or 0, *blocks), []).append(row)
+    batch = Batch.of(rows, canvas, generator, unfilled)
     cache = cache_of(model.config, settings.cache, recompute)
 
-    # Rows whose prompts end at the same position of a block: their blocks, and so their passes, are aligned.
-    def complete(after: int | None) -> Iterator[Step]:
+    def complete(group: tuple[int, ...]) -> Iterator[Step]:
         passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
-        live = [row for row, other in enumerate(inside) if other == after]
-        return sampler.fill_canvas(batch, live, passes, eos_token_ids or ())
+        return sampler.fill_canvas(batch, groups[group], passes, eos_token_ids or ())
 
-    steps = chain.from_iterable(map(complete, sorted({*inside}, key=lambda after: after or 0)))
+    steps: Iterator[Step] = chain.from_iterable(map(complete, sorted(groups)))
+    if start is not None:  # its rows may all be whole
+        steps = chain([empty_step(canvas)], steps)
     return sampler.checked(steps, canvas)
 
 

@@ -419,6 +419,23 @@ def check_scdd(settings: SamplingSettings, config: Any) -> None:
             raise ValueError(f"the sampler scdd {what}")
 
 
+def check_start(settings: SamplingSettings, config: Any) -> None:
+    """Raise ValueError if sampling cannot continue from canvases with tokens (`RolloutStart`)."""
+    from d1.models.attention import has_causal_context  # needs torch
+
+    wrong = {
+        f"{config.model_type} has uniform noise, where every token changes in each pass": not has_masks(config),
+        f"{config.model_type} has a causal context, whose blocks begin with a pass for their first token": (
+            has_masks(config) and has_causal_context(config)
+        ),
+        "the sampler scdd may replace every token": settings.sampler == "scdd",
+        "edit_threshold and editing may replace the tokens that are there": settings.edits is not None,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"sampling cannot continue from a canvas with tokens: {what}")
+
+
 def refuse_scdd(settings: SamplingSettings, what: str) -> None:
     """Raise ValueError if `what`, the subject of the message, cannot sample by scdd."""
     if settings.sampler == "scdd":

@@ -287,8 +287,10 @@ def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over
 class ServerRollouts:
     """The rollout source of `rollout_mode server`."""
 
+    name = "rollout_mode server"
     rollout_func: Callable[..., dict[str, Any]] | None = None
     samples_here = False
+    can_continue = False
     trainer: DiffuGRPOTrainer
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:

@@ -111,6 +111,9 @@ def record_of(
 class UserRollouts(OwnModel):
     """Training rollouts of a user's function, which also tokenises the prompts; TRL calls it."""
 
+    name = "a rollout_func"
+    can_continue = False
+
     def __init__(self, function: UserRollout, args: DiffuGRPOConfig, config: Any) -> None:
         """ValueError for a model, by its config, or for settings that no function can serve."""
         require_masks(config, "a rollout_func")
