@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks import published
 from benchmarks.machine import as_markdown, multiply_adds, peak_bytes, race
 from d1.models import prepare
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.ranges import COUNT
 from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import generate, rollout
@@ -42,7 +42,7 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "60m": (26_000, 512, 2048, 8, 8),
     "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary with a very small transformer: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),
-    "small_head": (4870, 512, 2048, 8, 8),  # the body of "goal"; the head has LLaDA-8B's share of the work, 6.9%
+    "small_head": (4870, 512, 2048, 8, 8),  # the backbone of "goal"; the head has LLaDA-8B's share of the work, 6.9%
     "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
 }
 Results = dict[str, dict[str, float]]
@@ -114,13 +114,13 @@ def race_samplers(args: argparse.Namespace) -> Results:
     """One greedy rollout each, compared with the transformer's forward passes alone."""
     model = random_model(args.size)
     ids, _ = random_prompts(model, args.rows, args.prompt)
-    body, _ = body_and_head(model)
+    backbone, _ = backbone_and_head(model)
     canvas = torch.cat([ids, torch.full((args.rows, args.length), MASK, device=ids.device)], dim=1)
 
     @torch.no_grad()
     def bare() -> None:
         for _ in range(args.steps):
-            body(canvas, None)
+            backbone(canvas, None)
 
     runs = samplers(model, args)
     return race_work({"bare": bare, "ours": runs["ours"], "published": runs["published"]}, args.repeats, base="bare")

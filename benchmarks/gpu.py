@@ -45,7 +45,7 @@ from benchmarks.machine import describe
 from d1.masking import keyed_generator
 from d1.models import prepare
 from d1.models.attention import count_positions, over_queries
-from d1.models.head import body_and_head, run_inside
+from d1.models.head import backbone_and_head, run_inside
 from d1.ranges import POSITIVE
 from d1.runs.cli import run_script
 from d1.sampling import SamplingSettings, rollout
@@ -209,14 +209,14 @@ def measure_passes(bench: Bench, model: Any, names: dict[str, tuple[bool, bool]]
     ids, visible = prompts_of(bench, rows, length)
     at = torch.arange(length - length // 16, length, device=DEVICE).expand(rows, -1)
     mask, positions = over_queries(visible, length), count_positions(visible)
-    body = body_and_head(model)[0]
+    backbone = backbone_and_head(model)[0]
     flop = pass_flop(model, rows * length, length)
     for name, (autocast, dense) in names.items():
 
         @torch.no_grad()
         def run(autocast: bool = autocast, dense: bool = dense) -> Tensor:
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-                return body(ids, mask if dense else None, at, position_ids=positions)
+                return backbone(ids, mask if dense else None, at, position_ids=positions)
 
         bench.measure(f"{rows} x {length}, {name}", run, flop=flop)
 
@@ -377,7 +377,7 @@ def part_sft(bench: Bench) -> None:
         def step(model: Any = model, ids: Tensor = ids, hidden: Tensor = hidden) -> None:
             noised = ids.masked_fill(hidden, MASK)
             with torch.autocast(DEVICE, torch.bfloat16):
-                states = body_and_head(model)[0](noised)
+                states = backbone_and_head(model)[0](noised)
                 logps, _ = d1.models.head.target_logps(model, states[hidden], ids[hidden])
             logps.sum().backward()
             model.zero_grad()

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.models import prepare
 from d1.models.attention import Blocks, has_causal_context
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.models.kinds import block_size
 from d1.models.packing import two_stream_states
 from d1.ranges import COUNT
@@ -134,9 +134,9 @@ def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor, prompt
     if has_causal_context(model.config):
         before = torch.arange(prompt_tokens - 1, length - 1).expand(len(clean), -1)
         options: dict[str, Any] = {"blocks": Blocks(size, prompt_tokens), "clean_at": before}
-        return body_and_head(model)[1](two_stream_states(model, clean, noised[:, prompt_tokens:], None, **options))
+        return backbone_and_head(model)[1](two_stream_states(model, clean, noised[:, prompt_tokens:], None, **options))
     states = two_stream_states(model, clean, noised[:, prompt_tokens // size * size :], None)
-    return body_and_head(model)[1](states[:, prompt_tokens % size :])
+    return backbone_and_head(model)[1](states[:, prompt_tokens % size :])
 
 
 def solve_rate(

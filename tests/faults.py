@@ -105,14 +105,14 @@ def no_room(kept: torch.nn.Module, times: int) -> Iterator[None]:
 @contextmanager
 def failing_passes(engine: Any, fails: Any) -> Iterator[None]:
     """Forward passes of an engine's model in whose batch some row's ids (rows, length) `fails` raise an error."""
-    body = engine.model.base_model
+    backbone = engine.model.base_model
 
     def check(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         ids = options.get("input_ids", given[0] if given else None)
         if fails(ids):
             raise FloatingPointError("a pass that failed on purpose")
 
-    hook = body.register_forward_pre_hook(check, with_kwargs=True)
+    hook = backbone.register_forward_pre_hook(check, with_kwargs=True)
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from d1.models.adapters import lora_targets, skip_input_casts
 from d1.models.attention import has_causal_context
 from d1.models.canvas import canvas_states, decode, encode, soft_embeddings
-from d1.models.head import CHUNK_ELEMENTS, MAX_CHUNK_FACTOR, body_and_head, target_logps, unwrapped
+from d1.models.head import CHUNK_ELEMENTS, MAX_CHUNK_FACTOR, backbone_and_head, target_logps, unwrapped
 from d1.models.kinds import block_size, experts, has_masks, vocabulary
 from d1.models.memory import meta_model
 from d1.models.merged import copied_bytes
@@ -188,7 +188,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # The mask of a batch with padding: attention falls back to kernels that take a mask.
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
-        body, head = body_and_head(model)
+        backbone, head = backbone_and_head(model)
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
         skip_input_casts(model)
         with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
@@ -201,7 +201,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                 visible = torch.ones_like(ids)  # masks over queries are made from it
                 states = two_stream_states(model, ids, noised, visible, clean_at=own)
             else:
-                states = body(ids, mask, **({CACHE: DynamicCache()} if size else {}))
+                states = backbone(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training and not has_masks(config):
                 logits = head(states.flatten(0, 1)[: max(1, SAMPLING_ELEMENTS // 2 // vocabulary(config))])
                 soft_embeddings(model, logits.double().softmax(-1).cumsum(-1).float())

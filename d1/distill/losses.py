@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, token_entropies, token_logps
+from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, token_entropies, token_logps
 from d1.scoring.forward import hidden_states, noised_tokens
 from d1.scoring.views import pairs_to_score
 
@@ -83,7 +83,7 @@ def read_positions(
 
 def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`read` of the logits of `states` (n, hidden), with at most one chunk of logits in memory."""
-    head = body_and_head(model)[1]
+    head = backbone_and_head(model)[1]
 
     def chunk(states: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)

@@ -18,7 +18,7 @@ from d1.distill.config import DistillConfig
 from d1.distill.states import COLUMNS, Traces, blocks_of_canvas
 from d1.files import give_usual_mode, reading, writing
 from d1.masking import keyed_generator
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.kinds import block_size
 from d1.models.messages import CONVERSATION_COLUMNS, as_messages, conversation_of
 from d1.models.tokenizer import encode_question
@@ -94,7 +94,7 @@ class TraceSampler:
         training = model.training
         model.eval()
         end, prompts = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers]
-        ids, mask = left_padded(prompts, self.tokenizer.pad_token_id)
+        ids, mask = left_pad(prompts, self.tokenizer.pad_token_id)
         options: dict[str, Any] = {"mask_token_id": self.tokenizer.mask_token_id, "eos_token_ids": [end]}
         options["generator"] = [keyed_generator(seed, TRACES, number, 0, device=model.device) for number in numbers]
         sampled = rollout(model, ids.to(model.device), mask.to(model.device), self.settings, **options)

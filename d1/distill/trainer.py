@@ -21,7 +21,7 @@ from d1.distill.methods import METHODS
 from d1.distill.states import STATES, States, Traces
 from d1.distill.traces import TraceSampler
 from d1.masking import keyed_generator
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.head import run_inside
 from d1.runs.data import IGNORED, BatchRow
 from d1.runs.trainer import SummingTrainer
@@ -92,7 +92,7 @@ class DistillTrainer(SummingTrainer, Trainer):
     def seen(self, states: States, positions: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
         """What a pass needs on the device, and the positions in the order in which passes read them."""
         device, sampler = self.args.device, self.sampler
-        prompts, visible = left_padded([sampler.prompts.ids[row] for row in rows], sampler.tokenizer.pad_token_id)
+        prompts, visible = left_pad([sampler.prompts.ids[row] for row in rows], sampler.tokenizer.pad_token_id)
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, at = positions.nonzero().unbind(1)  # (n,) each

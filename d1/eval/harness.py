@@ -42,7 +42,7 @@ from d1.eval.completions import (
 from d1.eval.run import parse_settings
 from d1.files import read_object, write_atomically
 from d1.masking import keyed_generator
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
@@ -102,7 +102,7 @@ def batches(
         length = len(pairs[order[0]][1])
         same = [i for i in order[:batch_size] if len(pairs[i][1]) == length]
         prompts, answers = zip(*(pairs[i] for i in same), strict=True)
-        ids, mask = left_padded(prompts, pad_token_id)
+        ids, mask = left_pad(prompts, pad_token_id)
         yield same, ids.to(device), mask.to(device), torch.tensor(answers, device=device)
         order = order[len(same) :]
 

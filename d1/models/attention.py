@@ -2,7 +2,7 @@
 
 A token's *position* is its number among the real tokens of its text, from 0. An `Attention` says, by positions, which
 tokens see each other; the masks of padded batches, packed rows and two streams follow from it. The hooks at the end
-give positions and masks to the body of a model (its `base_model`, without the head), and align its states.
+give positions and masks to the backbone of a model (its `base_model`, without the head), and align its states.
 
 `visible` (rows, keys) is 1 at every token that may be seen, 0 at padding. A mask "over queries" is (rows, 1, queries,
 keys), bool.
@@ -88,19 +88,19 @@ class Attention:
         # If padding saw nothing, attention would divide by zero.
         return (seen | copied[:, first:, None] & (key[first:, None] == key)).unsqueeze(1)
 
-    def mask_for(self, body: PreTrainedModel, visible: Tensor, noised: int, queries: int, **blocks: Any) -> Tensor:
-        """The same mask in the form that the kernel of `body` takes."""
+    def mask_for(self, backbone: PreTrainedModel, visible: Tensor, noised: int, queries: int, **blocks: Any) -> Tensor:
+        """The same mask in the form that the kernel of `backbone` takes."""
         return for_kernel(
-            attention_kernel(body.config), self.mask(body.config, visible, noised, queries, **blocks), body
+            attention_kernel(backbone.config), self.mask(backbone.config, visible, noised, queries, **blocks), backbone
         )
 
 
-def for_kernel(kernel: str | None, mask: Tensor, body: PreTrainedModel) -> Tensor:
+def for_kernel(kernel: str | None, mask: Tensor, backbone: PreTrainedModel) -> Tensor:
     """A mask, true where a query sees a key, in the form that a kernel of `KERNELS` takes."""
     if kernel == "sdpa":
         return mask
     # Eager attention adds the mask to the scores.
-    return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
+    return torch.zeros_like(mask, dtype=backbone.dtype).masked_fill(~mask, torch.finfo(backbone.dtype).min)
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def position_ids(config: Any, positions: Tensor) -> Tensor:
     return positions + config.pad_token_id + 1 if kind_of(config).positions_after_padding else positions
 
 
-def left_padded(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+def left_pad(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, (rows, prompt) each, padded on the left."""
     longest = max(map(len, prompts))
     ids = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -233,31 +233,31 @@ def given_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["inputs_embeds"][..., 0] if ids is None else ids
 
 
-def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the body: adds position ids and, if attention is not full, the mask over queries.
+def attend(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the backbone: adds position ids and, if attention is not full, the mask over queries.
 
     With `noised=n`, the last n tokens are noised copies of the n before them; the mask is that of the clean tokens.
     `blocks` and `opened` are those of `Attention.mask`.
     """
-    check_attention(body.config, type(body).__name__)
+    check_attention(backbone.config, type(backbone).__name__)
     where = {name: kwargs.pop(name) for name in ("blocks", "opened") if name in kwargs}
-    attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
+    attention, noised, mask = attention_of(backbone.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
     if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # a packed row, or a mask from the sampler
         return args, kwargs
     given = given_tokens(args, kwargs)
     visible = torch.ones_like(given[:, noised:], dtype=torch.long) if mask is None else mask
     if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = position_ids(body.config, with_copies(count_positions(visible), noised))
+        kwargs["position_ids"] = position_ids(backbone.config, with_copies(count_positions(visible), noised))
     if attention.sees is None:
         return args, kwargs
     if attention.causal_context:
-        before = before_in_context(body.config, visible, noised, given.shape[1], **where)
+        before = before_in_context(backbone.config, visible, noised, given.shape[1], **where)
     elif noised:
-        before = before_in_two_streams(visible, noised, Blocks(body.config.block_size))
+        before = before_in_two_streams(visible, noised, Blocks(backbone.config.block_size))
     else:
         before = real_before(visible, given)
     kwargs["token_before"] = before
-    kwargs["attention_mask"] = attention.mask_for(body, visible, noised, given.shape[1], **where)
+    kwargs["attention_mask"] = attention.mask_for(backbone, visible, noised, given.shape[1], **where)
     return args, kwargs
 
 
@@ -321,16 +321,16 @@ def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
     return real_before(mask, tokens)
 
 
-def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a body that predicts the next token: takes the states of one real token earlier."""
+def align_positions(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a backbone that predicts the next token: takes the states of one real token earlier."""
     positions = kwargs.get("state_positions")
     if positions is not None:
         kwargs["state_positions"] = tokens_before(kwargs, kwargs["input_ids"]).gather(1, positions)
     return args, kwargs
 
 
-def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of a body that predicts the next token: state i becomes that of the real token before i."""
+def align_states(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of a backbone that predicts the next token: state i becomes that of the real token before i."""
     if kwargs.get("state_positions") is None:
         states = output[0]
         before = tokens_before(kwargs, states)
@@ -338,8 +338,8 @@ def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
     return output
 
 
-def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of an encoder's body: adds `logits_to_keep`, which Transformers has for decoders only."""
+def keep_states(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of an encoder's backbone: adds `logits_to_keep`, which Transformers has for decoders only."""
     keep = kwargs.get("logits_to_keep", 0)  # 0: all
     output.last_hidden_state = output[0][:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
     return output

@@ -101,20 +101,20 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+def backbone_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
     """The two parts of a prepared model, for work without the logits of all positions at once.
 
     Returns:
-        `body(input_ids, attention_mask, positions)` -> last hidden states, aligned to the token they score:
+        `backbone(input_ids, attention_mask, positions)` -> last hidden states, aligned to the token they score:
         (rows, length, hidden), or (rows, n, hidden) at each row's own `positions` (rows, n); most decoders then run
         their last layer only at these.
-        `head(states)` -> logits (..., vocab). `head(body(...))` equals `model(...).logits` for every kind.
+        `head(states)` -> logits (..., vocab). `head(backbone(...))` equals `model(...).logits` for every kind.
     """
     inner = unwrapped(model)
 
     kind = kind_of(inner.config)
 
-    def body(
+    def backbone(
         input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         if kind.uniform_noise:
@@ -135,7 +135,7 @@ def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor],
         return states if cap is None else torch.tanh(states / cap) * cap
 
     cap = getattr(inner.config, "final_logit_softcapping", None)
-    return body, head
+    return backbone, head
 
 
 def token_logps(logits: Tensor, ids: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def target_logps(
     Returns:
         (n,) each, in nats, fp32 (fp64 for a model in fp64); None for entropies that were not asked for.
     """
-    head = body_and_head(model)[1]
+    head = backbone_and_head(model)[1]
 
     def chunk(states: Tensor, targets: Tensor, divide_by: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = head(states)
@@ -314,9 +314,9 @@ def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
             found.append((names[module], module))
 
     hooks = [module.register_forward_hook(look) for module in names]
-    body, run_head = body_and_head(model)
+    backbone, run_head = backbone_and_head(model)
     try:
-        states = body(text.unsqueeze(0))[0]
+        states = backbone(text.unsqueeze(0))[0]
         for some in states.split(max(1, CHUNK_ELEMENTS // vocabulary(model.config))):
             logits = run_head(some)
             if found or not logits.isfinite().all():

@@ -83,7 +83,7 @@ def prepare(model: Model) -> Model:
         return model
     name, config = type(inner).__name__, inner.config
     check_kind(config.model_type, name)
-    kind, body = kind_of(config), inner.base_model
+    kind, backbone = kind_of(config), inner.base_model
     check_since(kind, config.model_type, name)
     if kind.becomes:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
@@ -98,23 +98,23 @@ def prepare(model: Model) -> Model:
     check_attention(config, name)
     check_rule(config, name)
     missing = [module for module in kind.head if not hasattr(inner, module)]
-    if missing or body is inner:
+    if missing or backbone is inner:
         raise ValueError(
             f"{name} does not split into a `base_model`, which gives hidden states, and the head "
             f"{', '.join(kind.head)}: sampling and scoring need a causal or masked LM with these names"
         )
     attend_both_ways(config, name)
-    body.register_forward_pre_hook(place_packed, with_kwargs=True)
-    body.register_forward_pre_hook(attend, with_kwargs=True)
+    backbone.register_forward_pre_hook(place_packed, with_kwargs=True)
+    backbone.register_forward_pre_hook(attend, with_kwargs=True)
     if kind.shift:
         config.predicts_next_token = True
     if getattr(config, "predicts_next_token", False):
-        body.register_forward_pre_hook(align_positions, with_kwargs=True)
-        body.register_forward_hook(align_states, with_kwargs=True)
+        backbone.register_forward_pre_hook(align_positions, with_kwargs=True)
+        backbone.register_forward_hook(align_states, with_kwargs=True)
     if kind.encoder:
-        body.register_forward_hook(keep_states, with_kwargs=True)
+        backbone.register_forward_hook(keep_states, with_kwargs=True)
     else:
-        body.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
+        backbone.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
     if getattr(inner, "generation_config", None) is None:  # masked-LM classes have none, but trainers read it
         inner.generation_config = GenerationConfig()
     if not kind.encoder:

@@ -32,7 +32,7 @@ from d1.models.attention import (
     require_prepared,
     with_copies,
 )
-from d1.models.head import body_and_head, unwrapped
+from d1.models.head import backbone_and_head, unwrapped
 from d1.models.kinds import block_size, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_mask, takes_packed_rows
 
@@ -76,13 +76,13 @@ def check_packed(config: Any, name: str) -> None:
         )
 
 
-def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def place_packed(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook, before `attend`: makes, from `segments`, the positions and what keeps the texts apart."""
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
-    config, device = body.config, given_tokens(args, kwargs).device
-    check_packed(config, type(body).__name__)
+    config, device = backbone.config, given_tokens(args, kwargs).device
+    check_packed(config, type(backbone).__name__)
     attention, counts = attention_of(config), [length + noised for length, noised in segments]
     blocks = kwargs.pop("blocks", None) or [None] * len(counts)
     texts = [(torch.ones(1, length, dtype=torch.long, device=device), noised) for length, noised in segments]
@@ -101,7 +101,7 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         made = zip(texts, counts, blocks, strict=True)
         masks: list[Tensor | None] = [None] * len(counts)
         if attention.sees is not None:
-            masks = [attention.mask_for(body, *text, count, blocks=own) for text, count, own in made]
+            masks = [attention.mask_for(backbone, *text, count, blocks=own) for text, count, own in made]
         kwargs["texts"] = Texts(counts, counts, masks)
     else:
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
@@ -150,7 +150,7 @@ def two_stream_states(
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
     asked = own if clean_at is None else torch.cat([clean_at, own], dim=1)
     where = {} if blocks is None else {"blocks": blocks}
-    return body_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, asked, noised=count, **where)
+    return backbone_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, asked, noised=count, **where)
 
 
 def packed_two_stream_states(
@@ -189,7 +189,7 @@ def packed_two_stream_states(
     at, order = torch.cat([torch.cat(of).nonzero().squeeze(1) for of in (of_clean, asked)]).sort()
     where = {} if blocks is None else {"blocks": blocks}
     at = at.unsqueeze(0).to(clean.device, non_blocking=True)
-    states = body_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments, **where)[0]
+    states = backbone_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments, **where)[0]
     return states if clean_at is None else states[order.argsort().to(clean.device, non_blocking=True)]
 
 

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.transformers_bridge import CACHE
 
 LIBRARIES = ("torch", "transformers")
@@ -47,10 +47,10 @@ def difference_with_cache(prepare: Callable[[Any], Any]) -> float:
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        body, _ = body_and_head(prepare(LlamaForCausalLM(LlamaConfig(**sizes)).float()).eval())
+        backbone, _ = backbone_and_head(prepare(LlamaForCausalLM(LlamaConfig(**sizes)).float()).eval())
         ids, mask = torch.arange(8).unsqueeze(0), torch.ones(1, 8).long()
         at, cache = torch.tensor([[1, 3]]), DynamicCache()
-        whole = body(ids, mask, **{CACHE: cache})
+        whole = backbone(ids, mask, **{CACHE: cache})
         cache.crop(-4)
-        part = body(ids[:, 4:], mask, at, position_ids=torch.arange(4, 8).unsqueeze(0), **{CACHE: cache})
+        part = backbone(ids[:, 4:], mask, at, position_ids=torch.arange(4, 8).unsqueeze(0), **{CACHE: cache})
         return float((whole[:, 4 + at[0]] - part).abs().max())

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from d1.models.head import body_and_head, unwrapped
+from d1.models.head import backbone_and_head, unwrapped
 from d1.models.kinds import experts, has_masks, is_encoder
 from d1.sampling.kv_cache import is_read_only, layers_of, same_layers
 from d1.sampling.settings import COMPILE
@@ -42,7 +42,7 @@ from d1.transformers_bridge import CACHE, attention_kernel
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[..., Tensor]  # `body` of `body_and_head`
+Forward = Callable[..., Tensor]  # `backbone` of `backbone_and_head`
 Compute = Callable[[], Any]  # reads buffers; returns tensors
 Capture = Callable[[Compute], tuple[Any, Callable[[], Any]]]  # -> its results, and what computes them again
 
@@ -100,20 +100,20 @@ MADE: WeakKeyDictionary[Any, tuple[Hashable, Any]] = WeakKeyDictionary()  # mode
 
 
 def forward_pass(model: Any) -> Forward:
-    """`body` of `body_and_head`, compiled if `set_compile` says so."""
-    inner, compile, (body, _) = unwrapped(model), compile_of(model), body_and_head(model)
+    """`backbone` of `backbone_and_head`, compiled if `set_compile` says so."""
+    inner, compile, (backbone, _) = unwrapped(model), compile_of(model), backbone_and_head(model)
     if compile == "none":
-        return body
+        return backbone
     state = compile, state_of(inner)
     if inner not in MADE or MADE[inner][0] != state:
-        # `body` holds the model, and the table must not: it would never be freed.
+        # `backbone` holds the model, and the table must not: it would never be freed.
         MADE[inner] = state, PassGraphs() if compile == "graphs" else CompiledLayers()
     made = MADE[inner][1]
 
     def forward(*args: Any, **options: Any) -> Tensor:
         if torch.is_grad_enabled():
-            return body(*args, **options)
-        return made.run(inner, body, *args, **options)  # type: ignore[no-any-return]
+            return backbone(*args, **options)
+        return made.run(inner, backbone, *args, **options)  # type: ignore[no-any-return]
 
     return forward
 
@@ -139,12 +139,12 @@ class CompiledLayers:
         self.backend = backend
         self.compiled: list[Callable[..., Any]] = []
 
-    def run(self, model: Any, body: Forward, *args: Any, **options: Any) -> Tensor:
+    def run(self, model: Any, backbone: Forward, *args: Any, **options: Any) -> Tensor:
         past = options.get(CACHE)
         if past is not None and not is_read_only(past):  # the first pass of a block
-            return body(*args, **options)
+            return backbone(*args, **options)
         with self.compiled_layers(model):
-            return body(*args, **options)
+            return backbone(*args, **options)
 
     @contextmanager
     def compiled_layers(self, model: Any) -> Iterator[None]:
@@ -259,27 +259,27 @@ class PassGraphs:
     def run(
         self,
         model: Any,
-        body: Forward,
+        backbone: Forward,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         positions: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """`body` with the same arguments, by a graph if there is one for their shape."""
+        """`backbone` with the same arguments, by a graph if there is one for their shape."""
         arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "positions": positions, **options}
         past = arguments.pop(CACHE, None)
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         graph = None
         if positions is not None and all(value is None or name in tensors for name, value in arguments.items()):
             shape = Shape.of(tensors, past)
-            graph = self.graph_of(shape, body, tensors, past)
+            graph = self.graph_of(shape, backbone, tensors, past)
         if graph is None:
             self.eager_passes += 1
-            return body(input_ids, attention_mask, positions, **options)
+            return backbone(input_ids, attention_mask, positions, **options)
         self.replays += 1
         return self.replay(graph, shape, tensors, past)
 
-    def graph_of(self, shape: Shape, body: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
+    def graph_of(self, shape: Shape, backbone: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
         """The graph of a shape with at least as many positions; None if the shape is new or cannot be captured."""
         count = tensors["positions"].shape[1]
         graph = self.graphs.pop(shape, None)
@@ -290,7 +290,7 @@ class PassGraphs:
                 del self.positions[next(iter(self.positions))]
             if is_new or shape in self.failed:
                 return None
-            graph = self.make(shape, body, tensors, past)
+            graph = self.make(shape, backbone, tensors, past)
             if graph is None:
                 return None
         self.graphs[shape] = graph
@@ -298,7 +298,7 @@ class PassGraphs:
             del self.graphs[next(iter(self.graphs))]
         return graph
 
-    def make(self, shape: Shape, body: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
+    def make(self, shape: Shape, backbone: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
         """Captures a pass of this shape; None if that fails."""
         inputs = {name: tensors[name].new_zeros(size) for name, _, size in shape.inputs}
         inputs["positions"] = tensors["positions"].new_zeros(shape.rows, self.positions[shape])
@@ -313,10 +313,10 @@ class PassGraphs:
             given = dict(inputs)
             ids, positions, mask = given.pop("input_ids"), given.pop("positions"), given.pop("attention_mask", None)
             if shape.only_reads is None:
-                return body(ids, mask, positions, **given), []
+                return backbone(ids, mask, positions, **given), []
             # An empty cache, or one that a pass adds to, is a new one in each run.
             cache = template if buffers and shape.only_reads else same_layers(template)
-            states = body(ids, mask, positions, **given, **{CACHE: cache})
+            states = backbone(ids, mask, positions, **given, **{CACHE: cache})
             columns: list[Tensor] = []
             for layer in () if shape.only_reads else layers_of(cache):
                 for values in (layer.keys, layer.values):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.head import NotFiniteError
 from d1.models.kinds import has_masks
 from d1.sampling.record import Rollout, Step, rollout_of
@@ -50,7 +50,7 @@ def stream_in_batches(
                 raise ValueError(f"{noise} has no stops within a completion, which tools need")
             if generator is None:
                 raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-        ids, mask = (values.to(model.device) for values in left_padded([[*prompt[0]] for _, prompt in batch], pad))
+        ids, mask = (values.to(model.device) for values in left_pad([[*prompt[0]] for _, prompt in batch], pad))
         own = [prompt[1] for _, prompt in batch]
         try:
             sampled = rollout_of(steps(model, ids, mask, settings, own, ends, mask_token_id), ids.shape[1])

@@ -35,7 +35,7 @@ class PackedPasses(Passes):
             self.lengths = self.locate_tokens(visible)
         segments: Any = [(length, 0) for length in self.lengths]  # no text has noised copies
         packed, at = ids.flatten()[self.real].unsqueeze(0), self.number.gather(1, positions)
-        states = self.body(packed, None, at.flatten().unsqueeze(0), segments=segments)
+        states = self.backbone(packed, None, at.flatten().unsqueeze(0), segments=segments)
         return states[0].unflatten(0, positions.shape), visible.sum(-1)
 
     def locate_tokens(self, visible: Tensor) -> list[int]:

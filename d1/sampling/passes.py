@@ -69,7 +69,7 @@ class Passes:
     def __init__(
         self, model: Any, *, branches: int, mask_token_id: int, device: Any, masked: bool, aligned: bool
     ) -> None:
-        self.body = forward_pass(model)
+        self.backbone = forward_pass(model)
         self.branches, self.mask_token_id, self.device = branches, mask_token_id, device
         self.masked, self.aligned = masked, aligned
         self.over_queries = takes_masks_over_queries(model.config)
@@ -96,7 +96,7 @@ class Passes:
         options: dict[str, Any] = {} if past is None else {CACHE: past}
         if self.masked and self.over_queries:
             options["position_ids"] = count_positions(visible)
-        return self.body(ids, self.mask(visible, ids.shape[1]), positions, **options)
+        return self.backbone(ids, self.mask(visible, ids.shape[1]), positions, **options)
 
     def feed_apart(
         self, old: int, count: int, feed: Callable[[range, Any], tuple[DynamicCache, Tensor, Tensor, Tensor]]
@@ -197,7 +197,7 @@ class WindowPasses(Passes):
         options: dict[str, Any] = {CACHE: window.past}
         if window.starts is not None:
             options["opened"] = torch.cat([torch.zeros_like(window.stored), inside >= window.starts], dim=1).bool()
-        return self.body(
+        return self.backbone(
             ids.gather(1, inside.clamp(0, ids.shape[1] - 1)),
             self.mask(torch.cat([window.stored, window.fed], dim=1), width),
             (positions - inside[:, :1]).clamp(0, width - 1),
@@ -389,7 +389,7 @@ class RecomputedContext(Passes):
         everywhere = torch.arange(ids.shape[1], device=ids.device)
         opened = (everywhere >= start) & (everywhere < end) & (causal == 0)
         self.causal = torch.zeros_like(self.causal)
-        return self.body(ids, self.mask(visible, ids.shape[1]), positions - causal, opened=opened), visible.sum(-1)
+        return self.backbone(ids, self.mask(visible, ids.shape[1]), positions - causal, opened=opened), visible.sum(-1)
 
 
 # --- Delayed: passes that process only the tokens that have changed ---------------------------------------------------
@@ -488,7 +488,7 @@ class DelayedPasses(Passes):
             keys.append(torch.zeros_like(before))  # hidden as keys: other tokens see them at their own positions
             options["token_before"] = torch.arange(queries.shape[1], device=ids.device).expand_as(queries)
             at = anew.shape[1] + torch.arange(positions.shape[1], device=ids.device).expand_as(positions)
-        states = self.body(
+        states = self.backbone(
             ids.gather(1, queries),
             self.mask(torch.cat(keys, dim=1), queries.shape[1]),
             at,

@@ -116,7 +116,7 @@ def predict(
     rows, n = states.shape[1:3]
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     found = torch.empty(3, rows, n, device=states.device)
-    run_head = head.body_and_head(model)[1]
+    run_head = head.backbone_and_head(model)[1]
     for some, positions in chunks(rows, n, vocabulary(model.config), head.chunk_factor(states.device)):
         generators = generator[some] if isinstance(generator, Sequence) else generator
         logits = run_head(states[:, some, positions].flatten(0, 1)).float().unflatten(0, (len(states), -1))

@@ -129,7 +129,7 @@ def predict(
         numbers: uniform numbers (2, rows, n), which decide what stays and choose candidates; None: the last pass.
         times: t and s, fp64.
     """
-    run_head = head.body_and_head(model)[1]
+    run_head = head.backbone_and_head(model)[1]
     at_once = max(1, head.CHUNK_ELEMENTS // 8 // vocabulary(model.config))  # fp64, in four tensors
     flat, seen = states.flatten(0, 1), shown.flatten()
     draws = None if numbers is None else numbers.flatten(1)

@@ -50,7 +50,7 @@ def quantiles(logits: Tensor, numbers: Tensor) -> Tensor:
 
 def predict(model: Any, states: Tensor, temperature: float, numbers: Tensor, soft: bool) -> Predicted:
     """From the decoder's states (rows, canvas, hidden) and a uniform number per candidate (rows, canvas)."""
-    run_head, parts = head.body_and_head(model)[1], []
+    run_head, parts = head.backbone_and_head(model)[1], []
     elements = head.CHUNK_ELEMENTS // 4 * head.chunk_factor(states.device)  # fp64, and a sum as large
     at_once = max(1, elements // vocabulary(model.config))
     for some, own in zip(states.flatten(0, 1).split(at_once), numbers.flatten().split(at_once), strict=True):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from d1.models.attention import count_positions, has_causal_context, over_queries, takes_masks_over_queries
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.models.kinds import block_size, has_masks
 from d1.models.packing import two_stream_states
 from d1.scoring.causal import causal_states
@@ -80,11 +80,11 @@ def noised_tokens(model: Any, gen_length: int) -> int:
 
 def full_states(model: Any, text: ViewText) -> Tensor:
     """One pass over the noised text."""
-    run_body = body_and_head(model)[0]
+    run_backbone = backbone_and_head(model)[0]
     if text.visible is None or not takes_masks_over_queries(model.config):
-        return run_body(text.noised, text.visible)
+        return run_backbone(text.noised, text.visible)
     mask = over_queries(text.visible, text.visible.shape[1])  # with this mask, a pass does not wait for the device
-    return run_body(text.noised, mask, position_ids=count_positions(text.visible))
+    return run_backbone(text.noised, mask, position_ids=count_positions(text.visible))
 
 
 def block_causal_states(model: Any, text: ViewText) -> Tensor:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask, require_prepared
 from d1.models.distribution import OWN, Distribution
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, target_logps, token_entropies
+from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, target_logps, token_entropies
 from d1.models.kinds import vocabulary
 from d1.scoring.forward import hidden_states, noised_tokens
 from d1.scoring.rollouts import CanvasBlocks
@@ -331,7 +331,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 @torch.no_grad()
 def tempered_entropies(model: Any, states: Tensor, temperatures: Tensor) -> Tensor:
     """(n, canvas) entropies in nats of the distributions of `states` (n, canvas, hidden) at `temperatures` (n, 1)."""
-    head, flat = body_and_head(model)[1], temperatures.expand(states.shape[:2]).flatten()
+    head, flat = backbone_and_head(model)[1], temperatures.expand(states.shape[:2]).flatten()
     at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
     calls = calls_in_step(model, -(-len(flat) // at_once))
     parts = zip(states.detach().flatten(0, 1).tensor_split(calls), flat.tensor_split(calls), strict=True)

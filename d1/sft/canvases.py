@@ -132,7 +132,10 @@ class CanvasTrainer(dLLMTrainer):
         conditioned = inputs["conditioned"]
         if not (conditioned.any() or head.runs_in_step(model)):
             return None
-        run_head, at_once = head.body_and_head(model)[1], max(1, head.CHUNK_ELEMENTS // 4 // vocabulary(model.config))
+        run_head, at_once = (
+            head.backbone_and_head(model)[1],
+            max(1, head.CHUNK_ELEMENTS // 4 // vocabulary(model.config)),
+        )
         with torch.no_grad():
             states = decode(model, inputs["canvas_ids"], positions, starts, context)
         parts = []

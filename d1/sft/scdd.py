@@ -29,7 +29,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.masking import keyed_generator, noise_level
-from d1.models.head import body_and_head, map_chunks, run_inside
+from d1.models.head import backbone_and_head, map_chunks, run_inside
 from d1.runs.data import IGNORED
 from d1.sampling.scdd import TINY, MixedNoise
 from d1.sft.data import by_row, dLLMDataCollator, row_numbers
@@ -159,7 +159,7 @@ class SCDDTrainer(dLLMTrainer):
         clean = labels[at].clamp(min=0)
 
         def losses_of(inner: Any) -> Tensor:
-            head = body_and_head(inner)[1]
+            head = backbone_and_head(inner)[1]
 
             def losses_of_chunk(states: Tensor, clean: Tensor, noised: Tensor, t: Tensor) -> Tensor:
                 logits = head(states)

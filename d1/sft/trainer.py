@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from d1.models.attention import Blocks, has_causal_context, require_prepared
-from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside, target_logps
+from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.runs.data import IGNORED
@@ -182,7 +182,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             states = states_of(inner, inputs, replaced, at)
             draws = ((inputs["draws"][at] + turn * GOLDEN) % 1).double()
             at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
-            calls, head = calls_in_step(inner, -(-len(states) // at_once)), body_and_head(inner)[1]
+            calls, head = calls_in_step(inner, -(-len(states) // at_once)), backbone_and_head(inner)[1]
             parts = zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True)
             return torch.cat([drawn_ids(head(some).double(), numbers, mask) for some, numbers in parts])
 
@@ -306,9 +306,9 @@ def states_of(model: Any, inputs: dict[str, Any], chosen: Tensor, at: Positions)
     (rows, positions), size, lengths = at, block_size(model.config), inputs.get("lengths")
     if size is None and lengths is not None:
         texts = [(length, 0) for length in lengths]
-        return body_and_head(model)[0](noised, None, positions.unsqueeze(0), segments=texts)[0]
+        return backbone_and_head(model)[0](noised, None, positions.unsqueeze(0), segments=texts)[0]
     if size is None:
-        return body_and_head(model)[0](noised, visible)[rows, positions]
+        return backbone_and_head(model)[0](noised, visible)[rows, positions]
     clean = torch.where(labels == IGNORED, noised, labels)
     if lengths is not None:
         return packed_two_stream_states(model, clean, noised, lengths, chosen)

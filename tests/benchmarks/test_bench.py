@@ -9,7 +9,7 @@ from benchmarks import bench, published
 from benchmarks.bench import MASK, SIZES, our_scores, random_model, random_prompts
 from benchmarks.machine import multiply_adds, peak_bytes, race
 from d1.models import head
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.sampling import generate
 from d1.sampling.reveal import reveal_schedule
 
@@ -44,8 +44,8 @@ def test_the_exact_sampler_multiplies_for_hidden_positions_alone_after_the_last_
     token = 4 * hidden**2 + 3 * hidden * feed_forward  # in one layer
     tokens = rows * (prompt + 6)
     with torch.no_grad():
-        body, _ = body_and_head(model)
-        assert multiply_adds(lambda: body(torch.cat([ids, ids[:, :1].expand(-1, 6)], 1))) == tokens * layers * token
+        backbone, _ = backbone_and_head(model)
+        assert multiply_adds(lambda: backbone(torch.cat([ids, ids[:, :1].expand(-1, 6)], 1))) == tokens * layers * token
     expected = 0
     for left in (3, 2, 1) * 2:
         expected += tokens * ((layers - 1) * token + 2 * hidden**2)

@@ -26,7 +26,7 @@ from d1.commands.footprint import (
 )
 from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
-from d1.models.head import body_and_head, target_logps
+from d1.models.head import backbone_and_head, target_logps
 from d1.models.kinds import native_config
 from d1.models.packing import two_stream_states
 from d1.rl.train import make_parser as rl_parser
@@ -97,7 +97,7 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
             elif kind == "blocks":
                 states = two_stream_states(inner, ids, ids, mask)
             else:
-                states = body_and_head(inner)[0](ids, mask)
+                states = backbone_and_head(inner)[0](ids, mask)
             losses, _ = target_logps(inner, states.flatten(0, 1), targets.flatten())
         else:
             at_once = settings.views_at_once

@@ -19,7 +19,7 @@ from d1.models.attention import (
     padding_mask,
     takes_masks_over_queries,
 )
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.transformers_bridge import CACHE
 from tests.d1.released import BLOCKS, CAUSAL, seen_in_blocks, write_released
 from tests.rounding import assert_near
@@ -93,7 +93,7 @@ def test_neither_batch_nor_padding_changes_a_row_whose_prompt_ends_anywhere_in_a
     """Whole and at chosen positions of the last layer; removing the text after a block's end changes nothing before
     it."""
     model: Any = load_model(kind_dirs[name], attn_implementation=attention)
-    body, size = body_and_head(model)[0], model.config.block_size
+    backbone, size = backbone_and_head(model)[0], model.config.block_size
     texts = [torch.randint(4, 64, (size + n,), generator=keyed_generator(n)) for n in range(size)]
     width = 2 * size + 3
     ids, mask = torch.full((2 * size, width), 7), torch.zeros(2 * size, width, dtype=torch.long)
@@ -104,12 +104,12 @@ def test_neither_batch_nor_padding_changes_a_row_whose_prompt_ends_anywhere_in_a
         places.append([start + len(text) - 1, start, start + 1, start + size - 1])
     at = torch.tensor(places)
     with torch.no_grad():
-        whole, some = body(ids, mask), body(ids, mask, at)
+        whole, some = backbone(ids, mask), backbone(ids, mask, at)
         for row, text in enumerate(texts * 2):
-            alone = body(text[None])[0]
+            alone = backbone(text[None])[0]
             assert_near(whole[row, mask[row].bool()], alone)
             assert_near(some[row], whole[row, at[row]])
-            assert_near(alone[:size], body(text[None, :size])[0])
+            assert_near(alone[:size], backbone(text[None, :size])[0])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -17,7 +17,7 @@ from d1.models.adapters import add_adapter, lora_targets, merge_adapter
 from d1.models.attention import count_positions
 from d1.models.canvas import canvas_states, decode, encode, soft_embeddings, unwrapped
 from d1.models.convert import export, merge
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.models.kinds import KINDS, Kind, check_since, native_config
 from d1.models.load import prepare
 from tests.d1.diffusion_gemma import CANVAS, VOCAB, WINDOW, needs_class, tiny, write_tiny
@@ -66,7 +66,7 @@ def test_canvases_of_padded_rows_in_one_pass_equal_the_classs_own(folder, kernel
     model = load_model(folder, attn_implementation=kernel)
     ids, visible, canvas = rows()
     states = canvas_states(model, ids, canvas, visible)
-    assert_near(body_and_head(model)[1](states), of_transformers(tiny(), ids, visible, canvas))
+    assert_near(backbone_and_head(model)[1](states), of_transformers(tiny(), ids, visible, canvas))
     assert max(PROMPTS) > WINDOW > min(PROMPTS)
 
 
@@ -76,7 +76,7 @@ def test_a_context_read_in_parts_with_forgotten_keys_and_self_conditioning(folde
     random = torch.Generator().manual_seed(1)
     logits = torch.randn(*canvas.shape, VOCAB, generator=random) * 3
     expected = of_transformers(tiny(), ids, visible, canvas, logits)
-    head, context, width = body_and_head(model)[1], None, max(PROMPTS)
+    head, context, width = backbone_and_head(model)[1], None, max(PROMPTS)
     soft = soft_embeddings(model, logits.flatten(0, 1)).unflatten(0, canvas.shape)
     for number, first in enumerate(range(width, ids.shape[1], CANVAS)):
         new = slice(0 if context is None else first - CANVAS, first)
@@ -209,7 +209,7 @@ def test_configs_that_do_not_share_or_are_not_causal_are_refused(folder, tmp_pat
 
 def test_a_whole_text_is_not_a_pass_and_an_old_version_is_refused(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"d1\.models\.canvas"):
-        body_and_head(load_model(folder))[0](torch.zeros(1, 3, dtype=torch.long))
+        backbone_and_head(load_model(folder))[0](torch.zeros(1, 3, dtype=torch.long))
     monkeypatch.setattr("d1.models.kinds.version", lambda name: "5.23.0")
     with pytest.raises(ValueError, match=r"needs Transformers 5\.24 or newer, and 5\.23\.0 is installed"):
         load_model(folder)

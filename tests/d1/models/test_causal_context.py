@@ -17,7 +17,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import adapter_chain
 from d1.models.attention import Blocks, has_causal_context
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.models.kinds import attention_name, native_config
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.transformers_bridge import attention_kernel
@@ -115,7 +115,7 @@ def test_two_streams_are_the_masks_written_out(folder, tmp_path, kernel, shift):
     """Blocks of any size around any position, in padded batches and packed rows; clean states come in the same pass."""
     folder = write_shifted(tmp_path / "shifted", folder) if shift else folder
     model: Any = load_model(folder, attn_implementation=kernel)
-    head, stock, width = body_and_head(model)[1], Stock(folder), max(LENGTHS) + 1
+    head, stock, width = backbone_and_head(model)[1], Stock(folder), max(LENGTHS) + 1
     ids, visible = torch.full((3, width), 7), torch.zeros(3, width, dtype=torch.long)
     copies = ids.clone()
     for row, own in enumerate(CLEAN):  # padding on one side, or on both
@@ -152,9 +152,9 @@ def test_the_block_that_is_being_filled_sees_itself(folder, tmp_path, shift):
     ids = torch.cat([CLEAN[0][:start], NOISED[0][start:end], torch.full((9,), MASK)])
     opened = torch.zeros(1, len(ids), dtype=torch.bool)
     opened[:, start:end] = True
-    body, head = body_and_head(model)
+    backbone, head = backbone_and_head(model)
     with torch.no_grad():
-        found = head(body(ids[None], None, opened=opened))[0]
+        found = head(backbone(ids[None], None, opened=opened))[0]
         assert_near(found[start:end], stock.block(CLEAN[0], NOISED[0], start, end))
         assert_near(found[:start], stock.logits(ids[None])[0, :start])
 

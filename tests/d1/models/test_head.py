@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
-from d1.models.head import body_and_head, most_likely
+from d1.models.head import backbone_and_head, most_likely
 from d1.models.kinds import is_encoder
 from d1.transformers_bridge import CACHE
 from tests.rounding import TOKENS, assert_near, largest
@@ -53,7 +53,7 @@ def last_mlp(model: Any) -> list[tuple[int, ...]]:
 def test_states_and_gradients_are_those_of_the_whole_layer(kind_dirs, kind, attention, padded, lora):
     model = build(kind_dirs[kind], attention, lora)
     ids, mask = batch(padded)
-    body, _ = body_and_head(model)
+    backbone, _ = backbone_and_head(model)
     towards = torch.randn(*POSITIONS.shape, 32, generator=keyed_generator(4))
 
     def gradients(states: Tensor) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def test_states_and_gradients_are_those_of_the_whole_layer(kind_dirs, kind, atte
         (states * towards).mean().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    expected, states = at(body(ids, mask)), body(ids, mask, POSITIONS)
+    expected, states = at(backbone(ids, mask)), backbone(ids, mask, POSITIONS)
     assert_near(states, expected)
     found, wanted = gradients(states), gradients(expected)
     for name, gradient in wanted.items():
@@ -73,9 +73,9 @@ def test_the_last_feed_forward_sees_the_positions_asked_for_and_no_others(kind_d
     if is_encoder(model.config):
         pytest.skip("encoders run whole")
     seen, ids = last_mlp(model), batch(False)[0]
-    body, _ = body_and_head(model)
-    body(ids, None, POSITIONS)
-    body(ids)
+    backbone, _ = backbone_and_head(model)
+    backbone(ids, None, POSITIONS)
+    backbone(ids)
     model(input_ids=ids)
     assert seen == [(3, 4), (3, LENGTH), (3, LENGTH)]
 
@@ -85,16 +85,16 @@ def test_the_last_feed_forward_sees_the_positions_asked_for_and_no_others(kind_d
 def test_a_pass_that_fills_and_one_that_reads_a_cache(kind_dirs, name, padded):
     model = build(kind_dirs[name], "sdpa")
     ids, mask = batch(padded)
-    body, _ = body_and_head(model)
+    backbone, _ = backbone_and_head(model)
     caches: list[Any] = []
     states = []
     for positions in (None, POSITIONS):
         cache = DynamicCache()
         with torch.no_grad():
-            first = body(ids, mask, positions, **{CACHE: cache})
+            first = backbone(ids, mask, positions, **{CACHE: cache})
             places = torch.arange(LENGTH, 2 * LENGTH).expand(3, -1)
             wide = None if mask is None else torch.cat([mask, torch.ones_like(mask)], dim=1)
-            second = body(ids.flip(1), wide, positions, **{CACHE: cache}, position_ids=places)
+            second = backbone(ids.flip(1), wide, positions, **{CACHE: cache}, position_ids=places)
         caches.append(cache)
         states.append((at(first), at(second)) if positions is None else (first, second))
     assert_near(states[1], states[0])
@@ -106,10 +106,10 @@ def test_a_pass_that_fills_and_one_that_reads_a_cache(kind_dirs, name, padded):
 def test_checkpointed_layers_run_whole(kind_dirs):
     model = build(kind_dirs["llada"], "sdpa").train()
     seen, ids = last_mlp(model), batch(False)[0]
-    body, _ = body_and_head(model)
-    expected = body(ids, None, POSITIONS)
+    backbone, _ = backbone_and_head(model)
+    expected = backbone(ids, None, POSITIONS)
     model.gradient_checkpointing_enable()
-    assert_near(body(ids, None, POSITIONS), expected)
+    assert_near(backbone(ids, None, POSITIONS), expected)
     assert seen == [(3, 4), (3, LENGTH)]
 
 

@@ -29,7 +29,7 @@ from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
 from d1.models.convert import merge
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from tests.d1.released import BLOCKS, CAUSAL, logits_of
 from tests.faults import edit_json
 from tests.rounding import TOKENS, assert_near, largest
@@ -92,9 +92,9 @@ def test_body_and_head_make_up_the_logits(kind_dirs, kind, lora):
         targets = lora_targets(model, "all-linear")
         model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
         assert (logits_of(model, ids, mask) - plain).abs().max() > 1e-3
-    body, head = body_and_head(model)
+    backbone, head = backbone_and_head(model)
     with torch.no_grad():
-        states = body(ids, mask)
+        states = backbone(ids, mask)
         assert states.shape == (2, 12, 32)
         assert_near(head(states), logits_of(model, ids, mask))
 

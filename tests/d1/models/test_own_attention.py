@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.attention import ATTENTION, Attention
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.models.kinds import KINDS, Kind
 from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
 from d1.rl.train import main, make_parser
@@ -84,7 +84,7 @@ def text(length: int, key: int) -> Tensor:
 @torch.no_grad()
 def test_logits_in_padded_batches_packed_rows_and_two_streams(folder, tiny_model_dir, kernel):
     model: Any = load_model(folder, attn_implementation=kernel)
-    head, dense = body_and_head(model)[1], Dense(tiny_model_dir)
+    head, dense = backbone_and_head(model)[1], Dense(tiny_model_dir)
     clean = [text(length, length) for length in LENGTHS]
     noised = [ids.masked_fill(torch.rand(len(ids), generator=keyed_generator(0)) < 0.6, MASK) for ids in clean]
     ids, visible = torch.full((3, 13), 7), torch.zeros(3, 13, dtype=torch.long)
@@ -102,7 +102,7 @@ def test_logits_in_padded_batches_packed_rows_and_two_streams(folder, tiny_model
             assert_near(streams[row, at], expected)
         take_packed_rows(model)
         row = torch.cat(clean)
-        packed = head(body_and_head(model)[0](row[None], None, segments=[(n, 0) for n in LENGTHS]))[0]
+        packed = head(backbone_and_head(model)[0](row[None], None, segments=[(n, 0) for n in LENGTHS]))[0]
         assert_near(packed, torch.cat([dense.logits(own) for own in clean]))
         hidden = torch.cat(noised) == MASK
         both = head(packed_two_stream_states(model, row[None], torch.cat(noised)[None], LENGTHS, hidden[None]))

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.models.packing import packed_two_stream_states, place_packed, take_packed_rows, two_stream_states
 from tests.d1.released import BLOCKS
 from tests.rounding import TOKENS, assert_near, largest
@@ -33,11 +33,11 @@ WINDOWED = ("gemma2", "gemma3_text", "modernbert")
 
 def one_by_one(model: Any) -> Tensor:
     """(tokens, hidden size) of each text in its own pass."""
-    return torch.cat([body_and_head(model)[0](text[None])[0] for text in IDS.split(LENGTHS)])
+    return torch.cat([backbone_and_head(model)[0](text[None])[0] for text in IDS.split(LENGTHS)])
 
 
 def in_one_row(model: Any, positions: Tensor | None = None) -> Tensor:
-    return body_and_head(model)[0](IDS[None], None, positions, segments=TEXTS)[0]
+    return backbone_and_head(model)[0](IDS[None], None, positions, segments=TEXTS)[0]
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
     _, told = place_packed(flash, (), {"input_ids": IDS[None], "segments": TEXTS})
     AttentionInterface.register("slow_twin", slow_twin)
     model.set_attn_implementation("slow_twin")
-    assert_near(body_and_head(model)[0](**told)[0], expected)
+    assert_near(backbone_and_head(model)[0](**told)[0], expected)
 
 
 def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):
@@ -122,10 +122,10 @@ PADDING, WHOLE = 5, 23
 
 def block_by_block(model: Any, clean: Tensor, noised: Tensor) -> Tensor:
     """(length, hidden) of one text without padding: each block noised, after the clean blocks before it, alone."""
-    states, size, body = [], model.config.block_size, body_and_head(model)[0]
+    states, size, backbone = [], model.config.block_size, backbone_and_head(model)[0]
     for start in range(0, len(clean), size):
         text = torch.cat([clean[:start], noised[start : start + size]])
-        states.append(body(text[None])[0, start:])
+        states.append(backbone(text[None])[0, start:])
     return torch.cat(states)
 
 

@@ -26,7 +26,7 @@ from transformers import (
 import d1.models.head
 from d1.models import prepare
 from d1.models.distribution import OWN, Distribution
-from d1.models.head import body_and_head, run_inside, target_logps, token_logps
+from d1.models.head import backbone_and_head, run_inside, target_logps, token_logps
 from tests.d1.sampling.reference import left_of
 
 SIZES: dict[str, Any] = {
@@ -73,7 +73,7 @@ def gradients(model: Any, losses: Tensor) -> list[Tensor]:
 
 def chunked(model: Any, ids: Tensor, visible: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
     def compute(inner: Any) -> Tensor:
-        return target_logps(inner, body_and_head(inner)[0](ids, visible)[hidden], targets)[0]
+        return target_logps(inner, backbone_and_head(inner)[0](ids, visible)[hidden], targets)[0]
 
     return run_inside(model, compute)
 

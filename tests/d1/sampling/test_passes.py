@@ -39,7 +39,7 @@ def fed_tokens(model):
     """(rows, real tokens) of each forward pass through the transformer."""
     fed = []
 
-    def count(body, args, kwargs):
+    def count(backbone, args, kwargs):
         ids, visible = kwargs["input_ids"], kwargs.get("attention_mask")
         seen = visible is not None and visible.dim() == 2
         fed.append((len(ids), int(visible[:, -ids.shape[1] :].sum()) if seen else ids.numel()))

@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.head import token_logps
 from d1.sampling import SamplingSettings, fill, rollout, rollout_steps, rollout_stream
 from d1.sampling.scdd import MixedNoise, candidate_distribution, nucleus, predict, stay_probability
@@ -129,7 +129,7 @@ def settings_of(length=12, block=6, steps=8, **changes):
 
 
 def sample(model, prompts, settings, numbers=None, **options):
-    ids, mask = left_padded(prompts, 0)
+    ids, mask = left_pad(prompts, 0)
     generators = [keyed_generator(7, number) for number in numbers or range(len(prompts))]
     return rollout(model, ids, mask, settings, mask_token_id=MASK, generator=generators, **options)
 

@@ -83,7 +83,7 @@ def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts
             assert len(working) <= 5, "a prompt was taken before there was room for it"
             yield ids[row][mask[row].bool()].tolist(), keyed_generator(3, row)
 
-    def count(body, args, kwargs):
+    def count(backbone, args, kwargs):
         fed.append(tuple(kwargs["input_ids"].shape))
         if left:
             assert fed[-1] == (5, max(working.values()) + 12)

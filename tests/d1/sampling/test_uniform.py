@@ -9,9 +9,9 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.canvas import canvas_states
-from d1.models.head import body_and_head, token_entropies, token_logps
+from d1.models.head import backbone_and_head, token_entropies, token_logps
 from d1.sampling import SamplingSettings, rollout, rollout_steps, rollout_stream
 from d1.sampling.settings import check_sampler
 from d1.sampling.uniform import accepted, quantiles
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 
 def sample(model, prompts, how, numbers=None, **options):
-    ids, mask = left_padded(prompts, 0)
+    ids, mask = left_pad(prompts, 0)
     own = [keyed_generator(7, number) for number in numbers or range(len(prompts))]
     return rollout(model, ids, mask, how, mask_token_id=None, generator=own, **options)
 
@@ -55,7 +55,7 @@ def generate(monkeypatch, prompts, how, numbers):
         "randint",
         lambda low, high, size, device: torch.stack([randint(low, high, size[1:], generator=one) for one in own]),
     )
-    ids, mask = left_padded(prompts, 0)
+    ids, mask = left_pad(prompts, 0)
     fields = {"max_new_tokens": how.gen_length, "max_denoising_steps": PASSES, "t_min": how.end_temperature}
     fields["t_max"] = how.temperature
     fields |= {"sampler_config": EntropyBoundSamplerConfig(how.level), "confidence_threshold": how.stops_below}
@@ -119,7 +119,7 @@ def test_rows_do_not_depend_on_their_batch_and_a_stream_gives_the_same(model, ou
 @pytest.mark.parametrize("output", ["argmax", "draw"])
 def test_the_record_has_every_state_and_scored_anew_gives_its_numbers(model, output):
     how = settings(output=output, self_conditioning=False)
-    ids, mask = left_padded(PROMPTS, 0)
+    ids, mask = left_pad(PROMPTS, 0)
     found = sample(model, PROMPTS, how)
     writes, blocks = found.writes, torch.arange(how.gen_length) // CANVAS
     starts = writes.steps[:, :, 0]
@@ -127,7 +127,7 @@ def test_the_record_has_every_state_and_scored_anew_gives_its_numbers(model, out
     assert writes.ids.max() < VOCAB
     visible = torch.cat([mask, torch.ones_like(found.ids[:, ids.shape[1] :])], dim=1)
     for number in range(int(found.most_writes.max()) - 1):
-        logits = body_and_head(model)[1](canvas_states(model, found.ids, writes.ids[..., number], visible))
+        logits = backbone_and_head(model)[1](canvas_states(model, found.ids, writes.ids[..., number], visible))
         logits = logits / how.temperature_of(number)
         entropies = token_entropies(logits)
         for block in range(3):

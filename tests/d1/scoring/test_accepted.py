@@ -10,9 +10,9 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.attention import left_padded
+from d1.models.attention import left_pad
 from d1.models.canvas import canvas_states
-from d1.models.head import body_and_head
+from d1.models.head import backbone_and_head
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, ViewSettings, score
 from d1.scoring.accepted import accepted_flips
@@ -46,7 +46,7 @@ def temperature(number):
 def distributions(model):
     """log d of each state and pass, (passes, states, canvas, vocab), and the accepted positions, by a plain loop."""
     text = torch.tensor([PROMPT + [0] * SIZE]).expand(len(STATES), -1)
-    logits = body_and_head(model)[1](canvas_states(model, text, torch.tensor(STATES), None))
+    logits = backbone_and_head(model)[1](canvas_states(model, text, torch.tensor(STATES), None))
     logps = torch.stack([(logits / temperature(number)).log_softmax(-1) for number in range(PASSES)])
     entropies = -(logps.exp() * logps).sum(-1)
     takes = torch.zeros_like(entropies, dtype=torch.bool)
@@ -160,7 +160,7 @@ def test_the_sampler_has_the_enumerated_expectation(model):
     with torch.no_grad():
         expected = of_enumeration(model).item()
     count = 4000
-    ids, mask = left_padded([PROMPT] * count, 0)
+    ids, mask = left_pad([PROMPT] * count, 0)
     own = [keyed_generator(5, row) for row in range(count)]
     found = rollout(model, ids, mask, sampling(), mask_token_id=None, generator=own)
     rewards = torch.tensor([reward(final) for final in found.ids[:, -SIZE:].tolist()])
@@ -182,7 +182,7 @@ def test_drawn_passes_are_unbiased_for_the_sum_over_all(model):
 @pytest.mark.parametrize("output", ["argmax", "draw"])
 def test_a_rollout_scored_anew_has_the_record_of_the_sampler_over_several_canvases(model, output):
     how, prompts = sampling(3, output=output, stop_entropy=9.0), [PROMPT, [1, 2], [2]]
-    ids, mask = left_padded(prompts, 0)
+    ids, mask = left_pad(prompts, 0)
     own = [keyed_generator(1, row) for row in range(3)]
     found = rollout(model, ids, mask, how, mask_token_id=None, generator=own, eos_token_ids=[0])
     writes, canvas = found.writes, found.ids[:, -how.gen_length :]

@@ -175,7 +175,7 @@ def forward_passes(model):
     """Rows of each forward pass through the transformer."""
     rows = []
     handle = model.base_model.register_forward_pre_hook(
-        lambda body, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda backbone, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     yield rows
     handle.remove()
