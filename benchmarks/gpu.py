@@ -49,7 +49,7 @@ from d1.models.head import backbone_and_head, run_inside
 from d1.ranges import POSITIVE
 from d1.runs.cli import run_script
 from d1.sampling import SamplingSettings, rollout
-from d1.sampling.graphs import COMPILED, MADE, CompiledLayers, PassGraphs, run_again, state_of
+from d1.sampling.graphs import COMPILED, COMPILED_MODELS, CompiledLayers, PassGraphs, compile_key, run_again
 from d1.sampling.predict import predict
 from d1.scoring import mean_field_logps
 from d1.serve.engine import Completed, Engine, Row
@@ -171,13 +171,13 @@ def compiled(model: Any, compile: str) -> Iterator[None]:
         else:
             made = CompiledLayers("inductor" if ON_GPU else "eager")
         setattr(inner, COMPILED, compile)
-        MADE[inner] = (compile, state_of(inner)), made
+        COMPILED_MODELS[inner] = (compile, compile_key(inner)), made
     try:
         yield
     finally:
         if compile != "none":
             delattr(inner, COMPILED)
-            del MADE[inner]
+            del COMPILED_MODELS[inner]
 
 
 def sample(model: Any, prompts: tuple[Tensor, Tensor], settings: SamplingSettings) -> Any:

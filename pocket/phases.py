@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from d1.files import write_atomically
-from d1.runs.record import FILES, OF_A_TOKENIZER, model_files, of_file, of_folder
+from d1.runs.record import FILES, TOKENIZER_FILES, hash_file, hash_folder, model_files
 
 # One thread is fastest for models this small. glibc returns large blocks to the kernel when they are freed, which then
 # maps and clears new ones for the next tensors; the MALLOC values keep them.
@@ -106,9 +106,9 @@ def _contents(phase: Phase, state_dir: Path) -> Iterator[tuple[str, Any]]:
     for word in phase.command[2:]:
         path = Path(os.path.realpath(phase.folder / word))
         if word.endswith((*FILES, ".yaml")) and os.path.isfile(path):
-            yield word, of_file(str(path))
+            yield word, hash_file(str(path))
         elif os.path.isfile(path / "config.json") and not path.is_relative_to(state_dir.resolve()):
-            yield word, of_folder(str(path), [*model_files(str(path)), *OF_A_TOKENIZER])
+            yield word, hash_folder(str(path), [*model_files(str(path)), *TOKENIZER_FILES])
 
 
 def _start(phase: Phase, log: Path) -> subprocess.Popen:

@@ -37,15 +37,15 @@ def run(args: argparse.Namespace) -> None:
 
     from d1.masking import keyed_generator
     from d1.models.folder import ModelFolder
-    from d1.sampling import fill
-    from d1.sampling.infill import fill_settings
+    from d1.sampling import infill
+    from d1.sampling.infilling import infill_settings
 
     tokenizer = tokenizer_of(args)
     ids, hidden, before, after = encoded(tokenizer, pieces)
     names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
     options = {field: getattr(args, name) for name, field in names.items()}
     config = ModelFolder.read(args.model_path, args.checkpoint_path).config
-    fill_settings(config, sum(hidden), **options)
+    infill_settings(config, sum(hidden), **options)
     check_room(config, len(ids) - sum(hidden), sum(hidden))
     model = model_of(args)
     options |= {
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         "generator": [keyed_generator(args.seed, device=model.device)],
     }
     given, masked = (torch.tensor([row], device=model.device) for row in (ids, hidden))
-    filled = fill(model, given, masked, **options).ids[0]
+    filled = infill(model, given, masked, **options).ids[0]
     sys.stdout.write(f"{tokenizer.decode(filled[before : len(ids) - after])}\n")
 
 

@@ -48,7 +48,7 @@ from d1.models.load import load_on_device, named_dtype
 from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
-from d1.runs.record import CONTENTS, IMPORTS, of_file, of_model, of_settings
+from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, of_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
 from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
@@ -166,7 +166,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
     sampling = sampling_settings(vars(args))
     identity: dict[str, Any] = {
-        CONTENTS + "model_path": of_model(args.model_path, args.checkpoint_path or None),
+        CONTENTS + "model_path": hash_model(args.model_path, args.checkpoint_path or None),
         "problems": len(prompts),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "seed": args.seed,
@@ -183,13 +183,13 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     noise_settings = {name: getattr(sampling, name) for name in OF_UNIFORM_NOISE}
     identity |= {name: value for name, value in noise_settings.items() if value != OF_UNIFORM_NOISE[name]}
     if args.dataset not in TASKS:
-        identity[CONTENTS + "dataset"] = of_file(args.dataset)
+        identity[CONTENTS + "dataset"] = hash_file(args.dataset)
     if args.num_samples > 1:
         identity["num_samples"] = args.num_samples
     if args.tools:
         limits = ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt")
         identity |= {name: getattr(args, name) for name in limits}
-        identity["tools"] = [name if name in rooms.TOOLS else of_file(name) for name in args.tools]
+        identity["tools"] = [name if name in rooms.TOOLS else hash_file(name) for name in args.tools]
     code = of_settings({"dataset": args.dataset, "tools": args.tools or []})
     identity |= {name: found for name, found in code.items() if name.startswith(IMPORTS)}
     if args.compile != "none":

@@ -48,7 +48,7 @@ from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED
 from d1.runs.cli import OneLineParser
-from d1.runs.record import CONTENTS, of_model
+from d1.runs.record import CONTENTS, hash_model
 from d1.sampling import SamplingSettings, rollout_steps
 from d1.sampling.graphs import check_compile
 from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
@@ -252,7 +252,7 @@ def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
         return
     file, named = Path(f"{prefix}_identity.json"), ("model_path", "checkpoint_path")
     settings = {name: value for name, value in own.items() if name not in named}
-    known = {CONTENTS + "model_path": of_model(own["model_path"], own["checkpoint_path"] or None)} | settings
+    known = {CONTENTS + "model_path": hash_model(own["model_path"], own["checkpoint_path"] or None)} | settings
     there = read_object(file, "it is damaged: choose another PATH") if file.is_file() else known
     there = {"compile": "none"} | there  # files from before this setting say nothing of it
     if other := [f"{name} {there.get(name)} (now {known[name]})" for name in known if there.get(name) != known[name]]:

@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     size: int
     origin: Tensor | int = 0  # (rows, 1), a position where a block begins; an int: the same in all rows
 
-    def of(self, position: Tensor) -> Tensor:
+    def numbers(self, position: Tensor) -> Tensor:
         """The number of the block of each `position` (rows, tokens); below 0 before `origin`."""
         return (position - self.origin) // self.size
 
@@ -82,7 +82,7 @@ class Attention:
         # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
         key = torch.arange(position.shape[1], device=visible.device)
         copied = (key >= visible.shape[1]).unsqueeze(0) if opened is None else opened
-        block = (blocks or Blocks(size)).of(position) if opened is None else opened.long()
+        block = (blocks or Blocks(size)).numbers(position) if opened is None else opened.long()
         in_own = copied[:, first:, None] & (block[:, first:, None] == block[:, None])
         seen = torch.where(copied[:, None], (seen if self.causal_context else clean) & in_own, clean & ~in_own)
         # If padding saw nothing, attention would divide by zero.
@@ -103,12 +103,12 @@ def for_kernel(kernel: str | None, mask: Tensor, backbone: PreTrainedModel) -> T
     return torch.zeros_like(mask, dtype=backbone.dtype).masked_fill(~mask, torch.finfo(backbone.dtype).min)
 
 
-def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
+def same_or_earlier_block(config: Any, query: Tensor, key: Tensor) -> Tensor:
     """A token sees its own block and those before it, of `block_size` tokens (BD3-LM, arXiv 2503.09573, section 3)."""
     return key // config.block_size <= query // config.block_size
 
 
-def not_later(config: Any, query: Tensor, key: Tensor) -> Tensor:
+def same_or_earlier_token(config: Any, query: Tensor, key: Tensor) -> Tensor:
     """A token sees itself and those before it."""
     return key <= query
 
@@ -116,10 +116,10 @@ def not_later(config: Any, query: Tensor, key: Tensor) -> Tensor:
 CAUSAL_CONTEXT = "causal-context"  # the name of the entry that `d1 a2d --causal_context` chooses
 ATTENTION: dict[str, Attention] = {
     "full": Attention(caches=None),
-    "block-causal": Attention(within_blocks, fields=("block_size",)),
+    "block-causal": Attention(same_or_earlier_block, fields=("block_size",)),
     # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
-    CAUSAL_CONTEXT: Attention(not_later, fields=("block_size",), causal_context=True),
-    "canvas": Attention(not_later, caches=()),  # of the text; `canvas.py` makes its masks
+    CAUSAL_CONTEXT: Attention(same_or_earlier_token, fields=("block_size",), causal_context=True),
+    "canvas": Attention(same_or_earlier_token, caches=()),  # of the text; `canvas.py` makes its masks
 }
 
 
@@ -267,7 +267,7 @@ def before_in_two_streams(visible: Tensor, noised: int, blocks: Blocks | None) -
     before = real_before(visible, visible)
     if not noised or blocks is None:
         return before
-    block = blocks.of(count_positions(visible))
+    block = blocks.numbers(count_positions(visible))
     # The token before is read from the noised copy if it lies in the same block, else from the clean text.
     is_noised = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # in the copy
     return torch.cat([before, torch.where(is_noised, before + noised, before)[:, -noised:]], dim=1)

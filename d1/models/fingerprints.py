@@ -26,46 +26,48 @@ RECORD = "run.json"  # of a run's folder: its settings, and the fingerprints of 
 CONTENTS = "contents of "  # + a setting's name: the name of its fingerprint in a record
 MODEL_SETTINGS = ("model_path", "model_name")  # the names that stages give to the path of the model
 WEIGHTS = (".safetensors", ".bin")
-OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "learnt.json")
-OF_A_TOKENIZER = (
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "learnt.json")
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 DIGITS = 16
 
 
-def of_values(values: Any) -> str:
+def hash_values(values: Any) -> str:
     """The fingerprint of values that JSON can hold; others count as their text."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
 
 
-def of_file(path: str | Path) -> str:
+def hash_file(path: str | Path) -> str:
     """The fingerprint of a file's bytes; in an `adapter_config.json`, the path of the base does not count."""
     file = Path(path)
     if file.name == "adapter_config.json":
-        return of_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
+        return hash_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
     known = file.stat()
-    return of_bytes(file.resolve(), (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns))
+    return hash_bytes(file.resolve(), (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns))
 
 
 @functools.cache
-def of_bytes(path: Path, stamps: tuple[int, ...]) -> str:
+def hash_bytes(path: Path, stamps: tuple[int, ...]) -> str:
     """Hash a file, once per process as long as the system reports no change: a run hashes some files twice."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
 
 
-def of_folder(path: str, names: Iterable[str]) -> str:
+def hash_folder(path: str, names: Iterable[str]) -> str:
     """The fingerprint of those of the named files that a local folder has; for a hub name, of its cached commit."""
     folder = Path(path)
     if not folder.is_dir():
-        return commit_of(path)
+        return hub_commit(path)
     files = [folder / name for name in sorted(set(names)) if (folder / name).is_file()]
     with ThreadPoolExecutor() as threads:  # hashing releases the lock of the interpreter
-        return of_values([[file.name, found] for file, found in zip(files, threads.map(of_file, files), strict=True)])
+        return hash_values(
+            [[file.name, found] for file, found in zip(files, threads.map(hash_file, files), strict=True)]
+        )
 
 
-def commit_of(name: str) -> str:
+def hub_commit(name: str) -> str:
     """The commit of a hub name in the local cache, where its config is downloaded to; the name if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -77,7 +79,7 @@ def commit_of(name: str) -> str:
     return name
 
 
-def of_model(path: str, adapter: str | None = None) -> dict[str, str]:
+def hash_model(path: str, adapter: str | None = None) -> dict[str, str]:
     """The fingerprints of a model as `load_model(path, adapter=adapter)` loads it: `model`, of the base; `adapter`, of
     all adapters on it, in order, if there are any; and `tokenizer`, the adapter's own if it has one. ValueError or
     FileNotFoundError if one of them is missing."""
@@ -85,17 +87,17 @@ def of_model(path: str, adapter: str | None = None) -> dict[str, str]:
     from d1.models.tokenizer import tokenizer_folder
 
     base, adapters = adapter_chain(path, adapter)
-    found = {"model": of_folder(base, model_files(base))}
+    found = {"model": hash_folder(base, model_files(base))}
     if adapters:
-        found["adapter"] = of_adapters(adapters)
+        found["adapter"] = hash_adapters(adapters)
     own = adapter and Path(adapter, "tokenizer_config.json").is_file()
-    found["tokenizer"] = of_folder(tokenizer_folder(str(adapter if own else path)), OF_A_TOKENIZER)
+    found["tokenizer"] = hash_folder(tokenizer_folder(str(adapter if own else path)), TOKENIZER_FILES)
     return found
 
 
-def of_adapters(adapters: Sequence[str]) -> str:
+def hash_adapters(adapters: Sequence[str]) -> str:
     """The fingerprint of all adapters on a model, in order."""
-    return of_values([of_folder(adapter, OF_AN_ADAPTER) for adapter in adapters])
+    return hash_values([hash_folder(adapter, ADAPTER_FILES) for adapter in adapters])
 
 
 def model_files(folder: str) -> list[str]:
@@ -117,7 +119,7 @@ def warn_of_other_base(base: str, adapters: Sequence[str]) -> None:
         if trained_on is None:
             continue
         below = adapters[:number]
-        found = {"model": of_folder(base, model_files(base)), "adapter": of_adapters(below) if below else None}
+        found = {"model": hash_folder(base, model_files(base)), "adapter": hash_adapters(below) if below else None}
         if found == trained_on or is_copy_of_hub_model(adapters[0], base):
             continue
         logger.warning(

@@ -298,12 +298,12 @@ def why_not_finite(model: Any, texts: Iterable[Tensor]) -> str:
     if any(hasattr(weight, "ds_id") or hasattr(weight, "to_local") for weight in model.parameters()):
         return "which layer is at fault is unknown, because each process holds only a part of the weights"
     for text in texts:
-        if found := first_fault(model, text):
-            return said(model, *found)
+        if found := find_fault(model, text):
+            return describe_fault(model, *found)
     return "another run of the row gave finite numbers: check the machine's memory"
 
 
-def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
+def find_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
     """The first module, by name, whose output for a `text` (length,) is not finite."""
     found: list[tuple[str, nn.Module]] = []
     names = {module: name for name, module in model.named_modules()}
@@ -327,7 +327,7 @@ def first_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
     return None
 
 
-def said(model: Any, name: str, module: nn.Module) -> str:
+def describe_fault(model: Any, name: str, module: nn.Module) -> str:
     """What is wrong with the module `name`, on one line."""
     first = f"the first output that is not comes from {name}"
     for weight_name, weight in module.named_parameters():

@@ -21,7 +21,7 @@ from d1.preference.rows import answer_columns, tokenize_row
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
-from d1.scoring.rollouts import blocks_of
+from d1.scoring.rollouts import canvas_blocks
 
 VIEWS = 5  # the second part of the key of the views' random numbers
 FEATURES = Features(
@@ -123,7 +123,7 @@ class PreferenceCollator:
             reveal_steps=torch.full((1, canvas), -1),  # unknown, so estimators that replay a rollout cannot be used
             logps=nothing,
             entropies=nothing,
-            blocks=blocks_of(visible, canvas, self.block_size),
+            blocks=canvas_blocks(visible, canvas, self.block_size),
         )
         own, of_all = (keyed_generator(*item["key"], side, part) for part in (0, 1))
         random = Randomness([own], of_all, first_row=0, total_rows=1)

@@ -36,7 +36,7 @@ from d1.models.head import run_inside
 from d1.rl.losses import ADVANTAGES, LossInputs, require_logps
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
-from d1.scoring.rollouts import CanvasBlocks, blocks_of, within_blocks
+from d1.scoring.rollouts import CanvasBlocks, canvas_blocks, steps_in_blocks
 
 Batch = dict[str, Any]
 VIEWS = tuple(field.name for field in fields(Views))
@@ -317,7 +317,7 @@ def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | 
         reveal_steps=batch["reveal_steps"],
         logps=batch.get("rollout_logps", unknown),
         entropies=batch.get("rollout_entropies", unknown),
-        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
+        blocks=canvas_blocks(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
     )
 
@@ -463,8 +463,8 @@ def loss_inputs(
         turns: rows per completion.
     """
     width = batch["completion_mask"].shape[1]
-    of_canvas = blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], *(blocks or CanvasBlocks())[:2])
-    steps = within_blocks(batch["reveal_steps"], of_canvas)
+    of_canvas = canvas_blocks(batch["prompt_mask"], batch["reveal_steps"].shape[1], *(blocks or CanvasBlocks())[:2])
+    steps = steps_in_blocks(batch["reveal_steps"], of_canvas)
 
     def stored(name: str) -> Tensor | None:
         return pad_to_width(batch[name][:, update], width) if name in batch else None

@@ -34,7 +34,7 @@ from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, par
 from d1.runs.record import OnResume, whole
 from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, refuse_scdd
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
-from d1.scoring.entry import called
+from d1.scoring.entry import describe_function
 from d1.scoring.replay import DRAW_STEPS
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def explained(entry: str, function: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message, name = str(error).partition("\n")[0], called(function)
+        message, name = str(error).partition("\n")[0], describe_function(function)
         if not isinstance(error, ValueError):
             lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename in name]
             message = f"{type(error).__name__} in line {lines[-1] if lines else '?'}: {message}"
@@ -566,7 +566,7 @@ def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
             yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
     elif s.draw_steps == "top":
         yield "mean_step", "the steps of highest entropy are not drawn, so there is no probability to divide by"
-    if s.sampling_settings().drawn_from == OWN:
+    if s.sampling_settings().draw_distribution == OWN:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if s.max_compute_tokens is None:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from d1.scoring.entry import called, described
+from d1.scoring.entry import describe_function, describe_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,11 +231,13 @@ class Objective:
         assert self.loss is not None
         returned = self.loss(inputs, settings)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
-            raise ValueError(f"{called(self.loss)} returned {described(returned)}: expected a pair (loss, metrics)")
+            found = f"{describe_function(self.loss)} returned {describe_value(returned)}"
+            raise ValueError(f"{found}: expected a pair (loss, metrics)")
         checked_scalar(self.loss, returned[0], inputs)
         for name, value in returned[1].items():
             if not isinstance(value, int | float):
-                raise ValueError(f"{called(self.loss)} gave the metric {name!r}: {described(value)}, expected a number")
+                found = f"{describe_function(self.loss)} gave the metric {name!r}: {describe_value(value)}"
+                raise ValueError(f"{found}, expected a number")
         return returned
 
 
@@ -281,7 +283,7 @@ class Advantage:
         returned = self.of(groups)
         if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
             expected = f"floats of shape {tuple(groups.shape)}"
-            raise ValueError(f"{called(self.of)} returned {described(returned)}: expected {expected}")
+            raise ValueError(f"{describe_function(self.of)} returned {describe_value(returned)}: expected {expected}")
         return returned
 
 
@@ -291,7 +293,8 @@ def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
 
     if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad >= inputs.view_logps.requires_grad:
         return value
-    raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")
+    found = f"{describe_function(function)} returned {describe_value(value)}"
+    raise ValueError(f"{found}: expected a scalar tensor with a gradient")
 
 
 # --- Objectives -------------------------------------------------------------------------------------------------------

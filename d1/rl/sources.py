@@ -23,7 +23,7 @@ from d1.models.merged import MergedCopy, against_copy, copied_bytes
 from d1.rl.batch import Batch, evaluating
 from d1.sampling import Rollout, RolloutStart, SamplingSettings, rollout
 from d1.sampling.loop import Stops
-from d1.sampling.passes import Columns
+from d1.sampling.passes import KVCacheRows
 from d1.sampling.settings import check_start
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RolloutRequest(NamedTuple):
     prompt_mask: Tensor
     keys: Sequence[Sequence[int]]
     stops: Stops | None = None
-    columns: Sequence[Columns | None] | None = None
+    columns: Sequence[KVCacheRows | None] | None = None
     start: RolloutStart | None = None
 
 
@@ -138,7 +138,7 @@ class OwnModel:
                     start=None if request.start is None else request.start.select(part),
                 )
                 parts.append(sampled)
-            return Rollout.joined(parts)
+            return Rollout.concatenate(parts)
 
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """The model's own rollouts need no check."""

@@ -75,7 +75,7 @@ from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, RolloutStart, SamplingSettings
 from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
-from d1.sampling.passes import Columns
+from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 from d1.scoring.forward import hidden_states
@@ -246,7 +246,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         mask: Tensor,
         keys: Sequence[Sequence[int]] | None = None,
         stops: Stops | None = None,
-        columns: Sequence[Columns | None] | None = None,
+        columns: Sequence[KVCacheRows | None] | None = None,
         start: RolloutStart | None = None,
     ) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
@@ -261,7 +261,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     @property
     def blocks(self) -> CanvasBlocks:
         """Where the blocks of the model lie on a canvas, as this run samples."""
-        return CanvasBlocks.of(self.model.config, self.sampling.block_length, self.sampling.first_token)
+        return CanvasBlocks.from_config(self.model.config, self.sampling.block_length, self.sampling.first_token)
 
     @property
     def ends(self) -> Sequence[int]:

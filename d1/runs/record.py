@@ -28,13 +28,13 @@ from d1.files import read_object, write_atomically
 from d1.lazy import local_imports
 from d1.models.fingerprints import CONTENTS as CONTENTS
 from d1.models.fingerprints import DIGITS, MODEL_SETTINGS
-from d1.models.fingerprints import OF_A_TOKENIZER as OF_A_TOKENIZER
 from d1.models.fingerprints import RECORD as RECORD
+from d1.models.fingerprints import TOKENIZER_FILES as TOKENIZER_FILES
+from d1.models.fingerprints import hash_file as hash_file
+from d1.models.fingerprints import hash_folder as hash_folder
+from d1.models.fingerprints import hash_model as hash_model
+from d1.models.fingerprints import hash_values as hash_values
 from d1.models.fingerprints import model_files as model_files
-from d1.models.fingerprints import of_file as of_file
-from d1.models.fingerprints import of_folder as of_folder
-from d1.models.fingerprints import of_model as of_model
-from d1.models.fingerprints import of_values as of_values
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -68,15 +68,15 @@ def of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if name in MODEL_SETTINGS and value:
-            found[CONTENTS + name] = of_model(str(value))
+            found[CONTENTS + name] = hash_model(str(value))
             continue
         files = files_in(value)
         if files:
-            prints = [of_file(file) for file in files]
+            prints = [hash_file(file) for file in files]
             found[CONTENTS + name] = prints if isinstance(value, list | tuple) else prints[0]
-        imported = [of_file(one) for file in files if file.suffix == ".py" for one in local_imports(file)]
+        imported = [hash_file(one) for file in files if file.suffix == ".py" for one in local_imports(file)]
         if imported:
-            found[IMPORTS + name] = of_values(imported)
+            found[IMPORTS + name] = hash_values(imported)
     return found
 
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from d1.lazy import lazily
 
 if TYPE_CHECKING:
-    from d1.sampling.infill import fill as fill
-    from d1.sampling.infill import fill_steps as fill_steps
+    from d1.sampling.infilling import fill as fill
+    from d1.sampling.infilling import fill_steps as fill_steps
+    from d1.sampling.infilling import infill as infill
+    from d1.sampling.infilling import infill_steps as infill_steps
     from d1.sampling.loop import eos_cut as eos_cut
     from d1.sampling.record import Rollout as Rollout
     from d1.sampling.record import RolloutStart as RolloutStart
@@ -21,5 +23,5 @@ if TYPE_CHECKING:
 
 HOMES = dict.fromkeys(("generate", "rollout", "rollout_steps"), "rollouts") | {"eos_cut": "loop"}
 HOMES |= {"Rollout": "record", "RolloutStart": "record", "Step": "record", "SamplingSettings": "settings"}
-HOMES |= {"fill": "infill", "fill_steps": "infill", "rollout_stream": "stream"}
+HOMES |= dict.fromkeys(("infill", "infill_steps", "fill", "fill_steps"), "infilling") | {"rollout_stream": "stream"}
 __getattr__ = lazily(__name__, HOMES)

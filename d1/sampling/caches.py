@@ -22,23 +22,23 @@ class Cache:
     together: bool = True  # whether all rows of `rollout_stream` begin their blocks in the same pass
 
 
-def of(name: str, module: str = "d1.sampling.passes", **options: Any) -> Callable[..., Any]:
+def lazy_passes(name: str, module: str = "d1.sampling.passes", **options: Any) -> Callable[..., Any]:
     """A class of `d1/sampling/passes.py` or another module, which is imported on first use, because it needs torch."""
-    return lambda *args, **given: getattr(import_module(module), name)(*args, **options, **given)
+    return lambda *args, **arguments: getattr(import_module(module), name)(*args, **options, **arguments)
 
 
 CACHES: dict[str, Cache] = {
-    "prefix": Cache(of("Windows", to_end=True)),
-    "dual": Cache(of("Windows", to_end=False)),
-    "delayed": Cache(of("DelayedPasses", lasts=False)),
-    "lasting": Cache(of("DelayedPasses", lasts=True)),
+    "prefix": Cache(lazy_passes("Windows", to_end=True)),
+    "dual": Cache(lazy_passes("Windows", to_end=False)),
+    "delayed": Cache(lazy_passes("DelayedPasses", lasts=False)),
+    "lasting": Cache(lazy_passes("DelayedPasses", lasts=True)),
 }
-NO_CACHE = Cache(of("Passes"), together=False)
-PACKED_TEXTS = Cache(of("PackedPasses", "d1.sampling.packed"), together=False)  # the same, for flash attention
-FINISHED_BLOCKS = Cache(of("FinishedBlocks"))  # exact: block-causal models use it with every sampler
+NO_CACHE = Cache(lazy_passes("Passes"), together=False)
+PACKED_TEXTS = Cache(lazy_passes("PackedPasses", "d1.sampling.packed"), together=False)  # the same, for flash attention
+FINISHED_BLOCKS = Cache(lazy_passes("FinishedBlocks"))  # exact: block-causal models use it with every sampler
 # The same for models with a causal context, and what it is compared with.
-CAUSAL_CONTEXT = Cache(of("CausalContext"))
-RECOMPUTED_CONTEXT = Cache(of("RecomputedContext"))
+CAUSAL_CONTEXT = Cache(lazy_passes("CausalContext"))
+RECOMPUTED_CONTEXT = Cache(lazy_passes("RecomputedContext"))
 
 
 def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:

@@ -29,27 +29,27 @@ class CausalSampler(Sampler):
         waiting[:, 0] = False
         return predicted & ~waiting, [1 if alone else count for alone, count in zip(begins, counts, strict=True)]
 
-    def advance(self, batch: Batch, live: list[int], hidden: Tensor, choice: Choice) -> None:
-        super().advance(batch, live, hidden, choice)
-        end_blocks(batch, live)
+    def advance(self, batch: Batch, active: list[int], hidden: Tensor, choice: Choice) -> None:
+        super().advance(batch, active, hidden, choice)
+        end_blocks(batch, active)
 
 
-def end_blocks(batch: Batch, live: list[int]) -> None:
-    """End the block of each row of `live` that has an EOS and, before it, nothing that is hidden: the rest of the block
-    is filled with the EOS."""
+def end_blocks(batch: Batch, active: list[int]) -> None:
+    """End the block of each row of `active` that has an EOS and, before it, nothing that is hidden: the rest of the
+    block is filled with the EOS."""
     by_ends: dict[tuple[int, ...], list[int]] = {}
-    for index in live:
-        if batch.rows[index].first_token is not None and batch.rows[index].ends and batch.rows[index].left:
+    for index in active:
+        if batch.rows[index].first_token is not None and batch.rows[index].ends and batch.rows[index].remaining:
             by_ends.setdefault(batch.rows[index].ends, []).append(index)
     canvas, inside = batch.canvas, torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
     for ends, alike in by_ends.items():
         numbers = batch.upload([[index, batch.rows[index].filled, batch.rows[index].size] for index in alike])
         rows, filled, sizes = numbers.T.unsqueeze(2)
-        at = rows, canvas.to_fill[rows, (filled + inside) % canvas.to_fill.shape[1]]
+        at = rows, canvas.fill_positions[rows, (filled + inside) % canvas.fill_positions.shape[1]]
         ids, hidden = canvas.ids[at], batch.hidden[rows.squeeze(1)]
         is_end = torch.isin(ids, batch.upload(ends)) & (hidden.cumsum(1) == 0) & (inside < sizes)
         ended = is_end.any(1, keepdim=True)
         canvas.ids[at] = torch.where(hidden & ended, ends[0], ids)
         batch.hidden[rows.squeeze(1)] = hidden & ~ended
         for index in compress(alike, ended.squeeze(1).tolist()):  # the step's host sync
-            batch.rows[index].left = 0
+            batch.rows[index].remaining = 0

@@ -25,11 +25,11 @@ class EditingSampler(Sampler):
 
     def thresholds(self, progress: Sequence[Row]) -> list[float]:
         """The probability above which each row edits."""
-        found = []
+        thresholds = []
         for row in progress:
             edits = self.settings_of(row).edits
-            found.append(NEVER if edits is None else edits)
-        return found
+            thresholds.append(NEVER if edits is None else edits)
+        return thresholds
 
     def positions_to_predict(
         self, batch: Batch, progress: Sequence[Row], hidden: Tensor
@@ -45,21 +45,34 @@ class EditingSampler(Sampler):
         """`thresholds` (rows, 1) on the device."""
         return torch.tensor(self.thresholds(progress)).to(batch.hidden.device, non_blocking=True).unsqueeze(1)
 
-    def choose(self, batch: Batch, live: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
-        choice = super().choose(batch, live, targets, states, due)
-        limits = self.limits(batch, [batch.rows[row] for row in live])
+    def choose(self, batch: Batch, active: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
+        choice = super().choose(batch, active, targets, states, due)
+        limits = self.limits(batch, [batch.rows[row] for row in active])
         differs = choice.ids != batch.canvas.ids[targets.rows.unsqueeze(1), targets.positions]
-        edited = targets.asked & ~targets.hidden & differs & (choice.logps.exp() > limits)
+        edited = targets.is_target & ~targets.hidden & differs & (choice.logps.exp() > limits)
         return choice._replace(chosen=choice.chosen | edited, edited=edited)
 
-    def advance(self, batch: Batch, live: list[int], hidden: Tensor, choice: Choice) -> None:
+    def advance(self, batch: Batch, active: list[int], hidden: Tensor, choice: Choice) -> None:
         assert choice.edited is not None
         # The step's one host sync: which rows take another step.
         counts = torch.stack([hidden.sum(1), choice.edited.sum(1)], dim=1).tolist()
-        for row, (hides, edits) in zip((batch.rows[index] for index in live), counts, strict=True):
+        for row, (hides, edits) in zip((batch.rows[index] for index in active), counts, strict=True):
             settings = self.settings_of(row)
-            row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
+            row.remaining = hides
+            if settings.edits is not None:
+                row.remaining = remaining_after_edits(row, hides, edits, settings.post_steps)
             row.step += 1
+
+
+def remaining_after_edits(row: Row, hides: int, edits: int, post_steps: int) -> int:
+    """What is `remaining` after a pass that made `edits` edits and left `hides` tokens hidden: nothing after a pass
+    over a full block without edits, or after `post_steps` of them."""
+    had_masks, row.hidden_count = row.hidden_count > 0, hides
+    row.post_passes += not had_masks
+    is_settled = not had_masks and not edits
+    if not hides and (is_settled or row.post_passes >= post_steps):
+        return 0
+    return row.size
 
 
 @cache  # once per model

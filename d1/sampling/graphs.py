@@ -96,7 +96,8 @@ def compile_of(model: Any) -> str:
     return getattr(unwrapped(model), COMPILED, "none")
 
 
-MADE: WeakKeyDictionary[Any, tuple[Hashable, Any]] = WeakKeyDictionary()  # model -> `state_of` it, what was compiled
+# model -> its `compile_key` and compile mode, what was compiled
+COMPILED_MODELS: WeakKeyDictionary[Any, tuple[Hashable, Any]] = WeakKeyDictionary()
 
 
 def forward_pass(model: Any) -> Forward:
@@ -104,21 +105,21 @@ def forward_pass(model: Any) -> Forward:
     inner, compile, (backbone, _) = unwrapped(model), compile_of(model), backbone_and_head(model)
     if compile == "none":
         return backbone
-    state = compile, state_of(inner)
-    if inner not in MADE or MADE[inner][0] != state:
+    state = compile, compile_key(inner)
+    if inner not in COMPILED_MODELS or COMPILED_MODELS[inner][0] != state:
         # `backbone` holds the model, and the table must not: it would never be freed.
-        MADE[inner] = state, PassGraphs() if compile == "graphs" else CompiledLayers()
-    made = MADE[inner][1]
+        COMPILED_MODELS[inner] = state, PassGraphs() if compile == "graphs" else CompiledLayers()
+    compiled = COMPILED_MODELS[inner][1]
 
     def forward(*args: Any, **options: Any) -> Tensor:
         if torch.is_grad_enabled():
             return backbone(*args, **options)
-        return made.run(inner, backbone, *args, **options)  # type: ignore[no-any-return]
+        return compiled.run(inner, backbone, *args, **options)  # type: ignore[no-any-return]
 
     return forward
 
 
-def state_of(model: Any) -> Hashable:
+def compile_key(model: Any) -> Hashable:
     """What compiled code depends on: where the weights lie, the mode, the kernel and the adapters in use."""
     weights = tuple(weight.data_ptr() for weight in (*model.parameters(), *model.buffers()))
     adapters = tuple(
@@ -190,7 +191,7 @@ class Shape:
     precision: tuple[bool, torch.dtype]  # of autocast
 
     @classmethod
-    def of(cls, tensors: dict[str, Tensor], past: DynamicCache | None) -> Shape:
+    def from_tensors(cls, tensors: dict[str, Tensor], past: DynamicCache | None) -> Shape:
         """The shape of a pass, after padding."""
         ids, is_cached = tensors["input_ids"], past is not None and past.get_seq_length() > 0
         rows, cached = row_bucket(len(ids)), past.get_seq_length() if past is not None and is_cached else 0
@@ -271,15 +272,15 @@ class PassGraphs:
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         graph = None
         if positions is not None and all(value is None or name in tensors for name, value in arguments.items()):
-            shape = Shape.of(tensors, past)
-            graph = self.graph_of(shape, backbone, tensors, past)
+            shape = Shape.from_tensors(tensors, past)
+            graph = self.get_graph(shape, backbone, tensors, past)
         if graph is None:
             self.eager_passes += 1
             return backbone(input_ids, attention_mask, positions, **options)
         self.replays += 1
         return self.replay(graph, shape, tensors, past)
 
-    def graph_of(self, shape: Shape, backbone: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
+    def get_graph(self, shape: Shape, backbone: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
         """The graph of a shape with at least as many positions; None if the shape is new or cannot be captured."""
         count = tensors["positions"].shape[1]
         graph = self.graphs.pop(shape, None)
@@ -310,13 +311,14 @@ class PassGraphs:
                 layer.keys, layer.values = keys, values
 
         def compute() -> tuple[Tensor, list[Tensor]]:
-            given = dict(inputs)
-            ids, positions, mask = given.pop("input_ids"), given.pop("positions"), given.pop("attention_mask", None)
+            options = dict(inputs)
+            ids, positions = options.pop("input_ids"), options.pop("positions")
+            mask = options.pop("attention_mask", None)
             if shape.only_reads is None:
-                return backbone(ids, mask, positions, **given), []
+                return backbone(ids, mask, positions, **options), []
             # An empty cache, or one that a pass adds to, is a new one in each run.
             cache = template if buffers and shape.only_reads else same_layers(template)
-            states = backbone(ids, mask, positions, **given, **{CACHE: cache})
+            states = backbone(ids, mask, positions, **options, **{CACHE: cache})
             columns: list[Tensor] = []
             for layer in () if shape.only_reads else layers_of(cache):
                 for values in (layer.keys, layer.values):
@@ -376,9 +378,9 @@ class PassGraphs:
                 buffer[:rows, : value.shape[1]] = value
                 buffer[:rows, value.shape[1] :] = value[:, -1:]
             elif name in OF_KEYS and buffer.shape[-1] > value.shape[-1]:
-                more = buffer.shape[-1] - value.shape[-1]
-                buffer[:rows, ..., :more] = 0
-                buffer[:rows, ..., more:] = value
+                extra = buffer.shape[-1] - value.shape[-1]
+                buffer[:rows, ..., :extra] = 0
+                buffer[:rows, ..., extra:] = value
             else:
                 buffer[:rows] = value
             if len(buffer) > rows:
@@ -387,16 +389,16 @@ class PassGraphs:
     def copy_past(self, buffers: list[Tensor], shape: Shape, past: Any) -> None:
         """Copies cached keys and values into their buffers, unless these hold them already: those of a window stay the
         same from pass to pass."""
-        given = [values for layer in layers_of(past) for values in (layer.keys, layer.values)]
+        tensors = [values for layer in layers_of(past) for values in (layer.keys, layer.values)]
         known, of_shape = self.held
         same_place = of_shape is not None and (of_shape.rows, of_shape.cached) == (shape.rows, shape.cached)
-        if same_place and all(one() is other for one, other in zip(known, given, strict=True)):
+        if same_place and all(reference() is tensor for reference, tensor in zip(known, tensors, strict=True)):
             return
-        rows, more = len(given[0]), shape.cached - given[0].shape[2]
-        torch._foreach_copy_([buffer[:rows, :, more:] for buffer in buffers], given)
-        if more:  # hidden, but what is not finite would spread
-            torch._foreach_zero_([buffer[:, :, :more] for buffer in buffers])
-        self.held = [ref(values) for values in given], shape
+        rows, extra = len(tensors[0]), shape.cached - tensors[0].shape[2]
+        torch._foreach_copy_([buffer[:rows, :, extra:] for buffer in buffers], tensors)
+        if extra:  # hidden, but what is not finite would spread
+            torch._foreach_zero_([buffer[:, :, :extra] for buffer in buffers])
+        self.held = [ref(values) for values in tensors], shape
 
 
 class GPUCapture:

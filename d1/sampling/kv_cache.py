@@ -29,17 +29,17 @@ def layers_of(past: DynamicCache) -> list[Any]:
 
 def same_layers(past: DynamicCache) -> DynamicCache:
     """A cache with the keys and values of `past`; changes to it do not change `past`."""
-    other = copy(past)
-    other.layers = [copy(layer) for layer in past.layers]
-    return other
+    copied = copy(past)
+    copied.layers = [copy(layer) for layer in past.layers]
+    return copied
 
 
 def read_only(past: DynamicCache) -> DynamicCache:
     """A cache with the keys and values of `past`, to which a pass adds none of its own."""
-    other = same_layers(past)
-    for layer in layers_of(other):
+    read = same_layers(past)
+    for layer in layers_of(read):
         layer.__class__ = ReadOnlyLayer
-    return other
+    return read
 
 
 def is_read_only(past: DynamicCache) -> bool:
@@ -58,9 +58,12 @@ def select_rows(past: DynamicCache, rows: Tensor) -> DynamicCache:
 def join_rows(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
     """One cache with the rows of all parts, padded on the left, in the order `order`."""
     whole, width = same_layers(parts[0]), max(past.get_seq_length() for past in parts)
-    for layer, *others in zip(layers_of(whole), *map(layers_of, parts), strict=True):
+    for layer, *same_layer in zip(layers_of(whole), *map(layers_of, parts), strict=True):
         for name in ("keys", "values"):
-            tensors = [getattr(other, name) for other in others]
-            padded = [pad(of, (0, 0, width - of.shape[2], 0)) if of.shape[2] < width else of for of in tensors]
+            tensors = [getattr(part, name) for part in same_layer]
+            padded = []
+            for tensor in tensors:
+                missing = width - tensor.shape[2]
+                padded.append(pad(tensor, (0, 0, missing, 0)) if missing else tensor)
             setattr(layer, name, torch.cat(padded)[order])
     return whole

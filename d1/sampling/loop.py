@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.sampling.caches import Cache
-from d1.sampling.passes import Block, Columns, Passes
+from d1.sampling.passes import Block, KVCacheRows, Passes
 from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.record import Canvas, Step
 from d1.sampling.reveal import REMASKING, RULES
@@ -42,17 +42,17 @@ class Row:
 
     number: int  # of its prompt in the batch or the stream
     prompt: int  # positions before the completion that passes process: the prompt's tokens, with or without padding
-    inside: int  # of these, those from a start of a block of a block-causal model to the completion
+    prompt_in_block: int  # of these, those from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
     generator: Generator | None = None  # its own; None if it draws nothing or draws from the generator of the batch
     block: int = -1  # current block and step, from 0
     step: int = 0
     filled: int = 0  # tokens of the completion before the block
-    left: int = 0  # tokens that the next pass predicts: those that the block hides, or with editing all; 0: it is done
-    hides: int = 0  # with editing, tokens that the block still hides
-    post: int = 0  # with editing, passes since it hid none
+    remaining: int = 0  # tokens that the next pass predicts: those the block hides, or with editing all; 0: it is done
+    hidden_count: int = 0  # with editing, tokens that the block still hides
+    post_passes: int = 0  # with editing, passes since it hid none
     stops: Stops | None = None  # another end of the completion than an EOS, for the EOS stop
-    columns: Columns | None = None  # of its text's first tokens; `prompt` is then without padding
+    cache_rows: KVCacheRows | None = None  # of its text's first tokens; `prompt` is then without padding
     # Tokens of each block, if some are there before the first pass; None: the schedule reveals all of them
     lengths: list[int] | None = None
     # In a stream whose rows differ:
@@ -66,10 +66,10 @@ class Row:
         """Tokens of the completion."""
         return sum(map(sum, self.schedule))
 
-    def shift(self, more: int) -> None:
+    def shift(self, tokens: int) -> None:
         """Continues in a batch whose longest completion is longer by `more` tokens than before."""
-        self.offset, self.filled = self.offset + more, self.filled + more
-        self.prompt, self.inside = self.prompt - more, self.inside - more
+        self.offset, self.filled = self.offset + tokens, self.filled + tokens
+        self.prompt, self.prompt_in_block = self.prompt - tokens, self.prompt_in_block - tokens
 
     @property
     def size(self) -> int:
@@ -77,29 +77,21 @@ class Row:
         return sum(self.schedule[self.block]) if self.lengths is None else self.lengths[self.block]
 
     @property
-    def later(self) -> int:
+    def scheduled_later(self) -> int:
         """How many tokens of the block the schedule leaves to the steps after the next."""
         return sum(self.schedule[self.block][self.step + 1 :])
 
     @property
-    def is_whole(self) -> bool:
-        return self.left == 0 and self.block == len(self.schedule) - 1
+    def is_complete(self) -> bool:
+        return self.remaining == 0 and self.block == len(self.schedule) - 1
 
     def open_block(self) -> None:
         """Begin the next block that hides something."""
-        self.left = 0
-        while self.left == 0:
+        self.remaining = 0
+        while self.remaining == 0:
             self.filled += self.size if self.block >= 0 else 0
-            self.block, self.step, self.post = self.block + 1, 0, 0
-            self.left = self.hides = sum(self.schedule[self.block])
-
-    def edited(self, hides: int, edits: int, post_steps: int) -> int:
-        """What is `left` with editing after a pass that made `edits` edits and left `hides` tokens hidden: nothing
-        after a pass over a full block without edits, or after `post_steps` of them."""
-        had_masks, self.hides = self.hides > 0, hides
-        self.post += not had_masks
-        settled = not had_masks and not edits
-        return 0 if not hides and (settled or self.post >= post_steps) else self.size
+            self.block, self.step, self.post_passes = self.block + 1, 0, 0
+            self.remaining = self.hidden_count = sum(self.schedule[self.block])
 
 
 @dataclass
@@ -113,11 +105,13 @@ class Batch:
     unfilled: Tensor | None = None  # (rows, positions to fill) bool, what was hidden before the first pass; None: all
 
     @classmethod
-    def of(cls, rows: list[Row], canvas: Canvas, generator: Generators = None, unfilled: Tensor | None = None) -> Batch:
+    def create(
+        cls, rows: list[Row], canvas: Canvas, generator: Generators = None, unfilled: Tensor | None = None
+    ) -> Batch:
         """A batch of new rows; if `generator` is a list, each row gets its own from it."""
         if isinstance(generator, Sequence):
-            for row, own in zip(rows, generator, strict=True):
-                row.generator = own
+            for row, row_generator in zip(rows, generator, strict=True):
+                row.generator = row_generator
         longest = max((size for row in rows for size in row.lengths or map(sum, row.schedule)), default=0)
         hidden = torch.zeros(len(rows), longest, dtype=torch.bool, device=canvas.ids.device)
         return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator, unfilled)
@@ -128,62 +122,83 @@ class Batch:
 
     def generators(self, rows: list[int]) -> Generators:
         """The generators of these rows, or that of the batch if they have none."""
-        own = [self.rows[row].generator for row in rows]
-        each = [generator for generator in own if generator is not None]
-        return each if len(each) == len(own) else self.generator
+        generators = [self.rows[row].generator for row in rows]
+        present = [generator for generator in generators if generator is not None]
+        return present if len(present) == len(generators) else self.generator
 
-    def open_blocks(self, live: list[int]) -> list[Block]:
-        """Begin the next block of each row of `live` whose block is full, and return all their blocks."""
-        opened = [row for row in live if self.rows[row].left == 0]
-        for row in opened:
-            self.rows[row].open_block()
-        sizes = self.upload([self.rows[row].size for row in opened]).unsqueeze(1)
-        inside = torch.arange(self.hidden.shape[1], device=sizes.device)
-        hidden = inside < sizes
+    def open_blocks(self, active: list[int]) -> list[Block]:
+        """Begin the next block of each row of `active` whose block is full, and return all their blocks."""
+        opened = [index for index in active if self.rows[index].remaining == 0]
+        for index in opened:
+            self.rows[index].open_block()
+
+        # All tokens of a new block are hidden, except those that were there before the first pass.
+        sizes = self.upload([self.rows[index].size for index in opened]).unsqueeze(1)
+        in_block = torch.arange(self.hidden.shape[1], device=sizes.device)
+        hidden = in_block < sizes
         if self.unfilled is not None:
-            filled = self.upload([self.rows[row].filled for row in opened]).unsqueeze(1)
-            hidden &= self.unfilled[self.upload(opened).unsqueeze(1), (filled + inside) % self.unfilled.shape[1]]
+            filled = self.upload([self.rows[index].filled for index in opened]).unsqueeze(1)
+            hidden &= self.unfilled[self.upload(opened).unsqueeze(1), (filled + in_block) % self.unfilled.shape[1]]
         self.hidden[self.upload(opened)] = hidden
+
+        # Where the blocks lie in the text.
         start, blocks = self.canvas.start, []
-        for one in (self.rows[row] for row in live):
-            first = start + one.filled
-            causal = one.first_token == "causal"
-            blocks.append(Block(first, first + one.size, start - one.prompt, start - one.inside, causal, one.columns))
+        for index in active:
+            row = self.rows[index]
+            block = Block(
+                start=start + row.filled,
+                end=start + row.filled + row.size,
+                origin=start - row.prompt,
+                boundary=start - row.prompt_in_block,
+                causal=row.first_token == "causal",
+                cache_rows=row.cache_rows,
+            )
+            blocks.append(block)
         return blocks
 
-    def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
-        """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
-        done = [row for row in live if self.rows[row].is_whole]
-        # Rows between two blocks: an EOS in what they have filled ends them.
-        between = [row for row in live if self.rows[row].left == 0 and not self.rows[row].is_whole]
-        if not ends or not between:
-            return done
-        rows, end_ids = self.upload(between), self.upload(ends)
-        filled = self.upload([self.rows[row].filled + self.rows[row].size for row in between]).unsqueeze(1)
-        firsts = self.upload([self.rows[row].offset for row in between]).unsqueeze(1)
-        completions = self.canvas.ids[:, self.canvas.start :]
-        own = completions[rows]
-        positions = torch.arange(own.shape[1], device=own.device)
-        hidden = positions >= filled
-        ended = (torch.isin(own, end_ids) & ~hidden & (positions >= firsts)).any(1)
-        if any(self.rows[row].stops for row in between):
-            whole = zip(own.tolist(), (self.rows[row] for row in between), strict=True)
-            also = [bool(row.stops and row.stops(ids[row.offset : row.filled + row.size])) for ids, row in whole]
-            ended |= torch.tensor(also).to(ended.device, non_blocking=True)
-        completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
-        return sorted([*done, *compress(between, ended.tolist())])  # the block's one host sync
+    def finished(self, active: list[int], ends: Sequence[int]) -> list[int]:
+        """The rows of `active` that are complete or ended by the EOS stop, which fills the later blocks of a row."""
+        complete = [index for index in active if self.rows[index].is_complete]
+        between_blocks = [
+            index for index in active if self.rows[index].remaining == 0 and not self.rows[index].is_complete
+        ]
+        if not ends or not between_blocks:
+            return complete
 
-    def leave_columns(self, live: list[int], done: Sequence[int], passes: Passes) -> None:
-        """Fills the columns of the rows `done`, out of those of `live`, which entered the last block."""
-        for index, columns in ((index, self.rows[row].columns) for index, row in enumerate(live) if row in done):
-            if columns is not None and columns.wanted:
-                passes.leave(index, columns)
+        # Rows between two blocks: an EOS in what they have filled ends them.
+        rows, end_ids = self.upload(between_blocks), self.upload(ends)
+        filled = self.upload([self.rows[index].filled + self.rows[index].size for index in between_blocks]).unsqueeze(1)
+        firsts = self.upload([self.rows[index].offset for index in between_blocks]).unsqueeze(1)
+        all_completions = self.canvas.ids[:, self.canvas.start :]
+        completions = all_completions[rows]
+        positions = torch.arange(completions.shape[1], device=completions.device)
+        hidden = positions >= filled
+        ended = (torch.isin(completions, end_ids) & ~hidden & (positions >= firsts)).any(1)
+
+        # So does a stop of the row itself, which is asked on the host.
+        if any(self.rows[index].stops for index in between_blocks):
+            stopped = []
+            for ids, index in zip(completions.tolist(), between_blocks, strict=True):
+                row = self.rows[index]
+                stopped.append(bool(row.stops and row.stops(ids[row.offset : row.filled + row.size])))
+            ended |= torch.tensor(stopped).to(ended.device, non_blocking=True)
+
+        # Fill their later blocks.
+        all_completions[rows] = completions.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
+        return sorted([*complete, *compress(between_blocks, ended.tolist())])  # the block's one host sync
+
+    def evict_rows(self, active: list[int], done: Sequence[int], passes: Passes) -> None:
+        """Store the keys and values of the rows `done`, out of those of `active`, which began the last block."""
+        for number, index in enumerate(active):
+            cache_rows = self.rows[index].cache_rows
+            if index in done and cache_rows is not None and cache_rows.wanted:
+                passes.evict(number, cache_rows)
 
 
 # --- Steps: fill mask tokens block after block, with one forward pass per step ----------------------------------------
 
 
-def keep(
+def select_confident(
     settings: SamplingSettings,
     logps: Tensor,
     entropies: Tensor,
@@ -211,14 +226,14 @@ class Targets(NamedTuple):
     Attributes:
         rows: (n,) numbers in the batch.
         positions: in the canvas.
-        asked: bool, false for the padding of a row with fewer positions than another one.
+        is_target: bool, false for the padding of a row with fewer positions than another one.
         hidden: bool, whether the position still hides its token.
         counts: how many positions each row needs.
     """
 
     rows: Tensor
     positions: Tensor
-    asked: Tensor
+    is_target: Tensor
     hidden: Tensor
     counts: Sequence[int]
 
@@ -261,20 +276,22 @@ class Sampler:
         """How the tokens of a row are drawn."""
         return self.settings
 
-    def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
-        """Run one forward pass of the n rows `live`; each row reveals tokens of its block. Tensors are (n, k), with k
+    def step(self, batch: Batch, active: list[int], passes: Passes) -> Step:
+        """Run one forward pass of the n rows `active`; each row reveals tokens of its block. Tensors are (n, k), with k
         the most positions that a row predicts."""
-        canvas, progress = batch.canvas, [batch.rows[row] for row in live]
-        rows, filled, later = batch.upload([live, [row.filled for row in progress], [row.later for row in progress]])
+        canvas, progress = batch.canvas, [batch.rows[row] for row in active]
+        filled, later = [row.filled for row in progress], [row.scheduled_later for row in progress]
+        rows, filled, later = batch.upload([active, filled, later])
         hidden = batch.hidden[rows]
 
         # Mask: the positions of its block that each row predicts, ascending. A row with fewer of them than another one
         # is padded with other positions, each a different one.
         predicted, counts = self.positions_to_predict(batch, progress, hidden)
-        within = predicted.logical_not().byte().argsort(dim=1, stable=True)[:, : max(counts)]
-        indices = (filled.unsqueeze(1) + within) % canvas.to_fill.shape[1]
-        positions, asked = canvas.to_fill[rows.unsqueeze(1), indices], predicted.gather(1, within)
-        targets = Targets(rows, positions, asked, asked & hidden.gather(1, within), counts)
+        in_block = predicted.logical_not().byte().argsort(dim=1, stable=True)[:, : max(counts)]
+        indices = (filled.unsqueeze(1) + in_block) % canvas.fill_positions.shape[1]
+        positions = canvas.fill_positions[rows.unsqueeze(1), indices]
+        is_target = predicted.gather(1, in_block)
+        targets = Targets(rows, positions, is_target, is_target & hidden.gather(1, in_block), counts)
 
         # Predict: the hidden states there, from one forward pass.
         numbers = canvas.passes[rows]
@@ -282,100 +299,111 @@ class Sampler:
 
         # Choose: of the tokens that are drawn from them, as many as the schedule says, or more by a rule.
         due = (targets.hidden.sum(1) - later).clamp(min=1)
-        choice = self.choose(batch, live, targets, states, due)
+        choice = self.choose(batch, active, targets, states, due)
 
         # Write the chosen tokens.
         ids, chosen, at = choice.ids, choice.chosen, (rows.unsqueeze(1), positions)
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         canvas.sums.index_add_(0, rows, torch.where(chosen, choice.record_logps + choice.entropies, 0.0).sum(1))
-        batch.hidden[rows] = hidden = hidden.scatter(1, within, hidden.gather(1, within) & ~chosen)
+        hidden = hidden.scatter(1, in_block, hidden.gather(1, in_block) & ~chosen)
+        batch.hidden[rows] = hidden
 
         # Advance: what each row has left to predict.
-        self.advance(batch, live, hidden, choice)
-        recorded = ids, choice.record_logps, choice.entropies
-        so_far = canvas.passes, canvas.forward_tokens
-        return Step(rows, numbers, positions, chosen, *recorded, canvas.ids, *so_far, self.settings.most_writes)
+        self.advance(batch, active, hidden, choice)
+        return Step(
+            rows=rows,
+            numbers=numbers,
+            positions=positions,
+            revealed=chosen,
+            ids=ids,
+            logps=choice.record_logps,
+            entropies=choice.entropies,
+            canvas=canvas.ids,
+            passes=canvas.passes,
+            forward_tokens=canvas.forward_tokens,
+            most_writes=self.settings.most_writes,
+        )
 
     def positions_to_predict(
         self, batch: Batch, progress: Sequence[Row], hidden: Tensor
     ) -> tuple[Tensor, Sequence[int]]:
         """(n, block) bool, the positions of its block that each row predicts, and how many they are at most: those
         that are `hidden`."""
-        return hidden, [row.left for row in progress]
+        return hidden, [row.remaining for row in progress]
 
-    def advance(self, batch: Batch, live: list[int], hidden: Tensor, choice: Choice) -> None:
+    def advance(self, batch: Batch, active: list[int], hidden: Tensor, choice: Choice) -> None:
         """Set how many tokens the next pass of each row predicts. The schedule says it without waiting for the device,
         unless a rule decides."""
-        progress = [batch.rows[row] for row in live]
-        left = [row.later for row in progress]
+        progress = [batch.rows[row] for row in active]
+        counts = [row.scheduled_later for row in progress]
         if any(self.settings_of(row).rule is not None for row in progress):
-            left = hidden.sum(1).tolist()
-        for row, count in zip(progress, left, strict=True):
-            row.left, row.step = count, row.step + 1
+            counts = hidden.sum(1).tolist()
+        for row, count in zip(progress, counts, strict=True):
+            row.remaining, row.step = count, row.step + 1
 
-    def choose(self, batch: Batch, live: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
+    def choose(self, batch: Batch, active: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
         """A token for each target, from the `states`, and which of them are written: of each row at least `due` (n,) of
         those at hidden positions."""
-        return self.choose_alike(self.settings, targets, states, due, batch.generators(live))
+        return self.choose_with_settings(self.settings, targets, states, due, batch.generators(active))
 
-    def choose_alike(
+    def choose_with_settings(
         self, settings: SamplingSettings, targets: Targets, states: Tensor, due: Tensor, generators: Generators
     ) -> Choice:
         """`choose` of rows with the same settings."""
         ids, logps, entropies, record_logps = predict(
             self.model, states, targets.counts, settings, self.mask_token_id, generators, self.noise_dtype
         )
-        chosen = keep(settings, logps, entropies, targets.hidden, due, targets.counts, generators)
+        chosen = select_confident(settings, logps, entropies, targets.hidden, due, targets.counts, generators)
         return Choice(ids, logps, entropies, record_logps, chosen)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
         branches = [canvas.ids[rows]]
         if passes.branches == 2:
-            branches.append(branches[0].masked_fill(canvas.given[rows], self.mask_token_id))
+            branches.append(branches[0].masked_fill(canvas.context_mask[rows], self.mask_token_id))
         visible = canvas.visible[rows].repeat(len(branches), 1)
-        states, fed = passes.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
+        states, computed = passes.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
         canvas.passes[rows] += 1
-        canvas.forward_tokens[rows] += fed.unflatten(0, (len(branches), -1)).sum(0)
+        canvas.forward_tokens[rows] += computed.unflatten(0, (len(branches), -1)).sum(0)
         return states.unflatten(0, (len(branches), -1))
 
-    def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
-        """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""
+    def fill_blocks(self, batch: Batch, active: list[int], passes: Passes, together: bool) -> Iterator[Step]:
+        """Yield steps of the rows `active` until all of them (or, if not `together`, one) have filled their blocks."""
         while True:
-            yield self.step(batch, live, passes)
-            working = [i for i, row in enumerate(live) if batch.rows[row].left]
-            if not working or (not together and len(working) < len(live)):
+            yield self.step(batch, active, passes)
+            working = [i for i, row in enumerate(active) if batch.rows[row].remaining]
+            if not working or (not together and len(working) < len(active)):
                 return
-            if len(working) < len(live):
-                passes.keep(passes.in_branches(working, len(live)))
-                live = [live[i] for i in working]
+            if len(working) < len(active):
+                passes.gather_cache_rows(passes.in_branches(working, len(active)))
+                active = [active[i] for i in working]
 
     @torch.no_grad()
     def fill_canvas(self, batch: Batch, rows: list[int], passes: Passes, ends: Sequence[int] = ()) -> Iterator[Step]:
         """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of `ends`."""
-        live, kept = rows, list[int]()
-        if ends and any(batch.rows[row].block >= 0 for row in live):  # an EOS in blocks that were full at the start
-            done = batch.finished(live, ends)
-            live = [row for row in live if row not in done]
-        while live:
-            passes.enter(batch.open_blocks(live), kept)
-            yield from self.fill_blocks(batch, live, passes, together=True)
-            done = batch.finished(live, ends)
-            batch.leave_columns(live, done, passes)
-            kept = [index for index, row in enumerate(live) if row not in done]
-            live = [live[index] for index in kept]
+        active, kept = rows, list[int]()
+        if ends and any(batch.rows[row].block >= 0 for row in active):  # an EOS in blocks that were full at the start
+            done = batch.finished(active, ends)
+            active = [row for row in active if row not in done]
+        while active:
+            passes.begin_blocks(batch.open_blocks(active), kept)
+            yield from self.fill_blocks(batch, active, passes, together=True)
+            done = batch.finished(active, ends)
+            batch.evict_rows(active, done, passes)
+            kept = [index for index, row in enumerate(active) if row not in done]
+            active = [active[index] for index in kept]
 
-    def checked(self, steps: Iterator[Step], canvas: Canvas) -> Iterator[Step]:
+    def check_finite(self, steps: Iterator[Step], canvas: Canvas) -> Iterator[Step]:
         """The `steps` that fill a canvas, and then NotFiniteError if a row's log-probs or entropies are not finite."""
         yield from steps
         finite = canvas.sums.isfinite().tolist()  # the rollout's one host sync at its end
         if not all(finite):
-            raise self.fault(canvas, finite.index(False), finite.index(False))
+            raise self.nonfinite_error(canvas, finite.index(False), finite.index(False))
 
-    def fault(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
+    def nonfinite_error(self, canvas: Canvas, row: int, number: int) -> NotFiniteError:
         """The error for a row of the canvas, called `number`. It names the layer, for which the row's first and last
         states and the unconditional one of guidance are run again."""
         seen = canvas.visible[row].bool()
-        ids, given = canvas.ids[row][seen], canvas.given[row][seen]
+        ids, is_context = canvas.ids[row][seen], canvas.context_mask[row][seen]
         hidden = torch.full_like(ids, self.mask_token_id)
-        return NotFiniteError(number, why_not_finite(self.model, [ids.where(given, hidden), ids, hidden]))
+        return NotFiniteError(number, why_not_finite(self.model, [ids.where(is_context, hidden), ids, hidden]))

@@ -51,9 +51,9 @@ def stream_in_batches(
             if generator is None:
                 raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
         ids, mask = (values.to(model.device) for values in left_pad([[*prompt[0]] for _, prompt in batch], pad))
-        own = [prompt[1] for _, prompt in batch]
+        generators = [prompt[1] for _, prompt in batch]
         try:
-            sampled = rollout_of(steps(model, ids, mask, settings, own, ends, mask_token_id), ids.shape[1])
+            sampled = rollout_of(steps(model, ids, mask, settings, generators, ends, mask_token_id), ids.shape[1])
         except NotFiniteError as error:
             raise NotFiniteError(batch[error.number][0], error.why) from error
         yield [number for number, _ in batch], sampled

@@ -22,10 +22,10 @@ class PackedPasses(Passes):
     real: Tensor  # (tokens,) the indices of real tokens in the flattened batch
     number: Tensor  # (rows, length) the index in the packed row of each token, or of a real one of its row
 
-    def enter(self, blocks: list[Block], kept: list[int]) -> None:
+    def begin_blocks(self, blocks: list[Block], kept: list[int]) -> None:
         self.lengths = None
 
-    def keep(self, rows: Tensor) -> None:
+    def gather_cache_rows(self, rows: Tensor) -> None:
         self.lengths = None
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

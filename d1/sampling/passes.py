@@ -19,15 +19,15 @@ from d1.transformers_bridge import CACHE
 
 
 @dataclass
-class Columns:
+class KVCacheRows:
     """The keys and values of the first tokens of a row's text, for a later text that begins with the same tokens.
 
-    The exact caches of models with blocks take what is there when a row begins, and leave what they have stored when it
-    ends: the prompt and the finished blocks. Other passes leave nothing.
+    The exact caches of models with blocks read them when a row begins, and store theirs when it ends: those of the
+    prompt and the finished blocks. Other passes store nothing.
 
     Attributes:
         layers: keys and values (heads, tokens, size) of each layer.
-        wanted: whether anyone reads what a row would leave.
+        wanted: whether anything reads what a row would store.
     """
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -38,10 +38,10 @@ class Columns:
         return self.layers[0][0].shape[1] if self.layers else 0
 
     def crop(self, tokens: int) -> None:
-        """Drops all columns after those of the first `tokens`."""
+        """Drops all but those of the first `tokens`."""
         self.layers = [(keys[:, :tokens], values[:, :tokens]) for keys, values in self.layers]
 
-    def free(self) -> None:
+    def clear(self) -> None:
         self.layers = []
 
 
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     origin: int  # the first position that is processed; those before it are padding
     boundary: int  # a position where a block of a block-causal model begins
     causal: bool = False  # with a causal context: the first pass predicts the first token from the text before it
-    columns: Columns | None = None  # of the row, counted from its origin
+    cache_rows: KVCacheRows | None = None  # of the row, counted from its origin
 
 
 class Passes:
@@ -76,44 +76,46 @@ class Passes:
         # Where logits predict the next token, the state for a position is that of the token before it.
         self.shift = int(getattr(model.config, "predicts_next_token", False))
 
-    def enter(self, blocks: list[Block], kept: list[int]) -> None:
+    def begin_blocks(self, blocks: list[Block], kept: list[int]) -> None:
         """Begin new blocks: the next pass is the first of these blocks, one per row. The first rows continue from
         the last block, where their numbers were `kept`; the rows after them are new."""
 
-    def keep(self, rows: Tensor) -> None:
+    def gather_cache_rows(self, rows: Tensor) -> None:
         """Continue, until the next block, with only these rows of the last pass."""
 
-    def leave(self, row: int, columns: Columns) -> None:
-        """Leaves what is stored of a row that ends; `row` is its number among those that entered the last block."""
+    def evict(self, row: int, cache_rows: KVCacheRows) -> None:
+        """Move the cached keys and values of a row that ends to `cache_rows`; `row` is its number among those that
+        began the last block."""
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the rows' blocks, and
         (rows,) how many real tokens of each row were processed; `ids` and `visible` are (rows, length)."""
-        return self.feed_all(ids, visible, positions), visible.sum(-1)
+        return self.forward_all(ids, visible, positions), visible.sum(-1)
 
-    def feed_all(self, ids: Tensor, visible: Tensor, positions: Tensor, past: DynamicCache | None = None) -> Tensor:
+    def forward_all(self, ids: Tensor, visible: Tensor, positions: Tensor, past: DynamicCache | None = None) -> Tensor:
         """The states at `positions` from a pass over the whole text, whose keys and values go to `past`."""
         options: dict[str, Any] = {} if past is None else {CACHE: past}
         if self.masked and self.over_queries:
             options["position_ids"] = count_positions(visible)
         return self.backbone(ids, self.mask(visible, ids.shape[1]), positions, **options)
 
-    def feed_apart(
-        self, old: int, count: int, feed: Callable[[range, Any], tuple[DynamicCache, Tensor, Tensor, Tensor]]
+    def forward_groups(
+        self, old: int, count: int, forward_group: Callable[[range, Any], tuple[DynamicCache, Tensor, Tensor, Tensor]]
     ) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
         """Run one pass for the first `old` of `count` rows, which have a cache, and one for the others, which do not.
 
-        `feed` gets the numbers of the rows within a branch, and the index of these rows in all branches. It returns
-        their cache, a tensor (rows, keys) about its keys, and the two results of `states`, as this does for all rows.
+        `forward_group` gets the numbers of the rows within a branch, and the index of these rows in all branches. It
+        returns their cache, a tensor (rows, keys) about its keys, and the two results of `states`, as this does for all
+        rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:
-            return feed(groups[0], slice(None))
+            return forward_group(groups[0], slice(None))
         rows = [self.in_branches([*group], count) for group in groups]
-        pasts, about_keys, states, fed = zip(*map(feed, groups, rows), strict=True)
-        order, width = torch.cat(rows).argsort(), max(of.shape[1] for of in about_keys)
-        wide = torch.cat([pad(of, (width - of.shape[1], 0)) for of in about_keys])
-        return join_rows([*pasts], order), wide[order], torch.cat(states)[order], torch.cat(fed)[order]
+        pasts, about_keys, states, computed = zip(*map(forward_group, groups, rows), strict=True)
+        order, width = torch.cat(rows).argsort(), max(tensor.shape[1] for tensor in about_keys)
+        wide = torch.cat([pad(tensor, (width - tensor.shape[1], 0)) for tensor in about_keys])
+        return join_rows([*pasts], order), wide[order], torch.cat(states)[order], torch.cat(computed)[order]
 
     def mask(self, visible: Tensor, queries: int) -> Tensor | None:
         """The attention mask for `queries` queries that see the keys `visible` (rows, keys)."""
@@ -121,7 +123,7 @@ class Passes:
             return None
         return over_queries(visible, queries) if self.over_queries else visible
 
-    def of_rows(self, numbers: list[int]) -> Tensor:
+    def per_row(self, numbers: list[int]) -> Tensor:
         """(rows,) on the device, from one number per row of a branch. The copy does not wait for the device."""
         return torch.tensor(numbers, dtype=torch.long).repeat(self.branches).to(self.device, non_blocking=True)
 
@@ -148,23 +150,25 @@ class Window:
 
     past: DynamicCache
     stored: Tensor  # (rows, cached) 1 where a query sees the keys and values of `past`
-    positions: Tensor  # (rows, n) of the text, consecutive; where `fed` is 0 they may lie outside it
-    fed: Tensor  # (rows, n) 1 at the positions that are processed for the row
+    positions: Tensor  # (rows, n) of the text, consecutive; where `computed` is 0 they may lie outside it
+    computed: Tensor  # (rows, n) 1 at the positions that are processed for the row
     position_ids: Tensor  # (rows, n)
     starts: Tensor | None = None  # (rows, 1) with a causal context, the first position of the opened block
 
     @classmethod
-    def of(cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int) -> Window:
+    def create(
+        cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int
+    ) -> Window:
         """The window of `width` positions from `first` (rows,). Only positions before `end` (rows,) are processed."""
         positions = first.unsqueeze(1) + torch.arange(width, device=first.device)
         inside = positions.clamp(0, visible.shape[1] - 1)
-        fed = visible.gather(1, inside) * (positions < end.unsqueeze(1))
-        return cls(past, stored, positions, fed, count_positions(visible).gather(1, inside))
+        computed = visible.gather(1, inside) * (positions < end.unsqueeze(1))
+        return cls(past, stored, positions, computed, count_positions(visible).gather(1, inside))
 
-    def of_rows(self, rows: Tensor) -> Window:
+    def select_rows(self, rows: Tensor) -> Window:
         past, starts = select_rows(self.past, rows), None if self.starts is None else self.starts[rows]
         stored, positions = self.stored[rows], self.positions[rows]
-        return Window(past, stored, positions, self.fed[rows], self.position_ids[rows], starts)
+        return Window(past, stored, positions, self.computed[rows], self.position_ids[rows], starts)
 
 
 class WindowPasses(Passes):
@@ -172,26 +176,26 @@ class WindowPasses(Passes):
 
     window: Window | None
 
-    def enter(self, blocks: list[Block], kept: list[int]) -> None:
+    def begin_blocks(self, blocks: list[Block], kept: list[int]) -> None:
         self.blocks, self.kept, self.window = blocks, kept, None
 
-    def keep(self, rows: Tensor) -> None:
+    def gather_cache_rows(self, rows: Tensor) -> None:
         assert self.window is not None
-        self.window = self.window.of_rows(rows)
+        self.window = self.window.select_rows(rows)
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self.window is None:
-            self.window, states, fed = self.first_pass(ids, visible, positions)
-            return states, fed
+            self.window, states, computed = self.first_pass(ids, visible, positions)
+            return states, computed
         # The window's own keys and values change in the next pass, so none of them is kept.
         reading = replace(self.window, past=read_only(self.window.past))
-        return self.feed(reading, ids, positions), self.window.fed.sum(-1)
+        return self.forward_window(reading, ids, positions), self.window.computed.sum(-1)
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         """The window of the later passes, and the two results of `states` for this pass."""
         raise NotImplementedError
 
-    def feed(self, window: Window, ids: Tensor, positions: Tensor) -> Tensor:
+    def forward_window(self, window: Window, ids: Tensor, positions: Tensor) -> Tensor:
         """The states at `positions` from a pass over the window, whose keys and values go to its cache."""
         inside, width = window.positions, window.positions.shape[1]
         options: dict[str, Any] = {CACHE: window.past}
@@ -199,7 +203,7 @@ class WindowPasses(Passes):
             options["opened"] = torch.cat([torch.zeros_like(window.stored), inside >= window.starts], dim=1).bool()
         return self.backbone(
             ids.gather(1, inside.clamp(0, ids.shape[1] - 1)),
-            self.mask(torch.cat([window.stored, window.fed], dim=1), width),
+            self.mask(torch.cat([window.stored, window.computed], dim=1), width),
             (positions - inside[:, :1]).clamp(0, width - 1),
             position_ids=window.position_ids,
             **options,
@@ -216,23 +220,24 @@ class Windows(WindowPasses):
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         past, length = DynamicCache(), ids.shape[1]
-        states = self.feed_all(ids, visible, positions, past)
-        # The window's keys leave the cache where all rows have the same window, or are hidden where they differ.
+        states = self.forward_all(ids, visible, positions, past)
+        # The window's keys are removed from the cache if all rows have the same window, and hidden if they differ.
         firsts = [max(0, block.start - self.shift) for block in self.blocks]
         ends = [length if self.to_end else min(block.end, length) for block in self.blocks]
-        first, end = self.of_rows(firsts), self.of_rows(ends)
+        first, end = self.per_row(firsts), self.per_row(ends)
         if self.aligned:
-            stored = without(visible, 1, firsts[0], ends[0])
+            stored = remove_range(visible, 1, firsts[0], ends[0])
             for layer in layers_of(past):
-                layer.keys, layer.values = (without(of, 2, firsts[0], ends[0]) for of in (layer.keys, layer.values))
+                layer.keys = remove_range(layer.keys, 2, firsts[0], ends[0])
+                layer.values = remove_range(layer.values, 2, firsts[0], ends[0])
         else:
             everywhere = torch.arange(length, device=ids.device)
             stored = visible.masked_fill((everywhere >= first.unsqueeze(1)) & (everywhere < end.unsqueeze(1)), 0)
-        window = Window.of(past, stored, visible, first, end, max(map(sub, ends, firsts)))
+        window = Window.create(past, stored, visible, first, end, max(map(sub, ends, firsts)))
         return window, states, visible.sum(-1)
 
 
-def without(values: Tensor, dim: int, first: int, end: int) -> Tensor:
+def remove_range(values: Tensor, dim: int, first: int, end: int) -> Tensor:
     """`values` without the entries from `first` up to `end` of a dimension."""
     return torch.cat([values.narrow(dim, 0, first), values.narrow(dim, end, values.shape[dim] - end)], dim=dim)
 
@@ -244,7 +249,7 @@ class FinishedBlocks(WindowPasses):
     what is not stored yet: the previous block, which is complete only now, or the prompt of a new row.
     """
 
-    finished: DynamicCache  # of all rows that entered the block; the window's cache has only those still at work on it
+    finished: DynamicCache  # of all rows that began the block; the window's cache has only those still at work on it
     seen: Tensor  # (rows, keys) of `finished`, 1 at tokens
     opened: Tensor  # (rows, 1, hidden), the state that predicted the block's first hidden token in the first pass
 
@@ -253,20 +258,20 @@ class FinishedBlocks(WindowPasses):
         self.masked, self.size = True, model.config.block_size
         self.stored: list[int] = []  # how many positions of each row are in `finished`, from its origin
 
-    def keep(self, rows: Tensor) -> None:
-        super().keep(rows)
+    def gather_cache_rows(self, rows: Tensor) -> None:
+        super().gather_cache_rows(rows)
         self.opened = self.opened[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         window = self.window
-        states, fed = super().states(ids, visible, positions)
+        states, computed = super().states(ids, visible, positions)
         if window is None:
             self.opened = states[:, :1]
         elif self.shift:
             # A block's first token is predicted from the token before it, which only the first pass processed.
             alone = (positions == window.positions[:, :1]) & window.stored.any(1, keepdim=True)
             states = torch.where(alone.unsqueeze(-1), self.opened, states)
-        return states, fed
+        return states, computed
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         count, old = len(self.blocks), len(self.kept)
@@ -274,65 +279,77 @@ class FinishedBlocks(WindowPasses):
         firsts, ends = map(list, zip(*(self.processed(block, ids.shape[1]) for block in self.blocks), strict=True))
         # Blocks whose first token is predicted from the clean text take no part in this pass.
         now = [first if block.causal else end for block, first, end in zip(self.blocks, firsts, ends, strict=True)]
-        stored = [self.stored[row] for row in self.kept] + [self.readable(block) for block in self.blocks[old:]]
+        stored = [self.stored[row] for row in self.kept] + [self.readable_tokens(block) for block in self.blocks[old:]]
         known = [origin + tokens for origin, tokens in zip(origins, stored, strict=True)]
         width, ahead = max(map(sub, ends, firsts)), max(map(sub, now, firsts))
-        first, end, fed_before, fed_end = map(self.of_rows, (firsts, ends, known, now))
-        asked = positions - (first == fed_end).long().unsqueeze(1)  # the token before the first one
+        first, end, computed_from, computed_to = map(self.per_row, (firsts, ends, known, now))
+        asked = positions - (first == computed_to).long().unsqueeze(1)  # the token before the first one
 
-        def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+        def forward_group(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
             past, seen = self.kept_blocks() if group[0] < old else self.read_blocks(stored[old:])
             more = max(firsts[row] - known[row] for row in group)
             # One window for all rows of the group: it starts with the `more` positions that are not stored yet.
-            window = Window.of(past, seen, visible[rows], first[rows] - more, fed_end[rows], more + ahead)
-            window.fed *= window.positions >= fed_before[rows].unsqueeze(1)
-            window.starts = self.starts_of(first[rows])
-            states = self.feed(window, ids[rows], asked[rows])
+            window = Window.create(past, seen, visible[rows], first[rows] - more, computed_to[rows], more + ahead)
+            window.computed *= window.positions >= computed_from[rows].unsqueeze(1)
+            window.starts = self.block_starts(first[rows])
+            states = self.forward_window(window, ids[rows], asked[rows])
             if ahead:
                 past.crop(-ahead)
-            return past, torch.cat([seen, window.fed[:, :more]], dim=1), states, window.fed.sum(-1)
+            return past, torch.cat([seen, window.computed[:, :more]], dim=1), states, window.computed.sum(-1)
 
-        self.finished, self.seen, states, fed = self.feed_apart(old, count, feed)
+        self.finished, self.seen, states, computed = self.forward_groups(old, count, forward_group)
         self.stored = [first - origin for first, origin in zip(firsts, origins, strict=True)]
-        window = Window.of(self.finished, self.seen, visible, first, end, width)
-        window.starts = self.starts_of(first)
-        return window, states, fed
+        window = Window.create(self.finished, self.seen, visible, first, end, width)
+        window.starts = self.block_starts(first)
+        return window, states, computed
 
-    def readable(self, block: Block) -> int:
-        """How many columns a new row reads: whole blocks, without the last token, which may predict the next one."""
-        tokens = 0 if block.columns is None else min(block.columns.tokens, block.start - block.origin - 1)
+    def readable_tokens(self, block: Block) -> int:
+        """How many tokens a new row reads: whole blocks, without the last token, which may predict the next one."""
+        tokens = 0 if block.cache_rows is None else min(block.cache_rows.tokens, block.start - block.origin - 1)
         return max(tokens - tokens % self.size, 0)
 
     def read_blocks(self, counts: list[int]) -> tuple[DynamicCache, Tensor]:
-        """A cache of the first `counts` columns of the new rows, and (rows, keys) 1 at their tokens. The rows keep
+        """A cache of the first `counts` tokens of the new rows, and (rows, keys) 1 at these tokens. The rows keep
         nothing of theirs."""
         past, longest = DynamicCache(), max(counts)
-        given = [block.columns for block in self.blocks[len(self.kept) :]]
-        readers = [(row, one.layers) for row, one in enumerate(given) if one is not None and counts[row]]
-        for number, like in enumerate(readers[0][1] if readers else []):
-            keys, values = (of.new_zeros(len(counts), of.shape[0], longest, of.shape[2]) for of in like)
+
+        # The rows that have something to read.
+        readers = []
+        for row, block in enumerate(self.blocks[len(self.kept) :]):
+            if block.cache_rows is not None and counts[row]:
+                readers.append((row, block.cache_rows.layers))
+
+        # Layer by layer: their keys and values, on the right of the new cache.
+        for number, (some_keys, some_values) in enumerate(readers[0][1] if readers else []):
+            heads, _, size = some_keys.shape
+            keys = some_keys.new_zeros(len(counts), heads, longest, size)
+            heads, _, size = some_values.shape
+            values = some_values.new_zeros(len(counts), heads, longest, size)
             for row, layers in readers:
-                for to, of in zip((keys, values), layers[number], strict=True):
-                    to[row, :, longest - counts[row] :] = of[:, : counts[row]]
+                row_keys, row_values = layers[number]
+                keys[row, :, longest - counts[row] :] = row_keys[:, : counts[row]]
+                values[row, :, longest - counts[row] :] = row_values[:, : counts[row]]
             past.update(keys, values, number)
-        for one in filter(None, given):
-            one.free()
-        tokens = torch.arange(longest, 0, -1, device=self.device) <= self.of_rows(counts).unsqueeze(1)
+        for block in self.blocks[len(self.kept) :]:
+            if block.cache_rows is not None:
+                block.cache_rows.clear()
+        tokens = torch.arange(longest, 0, -1, device=self.device) <= self.per_row(counts).unsqueeze(1)
         return past, tokens.long()
 
-    def leave(self, row: int, columns: Columns) -> None:
+    def evict(self, row: int, cache_rows: KVCacheRows) -> None:
         tokens = self.stored[row]
-        columns.free()
+        cache_rows.clear()
         if tokens and self.branches == 1:  # without a prompt, as in guidance, the text is another one in each turn
             at = self.seen[row].argsort(stable=True)[-tokens:]  # tokens last, in their order
-            columns.layers = [(layer.keys[row][:, at], layer.values[row][:, at]) for layer in layers_of(self.finished)]
+            for layer in layers_of(self.finished):
+                cache_rows.layers.append((layer.keys[row][:, at], layer.values[row][:, at]))
 
     def processed(self, block: Block, length: int) -> tuple[int, int]:
         """The first position of the model's blocks that a block touches, and the position after them."""
         first = block.start - (block.start - block.boundary) % self.size
         return first, min(block.end + (block.boundary - block.end) % self.size, length)
 
-    def starts_of(self, first: Tensor) -> Tensor | None:
+    def block_starts(self, first: Tensor) -> Tensor | None:
         """`Window.starts` for the `first` positions (rows,) of blocks."""
         return None
 
@@ -351,7 +368,7 @@ class FinishedBlocks(WindowPasses):
         at = order[:, None, :, None]
         past = same_layers(past)
         for layer in layers_of(past):
-            layer.keys, layer.values = (of.take_along_dim(at, dim=2) for of in (layer.keys, layer.values))
+            layer.keys, layer.values = (values.take_along_dim(at, dim=2) for values in (layer.keys, layer.values))
         return past, seen.gather(1, order)
 
 
@@ -370,22 +387,23 @@ class CausalContext(FinishedBlocks):
     def processed(self, block: Block, length: int) -> tuple[int, int]:
         return block.start, min(block.end, length)
 
-    def starts_of(self, first: Tensor) -> Tensor | None:
+    def block_starts(self, first: Tensor) -> Tensor | None:
         return first.unsqueeze(1)
 
 
 class RecomputedContext(Passes):
     """The same passes over the whole text: the clean text before each row's block, and the block."""
 
-    def enter(self, blocks: list[Block], kept: list[int]) -> None:
-        self.start, self.end = (self.of_rows([getattr(block, of) for block in blocks]) for of in ("start", "end"))
-        self.causal = self.of_rows([int(block.causal) for block in blocks])  # only in the first pass of the block
+    def begin_blocks(self, blocks: list[Block], kept: list[int]) -> None:
+        self.start = self.per_row([block.start for block in blocks])
+        self.end = self.per_row([block.end for block in blocks])
+        self.causal = self.per_row([int(block.causal) for block in blocks])  # only in the first pass of the block
 
-    def keep(self, rows: Tensor) -> None:
+    def gather_cache_rows(self, rows: Tensor) -> None:
         self.start, self.end, self.causal = self.start[rows], self.end[rows], self.causal[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        start, end, causal = (of.unsqueeze(1) for of in (self.start, self.end, self.causal))
+        start, end, causal = (values.unsqueeze(1) for values in (self.start, self.end, self.causal))
         everywhere = torch.arange(ids.shape[1], device=ids.device)
         opened = (everywhere >= start) & (everywhere < end) & (causal == 0)
         self.causal = torch.zeros_like(self.causal)
@@ -407,35 +425,35 @@ class DelayedPasses(Passes):
     start: Tensor  # (rows, 1), the first position of the row's block
     end: Tensor  # (rows, 1), the position after it
     stale: Tensor  # bool (rows, length), what was hidden in each row's last pass; the next pass processes it
-    at_work: Tensor  # (rows,) which of the rows that entered the block still work on it
+    at_work: Tensor  # (rows,) which of the rows that began the block still work on it
 
     def __init__(self, model: Any, *, lasts: bool, **options: Any) -> None:
         super().__init__(model, **options)
         self.lasts, self.masked = lasts, True
-        self.origins: list[int] = []  # of the rows that entered the block
+        self.origins: list[int] = []  # of the rows that began the block
         self.width = 0  # upper limit of the stale positions per row at work
         self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # at_work, past, stale, width of waiting rows
 
-    def enter(self, blocks: list[Block], kept: list[int]) -> None:
-        past, entered, kept = self.past, len(self.origins), kept if self.lasts else []
-        self.past, self.end = None, self.of_rows([block.end for block in blocks]).unsqueeze(1)
-        self.start = self.of_rows([block.start for block in blocks]).unsqueeze(1)
+    def begin_blocks(self, blocks: list[Block], kept: list[int]) -> None:
+        past, count, kept = self.past, len(self.origins), kept if self.lasts else []
+        self.past, self.end = None, self.per_row([block.end for block in blocks]).unsqueeze(1)
+        self.start = self.per_row([block.start for block in blocks]).unsqueeze(1)
         if kept:
             assert past is not None
-            if self.waiting or kept != [*range(entered)]:
+            if self.waiting or kept != [*range(count)]:
                 parts = [*self.waiting, (self.at_work, past, self.stale, self.width)]
                 numbers, caches, stale, widths = zip(*parts, strict=True)
-                order = torch.cat(numbers).argsort()[self.in_branches(kept, entered)]
+                order = torch.cat(numbers).argsort()[self.in_branches(kept, count)]
                 past, self.stale, self.width = join_rows([*caches], order), torch.cat(stale)[order], max(widths)
             if width := blocks[0].origin - self.origins[kept[0]]:  # of padding before what is stored; negative: removed
                 for layer in layers_of(past):
-                    layer.keys, layer.values = (pad(of, (0, 0, width, 0)) for of in (layer.keys, layer.values))
+                    layer.keys, layer.values = (pad(values, (0, 0, width, 0)) for values in (layer.keys, layer.values))
                 self.stale = pad(self.stale, (width, 0))
             self.past = past
         self.opening, self.old, self.waiting = True, len(kept), []
         self.origins = [block.origin for block in blocks]
 
-    def keep(self, rows: Tensor) -> None:
+    def gather_cache_rows(self, rows: Tensor) -> None:
         assert self.past is not None
         if self.lasts:
             kept = torch.zeros_like(self.at_work, dtype=torch.bool).index_fill_(0, rows, True)
@@ -449,37 +467,37 @@ class DelayedPasses(Passes):
         hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions >= self.start) & (positions < self.end)
         now = torch.zeros_like(ids, dtype=torch.bool).scatter(1, positions, hidden)
 
-        def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+        def forward_group(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
             if group[0] >= old:
                 past = DynamicCache()
-                states = self.feed_all(ids[rows], visible[rows], positions[rows], past)
+                states = self.forward_all(ids[rows], visible[rows], positions[rows], past)
                 return past, now[rows], states, visible[rows].sum(-1)
             assert self.past is not None
-            fed = self.stale | now[rows]  # hidden in the last pass or in this one
+            computed = self.stale | now[rows]  # hidden in the last pass or in this one
             width = self.width + positions.shape[1] * self.opening
-            anew = fed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
-            given = ids[rows], visible[rows], positions[rows]
-            states = self.feed(self.past, *given, anew, fed.gather(1, anew))
+            anew = computed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
+            texts = ids[rows], visible[rows], positions[rows]
+            states = self.forward_changed(self.past, *texts, anew, computed.gather(1, anew))
             # Where logits predict the next token, the tokens before the hidden ones are processed, too.
-            return self.past, now[rows], states, fed.sum(-1) + hidden[rows].sum(-1) * self.shift
+            return self.past, now[rows], states, computed.sum(-1) + hidden[rows].sum(-1) * self.shift
 
         count = len(ids) // self.branches
         old = self.old if self.opening else count
         if self.opening:
             self.at_work = torch.arange(len(ids), device=ids.device)
-        self.past, self.stale, states, fed = self.feed_apart(old, count, feed)
+        self.past, self.stale, states, computed = self.forward_groups(old, count, forward_group)
         self.width, self.opening = positions.shape[1], False
-        return states, fed
+        return states, computed
 
-    def feed(
-        self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor, anew: Tensor, fed: Tensor
+    def forward_changed(
+        self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor, anew: Tensor, computed: Tensor
     ) -> Tensor:
-        """The states at `positions` from a pass over those of `anew` (rows, n) that are `fed`; the cache then holds
-        their new keys and values."""
+        """The states at `positions` from a pass over those of `anew` (rows, n) that are `computed`; the cache then
+        holds their new keys and values."""
         # Keys: those stored of tokens that are not processed again, then the new ones.
-        stored = visible.scatter(1, anew, visible.gather(1, anew) * ~fed)
+        stored = visible.scatter(1, anew, visible.gather(1, anew) * ~computed)
         number = torch.arange(anew.shape[1], device=ids.device).expand_as(anew)
-        queries, keys, options = anew, [stored, fed.long()], {}
+        queries, keys, options = anew, [stored, computed.long()], {}
         at = torch.zeros_like(ids).scatter(1, anew, number).gather(1, positions)
         if self.shift:  # predictions are made from the tokens before the hidden ones: these are queries, too
             before = (positions - 1).clamp(min=0)
@@ -496,8 +514,8 @@ class DelayedPasses(Passes):
             **{CACHE: past},
             **options,
         )
-        # The pass appended its keys and values: move those of the `fed` tokens to their own positions.
-        length, at, fresh = ids.shape[1], anew[:, None, :, None], fed[:, None, :, None]
+        # The pass appended its keys and values: move those of the `computed` tokens to their own positions.
+        length, at, fresh = ids.shape[1], anew[:, None, :, None], computed[:, None, :, None]
         for layer in layers_of(past):
             for name in ("keys", "values"):
                 old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)

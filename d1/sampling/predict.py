@@ -27,21 +27,21 @@ def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: S
     """
     rows, positions = shape[:2]
     numbers = like.new_empty(tuple(shape))
-    for some, part in chunks(rows, max(1, positions), math.prod(shape[2:])):
+    for chunk_rows, chunk_positions in chunks(rows, max(1, positions), math.prod(shape[2:])):
         if generator is None or isinstance(generator, Generator):
-            chunk = numbers[some, part]
+            chunk = numbers[chunk_rows, chunk_positions]
             if generator is None or generator.device == like.device:
                 chunk.uniform_(generator=generator)  # what torch.rand draws, without a copy
             else:
                 drawn = torch.rand(chunk.shape, generator=generator, device=generator.device, dtype=like.dtype)
                 chunk.copy_(drawn, non_blocking=True)
             continue
-        of_rows = counts or [positions] * rows
-        for row, own, count in zip(numbers[some, part], generator[some], of_rows[some], strict=True):
-            left = min(max(count - part.start, 0), len(row))
-            drawn = torch.rand(left, *shape[2:], generator=own, device=own.device, dtype=like.dtype)
-            row[:left].copy_(drawn, non_blocking=True)
-            row[left:] = 0.5
+        chunk, row_counts = numbers[chunk_rows, chunk_positions], (counts or [positions] * rows)[chunk_rows]
+        for row, row_generator, count in zip(chunk, generator[chunk_rows], row_counts, strict=True):
+            draws, device = min(max(count - chunk_positions.start, 0), len(row)), row_generator.device
+            drawn = torch.rand(draws, *shape[2:], generator=row_generator, device=device, dtype=like.dtype)
+            row[:draws].copy_(drawn, non_blocking=True)
+            row[draws:] = 0.5
     return numbers
 
 
@@ -84,13 +84,13 @@ def draw_ids(
     return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
 
 
-def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
+def compute_entropies(logits: Tensor, log_normaliser: Tensor) -> Tensor:
     """Entropies in nats (rows, n) of logits (rows, n, vocab), given their logsumexp; a few positions at a time: on a
     CPU, they stay in its cache."""
     factor = head.chunk_factor(logits.device)
     at_once = max(1, head.CHUNK_ELEMENTS // (16 if factor == 1 else 4) * factor // logits.shape[-1])
     parts = zip(logits.flatten(0, 1).split(at_once), log_normaliser.flatten().split(at_once), strict=True)
-    each = (some - normaliser.unsqueeze(-1) for some, normaliser in parts)
+    each = (chunk - normaliser.unsqueeze(-1) for chunk, normaliser in parts)
     return torch.cat([logps.exp().mul_(logps).sum(-1).neg_() for logps in each]).view_as(log_normaliser)
 
 
@@ -115,18 +115,18 @@ def predict(
     """
     rows, n = states.shape[1:3]
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
-    found = torch.empty(3, rows, n, device=states.device)
+    predicted = torch.empty(3, rows, n, device=states.device)
     run_head = head.backbone_and_head(model)[1]
-    for some, positions in chunks(rows, n, vocabulary(model.config), head.chunk_factor(states.device)):
-        generators = generator[some] if isinstance(generator, Sequence) else generator
-        logits = run_head(states[:, some, positions].flatten(0, 1)).float().unflatten(0, (len(states), -1))
+    for chunk_rows, chunk_positions in chunks(rows, n, vocabulary(model.config), head.chunk_factor(states.device)):
+        generators = generator[chunk_rows] if isinstance(generator, Sequence) else generator
+        logits = run_head(states[:, chunk_rows, chunk_positions].flatten(0, 1)).float().unflatten(0, (len(states), -1))
         logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
-        drawn = [min(max(count - positions.start, 0), logits.shape[1]) for count in counts[some]]
-        ids[some, positions], *others = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
-        for values, own in zip(found, others, strict=True):
-            values[some, positions] = own
+        chunk_counts = [min(max(count - chunk_positions.start, 0), logits.shape[1]) for count in counts[chunk_rows]]
+        chunk = predict_from(logits, chunk_counts, settings, mask_token_id, generators, noise_dtype)
+        for values, chunk_values in zip((ids, *predicted), chunk, strict=True):
+            values[chunk_rows, chunk_positions] = chunk_values
         del logits  # before the next chunk's
-    return ids, *found
+    return ids, *predicted
 
 
 def predict_from(
@@ -144,13 +144,13 @@ def predict_from(
         ids, logps, entropies = head.most_likely(logits, mask_token_id)
         return ids, logps, entropies, logps
     log_normaliser = logits.logsumexp(-1)
-    entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
+    entropies = head.token_entropies(logits) if plain else compute_entropies(logits, log_normaliser)
     # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
     recorded_under = settings.record_distribution
-    whole = logits.clone() if recorded_under != OWN else logits
+    all_logits = logits.clone() if recorded_under != OWN else logits
     logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
-    left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
-    ids = draw_ids(left, settings.temperature, generator, noise_dtype, counts)
+    draw_logits = settings.draw_distribution.truncated(logits) if settings.draw_distribution.truncates else logits
+    ids = draw_ids(draw_logits, settings.temperature, generator, noise_dtype, counts)
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
-    record_logps = logps if recorded_under == OWN else head.token_logps(recorded_under.logits(whole, ids), ids)
+    record_logps = logps if recorded_under == OWN else head.token_logps(recorded_under.logits(all_logits, ids), ids)
     return ids, logps, entropies, record_logps

@@ -16,33 +16,34 @@ class Canvas:
 
     ids: Tensor  # (rows, length), with the mask token where a token is hidden
     visible: Tensor  # (rows, length), 1 at real tokens
-    given: Tensor  # (rows, length) bool, the real tokens that were there at the start
-    to_fill: Tensor  # (rows, n) the positions to fill: block after block, each from left to right
+    context_mask: Tensor  # (rows, length) bool, the real tokens that were there at the start
+    fill_positions: Tensor  # (rows, n) the positions to fill: block after block, each from left to right
     passes: Tensor  # (rows,), as in `Rollout`
     forward_tokens: Tensor  # (rows,), as in `Rollout`
     # (rows,) fp32, the sum of the log-probs and entropies of all that was written: not finite once one of them was not.
     sums: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, to_fill: Tensor) -> Canvas:
+    def create(cls, ids: Tensor, visible: Tensor, context_mask: Tensor, fill_positions: Tensor) -> Canvas:
         passes, forward_tokens = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
-        return cls(ids, visible, given, to_fill, passes, forward_tokens, torch.zeros(len(ids), device=ids.device))
+        sums = torch.zeros(len(ids), device=ids.device)
+        return cls(ids, visible, context_mask, fill_positions, passes, forward_tokens, sums)
 
     @property
     def start(self) -> int:
         """The position after the prompt, if all positions after the prompt are to be filled."""
-        return self.ids.shape[1] - self.to_fill.shape[1]
+        return self.ids.shape[1] - self.fill_positions.shape[1]
 
 
 def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
     """The canvas of a completion: mask tokens after the prompt."""
     (rows, width), device = prompt_ids.shape, prompt_ids.device
     real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
-    return Canvas.of(
+    return Canvas.create(
         ids=torch.cat([prompt_ids, masks], dim=1),
         visible=torch.cat([real, torch.ones_like(masks)], dim=1),
-        given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
-        to_fill=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
+        context_mask=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
+        fill_positions=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
     )
 
 
@@ -152,8 +153,8 @@ class Rollout:
     writes: Writes | None = None  # None without editing
 
     @classmethod
-    def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
-        """A rollout from a `record` made by `blank_record`."""
+    def from_record(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
+        """A rollout from a `record` made by `empty_record`."""
         logps, entropies, numbers, written = record  # (rows, canvas, writes) each
         writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
         index = torch.arange(record.shape[-1], device=record.device)
@@ -163,7 +164,7 @@ class Rollout:
         return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes)
 
     @classmethod
-    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+    def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
         """The rows of several rollouts in one."""
         fields: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
         writes = fields.pop("writes")
@@ -184,8 +185,8 @@ class Rollout:
         if self.writes is None:
             return self.ids
         start = self.ids.shape[1] - self.logps.shape[1]
-        own = torch.where(self.writes.steps[..., 0] < 0, self.ids[:, start:], self.writes.ids[..., 0])
-        return torch.cat([self.ids[:, :start], own], dim=1)
+        completion = torch.where(self.writes.steps[..., 0] < 0, self.ids[:, start:], self.writes.ids[..., 0])
+        return torch.cat([self.ids[:, :start], completion], dim=1)
 
     @property
     def most_writes(self) -> Tensor:
@@ -193,7 +194,7 @@ class Rollout:
         return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps != -1).sum(-1).amax(-1)
 
 
-def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
+def empty_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
     """(4, rows, length, writes): log-probs, entropies, steps and ids of a `Rollout`, in one tensor, so that a step is
     one write."""
     record = torch.zeros(4, rows, length, writes, device=device)
@@ -201,7 +202,7 @@ def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor
     return record
 
 
-def note(record: Tensor, step: Step, first: int = 0) -> None:
+def record_step(record: Tensor, step: Step, first: int = 0) -> None:
     """Write what a step revealed into a record of the canvas from position `first` on."""
     numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
     written = step.revealed
@@ -220,7 +221,7 @@ def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
     for step in steps:
         if record is None:
             rows, length = step.canvas.shape
-            record = blank_record(rows, length - first, step.canvas.device, step.most_writes)
-        note(record, step, first)
+            record = empty_record(rows, length - first, step.canvas.device, step.most_writes)
+        record_step(record, step, first)
     assert record is not None
-    return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)
+    return Rollout.from_record(step.canvas, record, step.passes, step.forward_tokens)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def spread(total: int, parts: int) -> list[int]:
+def split_evenly(total: int, parts: int) -> list[int]:
     """Split `total` into `parts` sizes that differ by at most one, the larger ones first; the sum is `total`."""
     size, remainder = divmod(total, parts)
     return [size + (part < remainder) for part in range(parts)]
@@ -32,20 +32,21 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
         raise ValueError(
             f"{gen_length} tokens in {blocks} blocks need between {blocks} and {gen_length} steps, got {steps}"
         )
-    return [spread(*block) for block in zip(spread(gen_length, blocks), spread(steps, blocks), strict=True)]
+    sizes, steps_per_block = split_evenly(gen_length, blocks), split_evenly(steps, blocks)
+    return [split_evenly(*block) for block in zip(sizes, steps_per_block, strict=True)]
 
 
-def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
+def block_schedule(sizes: Sequence[int], steps: int) -> list[list[int]]:
     """Tokens revealed in each step of each block, for blocks of these sizes: one step each, then each further one for
     the block with the most tokens per step so far. The total can exceed `steps` by one, if a prompt ends in a block."""
-    taken = [1] * len(sizes)
+    steps_per_block = [1] * len(sizes)
     slowest: list[tuple[float, int]] = [(-size, block) for block, size in enumerate(sizes)]  # with the most per step
     heapify(slowest)
     for _ in range(steps - len(sizes)):
         block = slowest[0][1]
-        taken[block] += 1
-        heapreplace(slowest, (-sizes[block] / taken[block], block))
-    return [spread(*block) for block in zip(sizes, taken, strict=True)]
+        steps_per_block[block] += 1
+        heapreplace(slowest, (-sizes[block] / steps_per_block[block], block))
+    return [split_evenly(*block) for block in zip(sizes, steps_per_block, strict=True)]
 
 
 def rest_of_schedule(block: Sequence[int], done: int, hidden: int, has_rule: bool) -> list[int]:
@@ -56,7 +57,7 @@ def rest_of_schedule(block: Sequence[int], done: int, hidden: int, has_rule: boo
     """
     left = max(len(block) - done, 1)
     if not has_rule:
-        return spread(hidden, min(left, hidden))
+        return split_evenly(hidden, min(left, hidden))
     kept = [min(sum(block[done + step :]), hidden) for step in range(1, left)] + [0]
     return [before - after for before, after in zip([hidden, *kept], kept, strict=False)]
 

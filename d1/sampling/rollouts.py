@@ -16,10 +16,10 @@ from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import Batch, Row, Stops
 from d1.sampling.other_samplers import other_sampler
-from d1.sampling.passes import Columns
+from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import Generators
 from d1.sampling.record import Rollout, RolloutStart, Step, rollout_of, start_canvas
-from d1.sampling.samplers import sampler_of
+from d1.sampling.samplers import make_sampler
 from d1.sampling.settings import SamplingSettings, check_sampler, check_start
 from d1.sampling.starts import continue_rows, empty_step, put_start
 
@@ -61,7 +61,7 @@ def rollout_steps(
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
     stops: Stops | None = None,
-    columns: Sequence[Columns | None] | None = None,
+    columns: Sequence[KVCacheRows | None] | None = None,
     start: RolloutStart | None = None,
     other_blocks: bool = False,
     recompute: bool = False,
@@ -80,8 +80,8 @@ def rollout_steps(
             its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
             as with a parallel sampler.
         stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
-        columns: of each row, those of an earlier text that begins its prompt: an exact cache takes them, and leaves its
-            own instead when the row ends.
+        columns: of each row, the keys and values of an earlier text that begins its prompt: an exact cache reads them,
+            and replaces them by its own when the row ends.
         start: canvases to continue from. A run that continues an earlier one with the same generators, and in the same
             batch, gives what the earlier one would have given: to the bit without a cache, up to rounding with the
             exact cache of a block-causal model. The first step has no rows.
@@ -98,46 +98,62 @@ def rollout_steps(
         settings = SamplingSettings(**fields)
     elif fields:
         raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
-    settings = settings.suited(model.config)
+
+    # Refuse what makes no sense at the call, not at the first step.
+    settings = settings.for_model(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
     if start is not None:
         check_start(settings, model.config)
         if columns is not None:
             raise ValueError("start: canvases that are continued take no columns of an earlier text")
+
+    # Uniform noise and SCDD have loops of their own.
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
         generators = generator if isinstance(generator, Sequence) else []
         return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
+
     masked = not bool(attention_mask.all())
-    sampler = sampler_of(model, settings, mask_token_id, noise_dtype)
+    sampler = make_sampler(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     if start is not None:
         put_start(canvas, start)
-    inside: list[int | None] = []
+
+    # The rows: their schedule, and where in a block of a block-causal model their prompt ends.
+    prompts_in_block: list[int | None] = []
     rows: list[Row] = []
     lengths = prompt_lengths(model.config, attention_mask)
-    for number, (length, held) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
-        after = tokens_inside(model.config, length, settings.block_length)
-        inside.append(after)
-        schedule = settings.schedule(None if after is None else after % settings.block_length)
-        own: dict[str, Any] = {"stops": stops, "ends": tuple(eos_token_ids or ()), "first_token": settings.first_token}
-        prompt = canvas.start if held is None or length is None else length
-        rows.append(Row(number, prompt, after or 0, schedule, columns=held, **own))
+    for number, (length, cache_rows) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
+        prompt_in_block = tokens_inside(model.config, length, settings.block_length)
+        prompts_in_block.append(prompt_in_block)
+        schedule = settings.schedule(None if prompt_in_block is None else prompt_in_block % settings.block_length)
+        row = Row(
+            number,
+            canvas.start if cache_rows is None or length is None else length,
+            prompt_in_block or 0,
+            schedule,
+            stops=stops,
+            cache_rows=cache_rows,
+            ends=tuple(eos_token_ids or ()),
+            first_token=settings.first_token,
+        )
+        rows.append(row)
+
     # Rows whose prompts end at the same position of a block, and that hide something in the same blocks: these, and so
     # their passes, are aligned.
     groups: dict[tuple[int, ...], list[int]] = {}
     unfilled = None
     if start is None:
-        for row, after in enumerate(inside):
-            groups.setdefault((after or 0,), []).append(row)
+        for number, prompt_in_block in enumerate(prompts_in_block):
+            groups.setdefault((prompt_in_block or 0,), []).append(number)
     else:
         unfilled = start.ids == mask_token_id
         open_blocks = continue_rows(rows, start, unfilled, settings.rule is not None)
-        for row, (after, blocks) in enumerate(zip(inside, open_blocks, strict=True)):
+        for number, (prompt_in_block, blocks) in enumerate(zip(prompts_in_block, open_blocks, strict=True)):
             if blocks:
-                groups.setdefault((after or 0, *blocks), []).append(row)
-    batch = Batch.of(rows, canvas, generator, unfilled)
+                groups.setdefault((prompt_in_block or 0, *blocks), []).append(number)
+    batch = Batch.create(rows, canvas, generator, unfilled)
     cache = cache_of(model.config, settings.cache, recompute)
 
     def complete(group: tuple[int, ...]) -> Iterator[Step]:
@@ -147,7 +163,7 @@ def rollout_steps(
     steps: Iterator[Step] = chain.from_iterable(map(complete, sorted(groups)))
     if start is not None:  # its rows may all be whole
         steps = chain([empty_step(canvas)], steps)
-    return sampler.checked(steps, canvas)
+    return sampler.check_finite(steps, canvas)
 
 
 def check_generator(

@@ -12,7 +12,7 @@ from d1.sampling.loop import Sampler
 from d1.sampling.settings import SamplingSettings
 
 
-def sampler_of(model: Any, settings: SamplingSettings, mask_token_id: int, noise_dtype: torch.dtype) -> Sampler:
+def make_sampler(model: Any, settings: SamplingSettings, mask_token_id: int, noise_dtype: torch.dtype) -> Sampler:
     """The sampler of rows that share these settings. A model with a causal context does not edit."""
     kind = Sampler
     if settings.first_token is not None:

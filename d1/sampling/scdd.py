@@ -135,16 +135,16 @@ def predict(
     draws = None if numbers is None else numbers.flatten(1)
     parts = []
     for start in range(0, len(flat), at_once):
-        some = slice(start, start + at_once)
-        logits = run_head(flat[some]).float()
+        chunk = slice(start, start + at_once)
+        logits = run_head(flat[chunk]).float()
         without_mask = logits.index_fill(-1, seen.new_tensor([mask_token_id]), -torch.inf)
         if draws is None:
             ids = without_mask.argmax(-1)
         else:
             p = nucleus((without_mask.double() / settings.temperature).softmax(-1), settings.nucleus)
-            stays = draws[0, some] < stay_probability(p, seen[some], *times, noise, mask_token_id)
+            stays = draws[0, chunk] < stay_probability(p, seen[chunk], *times, noise, mask_token_id)
             f = candidate_distribution(p, times[1], noise, mask_token_id)
-            ids = torch.where(stays, seen[some], quantiles(f.log(), draws[1, some]))
+            ids = torch.where(stays, seen[chunk], quantiles(f.log(), draws[1, chunk]))
         parts.append((ids, head.token_logps(logits, ids), head.token_entropies(logits)))
     return Predicted(*(torch.cat(column).view(shown.shape) for column in zip(*parts, strict=True)))
 
@@ -165,13 +165,13 @@ def scdd_steps(
     """One `Step` per forward pass over the whole canvas. All rows fill their blocks together; a row leaves with the EOS
     stop."""
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
-    live, first = list(range(len(prompt_ids))), prompt_ids.shape[1]
+    active, first = list(range(len(prompt_ids))), prompt_ids.shape[1]
     masked = not bool(attention_mask.all())
     max_passes = max(len(block) for block in settings.schedule())
     for block in settings.schedule():
         at = slice(first, first + sum(block))
-        rows = torch.tensor(live, device=canvas.ids.device)
-        own = [generators[row] for row in live]
+        rows = torch.tensor(active, device=canvas.ids.device)
+        own = [generators[row] for row in active]
         yield from fill_block(
             model, canvas, rows, at, len(block), settings, own, mask_token_id, max(2, max_passes), masked
         )
@@ -180,8 +180,8 @@ def scdd_steps(
             continue
         ended = torch.isin(canvas.ids[rows, at], torch.tensor(ends, device=rows.device)).any(1)
         canvas.ids[rows[ended], first:] = ends[0]
-        live = rows[~ended].tolist()  # the block's host sync
-        if not live:
+        active = rows[~ended].tolist()  # the block's host sync
+        if not active:
             break
     finite = canvas.sums.isfinite().tolist()
     if not all(finite):

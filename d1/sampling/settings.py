@@ -19,7 +19,7 @@ from d1.models.distribution import OWN, Distribution, falling
 from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of
 from d1.sampling.caches import CACHES
-from d1.sampling.reveal import REMASKING, RULES, reveal_schedule, schedule_of
+from d1.sampling.reveal import REMASKING, RULES, block_schedule, reveal_schedule
 
 BLOCK_LENGTH = 32  # d1's
 GEN_LENGTH = 128  # the shortest canvas of d1's evaluation
@@ -213,9 +213,9 @@ class SamplingSettings:
                 first = "causal" if has_causal_context(model_config) else None
             values["steps"] = default_steps(values["gen_length"], values["block_length"], first == "causal")
         settings = cls(**values)
-        return settings if model_config is None else settings.suited(model_config)
+        return settings if model_config is None else settings.for_model(model_config)
 
-    def suited(self, model_config: Any) -> SamplingSettings:
+    def for_model(self, model_config: Any) -> SamplingSettings:
         """These settings, with a `first_token` if and only if a model of this config has a causal context; for others,
         "masked" says nothing."""
         from d1.models.attention import has_causal_context  # needs torch
@@ -235,14 +235,14 @@ class SamplingSettings:
         return (self.kv_cache or "dual") if "cached" in self.sampler else None
 
     @property
-    def drawn_from(self) -> Distribution:
+    def draw_distribution(self) -> Distribution:
         """The distribution that tokens are drawn from; at temperature 0, the model's own."""
         return Distribution(self.temperature, self.top_k, self.top_p) if self.temperature else OWN
 
     @property
     def record_distribution(self) -> Distribution:
         """The distribution whose log-probabilities a rollout records."""
-        return self.drawn_from if self.record_as_sampled else OWN
+        return self.draw_distribution if self.record_as_sampled else OWN
 
     @property
     def rule(self) -> str | None:
@@ -319,14 +319,14 @@ class SamplingSettings:
         ends = [0, *range(self.block_length - filled, self.gen_length, self.block_length), self.gen_length]
         sizes = [end - start for start, end in pairwise(ends)]
         if self.first_token != "causal":
-            return schedule_of(sizes, self.steps)
+            return block_schedule(sizes, self.steps)
         rest, steps = [size - 1 for size in sizes if size > 1], self.steps - len(sizes)
         if steps < len(rest):
             raise ValueError(
                 f"{self.gen_length} tokens in {len(sizes)} blocks, whose first tokens take a step each, need at least "
                 f"{len(sizes) + len(rest)} steps, got {self.steps}"
             )
-        later = iter(schedule_of(rest, steps))
+        later = iter(block_schedule(rest, steps))
         return [[1, *(next(later) if size > 1 else ())] for size in sizes]
 
 
@@ -385,7 +385,7 @@ def check_uniform(settings: SamplingSettings, kind: str) -> None:
         f"draws from tempered distributions: {released}": not settings.temperature,
         "accepts by entropy: leave remasking out": settings.remasking != "low_confidence",
         "has no guidance: leave cfg_scale out": settings.cfg_scale,
-        "draws from the whole vocabulary: leave top_k and top_p out": settings.drawn_from.truncates,
+        "draws from the whole vocabulary: leave top_k and top_p out": settings.draw_distribution.truncates,
         "records log-probabilities of what it draws from in any case: leave record_as_sampled (in RL "
         "score_as_sampled) out": settings.record_as_sampled,
         "accepts or renoises each token anew: leave edit_threshold and editing out": settings.edits is not None,
@@ -411,7 +411,7 @@ def check_scdd(settings: SamplingSettings, config: Any) -> None:
         "draws from the model's distribution: set --temperature, 1 as published": not settings.temperature,
         "reveals by the posterior: leave remasking out": settings.remasking != "low_confidence",
         "has no guidance: leave cfg_scale out": settings.cfg_scale,
-        "cuts distributions by nucleus_p: leave top_k and top_p out": settings.drawn_from.truncates,
+        "cuts distributions by nucleus_p: leave top_k and top_p out": settings.draw_distribution.truncates,
         "records log-probabilities of the model alone: leave record_as_sampled out": settings.record_as_sampled,
     }
     for what, is_wrong in wrong.items():

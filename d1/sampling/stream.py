@@ -20,15 +20,15 @@ from d1.sampling.causal import CausalSampler
 from d1.sampling.edits import EditingSampler
 from d1.sampling.loop import Batch, Choice, Row, Sampler, Stops, Targets
 from d1.sampling.other_samplers import other_sampler, stream_in_batches
-from d1.sampling.passes import Columns
-from d1.sampling.record import Canvas, Rollout, Step, blank_record, note, start_canvas
+from d1.sampling.passes import KVCacheRows
+from d1.sampling.record import Canvas, Rollout, Step, empty_record, record_step, start_canvas
 from d1.sampling.settings import SamplingSettings, check_sampler
 
-# Ids without padding, the row's generator where sampling draws, and perhaps `stops` and its columns as in `rollout`
+# Ids without padding, the row's generator where sampling draws, and perhaps `stops` and its cache rows as in `rollout`
 Prompt = (
     tuple[Sequence[int], Generator | None]
     | tuple[Sequence[int], Generator | None, Stops | None]
-    | tuple[Sequence[int], Generator | None, Stops | None, Columns | None]
+    | tuple[Sequence[int], Generator | None, Stops | None, KVCacheRows | None]
 )
 Finished = tuple[list[int], Rollout]
 
@@ -64,7 +64,7 @@ def rollout_stream(
         NotFiniteError: as `rollout`, for a row that ended; its `number` is that of the prompt.
     """
     require_prepared(model)
-    settings = settings.suited(model.config)
+    settings = settings.for_model(model.config)
     check_sampler(settings, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -75,16 +75,16 @@ def rollout_stream(
     cache, guided = settings.cache, settings.cfg_scale > 0
     stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
     # `map` asks again after an iterator has ended once.
-    asked = map(partial(asked_of, settings, ends), prompts, count())
+    requests = map(partial(row_request, settings, ends), prompts, count())
 
     def sample_all() -> Iterator[Finished]:
         while True:
-            if done := stream.leave():
-                for error in stream.faults().values():
+            if done := stream.pop_finished():
+                for error in stream.nonfinite_errors().values():
                     raise error
                 yield done
             room = batch_size - len(stream)
-            stream.enter([*islice(asked, room)] if room else [])
+            stream.add_rows([*islice(requests, room)] if room else [])
             if not len(stream):
                 return
             for _ in stream.steps():
@@ -94,7 +94,7 @@ def rollout_stream(
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowRequest:
     """A row of a stream."""
 
     number: int  # which no other row at work has
@@ -103,13 +103,13 @@ class Asked:
     generator: Generator | None = None  # None where nothing is drawn
     ends: tuple[int, ...] = ()  # of the EOS stop
     stops: Stops | None = None
-    columns: Columns | None = None
+    cache_rows: KVCacheRows | None = None
 
 
-def asked_of(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, number: int) -> Asked:
+def row_request(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, number: int) -> RowRequest:
     """The row of prompt `number` of `rollout_stream`."""
-    ids, generator, *more = prompt
-    return Asked(number, ids, settings, generator, ends, *more)
+    ids, generator, *options = prompt
+    return RowRequest(number, ids, settings, generator, ends, *options)
 
 
 class RowSettings(Sampler):
@@ -119,25 +119,25 @@ class RowSettings(Sampler):
         assert row.settings is not None
         return row.settings
 
-    def choose(self, batch: Batch, live: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
+    def choose(self, batch: Batch, active: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
         alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings
-        for index, row in enumerate(live):
+        for index, row in enumerate(active):
             alike.setdefault(self.settings_of(batch.rows[row]), []).append(index)
         if len(alike) == 1:
             (settings,) = alike
-            return self.choose_alike(settings, targets, states, due, batch.generators(live))
+            return self.choose_with_settings(settings, targets, states, due, batch.generators(active))
         parts = []
         for settings, indices in alike.items():
             rows = batch.upload(indices)
             of_rows = Targets(
                 targets.rows[rows],
                 targets.positions[rows],
-                targets.asked[rows],
+                targets.is_target[rows],
                 targets.hidden[rows],
                 [targets.counts[index] for index in indices],
             )
-            generators = batch.generators([live[index] for index in indices])
-            parts.append(self.choose_alike(settings, of_rows, states[:, rows], due[rows], generators)[:-1])
+            generators = batch.generators([active[index] for index in indices])
+            parts.append(self.choose_with_settings(settings, of_rows, states[:, rows], due[rows], generators)[:-1])
         order = batch.upload([*chain(*alike.values())]).argsort()
         return Choice(*(torch.cat(column)[order] for column in zip(*parts, strict=True)))
 
@@ -150,7 +150,7 @@ class EditingRows(EditingSampler, RowSettings):
     """`EditingSampler` for rows with settings of their own, some of which edit."""
 
 
-def with_steps_of(rows: Sequence[Row], sampler: Sampler) -> Sampler:
+def make_row_sampler(rows: Sequence[Row], sampler: Sampler) -> Sampler:
     """A sampler of the same model, with the steps that these rows need together."""
     kind: type[Sampler] = RowSettings
     if any(row.first_token is not None for row in rows):
@@ -162,11 +162,11 @@ def with_steps_of(rows: Sequence[Row], sampler: Sampler) -> Sampler:
 
 class Stream:
     """Rows at work together, which may differ in length and in all settings but the cache and the use of guidance.
-    `leave`, `enter` and `steps` are called in turn.
+    `pop_finished`, `add_rows` and `steps` are called in turn.
 
     Args:
         prompt_width: the least width of the prompts, with their padding.
-        alone: all rows enter together, with one length and, in a block-causal model, prompts that end at the same
+        alone: all rows begin together, with one length and, in a block-causal model, prompts that end at the same
             position of a block. Passes are then those of `rollout` for this batch, to the bit.
     """
 
@@ -181,7 +181,7 @@ class Stream:
         prompt_width: int = 0,
         alone: bool = False,
     ) -> None:
-        self.prompt_width, self.alone, self.padded = prompt_width, alone, False
+        self.prompt_width, self.alone, self.has_padding = prompt_width, alone, False
         self.cache, branches = cache_of(model.config, cache), 2 if guided else 1
         if alone:
             self.cache = replace(self.cache, together=True)
@@ -189,7 +189,7 @@ class Stream:
         self.passes = self.cache.passes(model, **options, masked=not alone, aligned=alone)
         self.sampler: Sampler = RowSettings(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)
         none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
-        self.batch, self.record = Batch.of([], start_canvas(none, none, 0, 0)), blank_record(0, 0, none.device)
+        self.batch, self.record = Batch.create([], start_canvas(none, none, 0, 0)), empty_record(0, 0, none.device)
         self.kept: list[int] = []  # which of the batch's rows stay
         self.done: list[int] = []  # which of them were taken last
         self.count = 0  # rows at work
@@ -202,102 +202,115 @@ class Stream:
         return self.batch.rows  # in the order of `Step.rows`' numbers
 
     @torch.no_grad()
-    def leave(self, dropped: Collection[int] = ()) -> Finished | None:
+    def pop_finished(self, dropped: Collection[int] = ()) -> Finished | None:
         """The rows that ended, each with its completion last; those with the numbers `dropped` leave, too."""
         # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
         batch, ends = self.batch, dict[tuple[int, ...], list[int]]()
         for index, row in enumerate(batch.rows):
             ends.setdefault(row.ends, []).append(index)
-        done = sorted(index for own, rows in ends.items() for index in batch.finished(rows, own))
-        batch.leave_columns([*range(len(batch.rows))], done, self.passes)
-        gone = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
-        self.kept = [index for index in range(len(batch.rows)) if index not in gone]
+        done = sorted(index for end_ids, rows in ends.items() for index in batch.finished(rows, end_ids))
+        batch.evict_rows([*range(len(batch.rows))], done, self.passes)
+        leaving = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
+        self.kept = [index for index in range(len(batch.rows)) if index not in leaving]
         self.count = len(self.kept)
         if not done:
             return None
         self.done, rows, canvas = done, batch.upload(done), batch.canvas
-        taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
-        return [batch.rows[index].number for index in done], taken
+        costs = canvas.passes[rows], canvas.forward_tokens[rows]
+        completed = Rollout.from_record(canvas.ids[rows], self.record[:, rows], *costs)
+        return [batch.rows[index].number for index in done], completed
 
-    def faults(self) -> dict[int, NotFiniteError]:
-        """By number, the errors of rows of the last `leave` whose values are not finite."""
+    def nonfinite_errors(self) -> dict[int, NotFiniteError]:
+        """By number, the errors of rows of the last `pop_finished` whose values are not finite."""
         canvas, rows = self.batch.canvas, self.batch.rows
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
         broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]
-        return {rows[index].number: self.sampler.fault(canvas, index, rows[index].number) for index in broken}
+        return {rows[index].number: self.sampler.nonfinite_error(canvas, index, rows[index].number) for index in broken}
 
     @torch.no_grad()
-    def enter(self, new: Sequence[Asked]) -> None:
+    def add_rows(self, new: Sequence[RowRequest]) -> None:
         """Adds rows to those that stay."""
         if not new and len(self.kept) == len(self.batch.rows):
             return
         config, device = self.sampler.model.config, self.record.device
         rows = [self.batch.rows[row] for row in self.kept]
         # New rows: their schedule, and where in a block of a block-causal model their prompt ends.
-        for one in new:
-            settings = one.settings.suited(config)
-            if settings.draws and one.generator is None:
-                raise ValueError(f"prompt {one.number} of the stream has no generator, but its settings draw numbers")
-            inside = len(one.ids) % settings.block_length if block_size(config) else None
-            schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
-            if settings.first_token is not None and not one.ids:
-                raise ValueError(f"prompt {one.number} of the stream is empty: a causal context needs a token")
-            padded = max(self.prompt_width, len(one.ids)) if self.alone else len(one.ids)
-            own: dict[str, Any] = {"settings": how, "ends": one.ends, "stops": one.stops, "columns": one.columns}
-            own["first_token"] = settings.first_token
-            row = Row(one.number, padded, len(one.ids), schedule, one.generator, **own)
+        for request in new:
+            settings = request.settings.for_model(config)
+            if settings.draws and request.generator is None:
+                number = request.number
+                raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
+            if settings.first_token is not None and not request.ids:
+                raise ValueError(f"prompt {request.number} of the stream is empty: a causal context needs a token")
+            prompt_width = len(request.ids)
+            if self.alone:
+                prompt_width = max(self.prompt_width, prompt_width)
+            row = Row(
+                request.number,
+                prompt_width,
+                len(request.ids),
+                settings.schedule(len(request.ids) % settings.block_length if block_size(config) else None),
+                request.generator,
+                stops=request.stops,
+                cache_rows=request.cache_rows,
+                # Rows with other lengths but the same way to draw tokens are drawn together.
+                settings=replace(settings, gen_length=1, block_length=1, steps=1),
+                ends=request.ends,
+                first_token=settings.first_token,
+            )
             rows.append(row)
-            self.padded |= len(one.ids) < padded
-        self.sampler = with_steps_of(rows, self.sampler)
+            self.has_padding |= len(request.ids) < prompt_width
+        self.sampler = make_row_sampler(rows, self.sampler)
         # Completions end together on the right: the batch is as wide as its longest prompt and its longest completion.
         longest = max((row.length for row in rows), default=0)
         for row in rows:
             row.shift(longest - row.length - row.offset)
         width = max(self.prompt_width, *(row.prompt for row in rows), 0) + longest
         old, stay = self.batch.canvas, self.batch.upload(self.kept)
-        fresh = self.fresh(new, width, longest)
+        fresh = self.new_canvas(new, width, longest)
         wider = (width - old.ids.shape[1], 0)  # a negative number cuts positions off, which are all padding
         canvas = Canvas(
             ids=torch.cat([pad(old.ids[stay], wider, value=self.sampler.mask_token_id), fresh.ids]),
             visible=torch.cat([pad(old.visible[stay], wider), fresh.visible]),
-            given=torch.cat([pad(old.given[stay], wider), fresh.given]),
-            to_fill=torch.arange(width - longest, width, device=device).expand(len(rows), -1),
+            context_mask=torch.cat([pad(old.context_mask[stay], wider), fresh.context_mask]),
+            fill_positions=torch.arange(width - longest, width, device=device).expand(len(rows), -1),
             passes=torch.cat([old.passes[stay], fresh.passes]),
             forward_tokens=torch.cat([old.forward_tokens[stay], fresh.forward_tokens]),
             sums=torch.cat([old.sums[stay], fresh.sums]),
         )
-        both = Batch.of(rows, canvas)
-        more = both.hidden.shape[1] - self.batch.hidden.shape[1]
-        both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
+        both = Batch.create(rows, canvas)
+        wider_by = both.hidden.shape[1] - self.batch.hidden.shape[1]
+        both.hidden = pad(self.batch.hidden[stay], (0, wider_by, 0, len(new)))
         # The record (4, rows, canvas, writes) keeps the ends of those who stay.
         length, writes = self.record.shape[2:]
-        most, common = max([writes, *(one.settings.most_writes for one in new)]), min(longest, length)
-        record = blank_record(len(rows), longest, device, most)
+        writes_per_token = max([writes, *(request.settings.most_writes for request in new)])
+        common = min(longest, length)
+        record = empty_record(len(rows), longest, device, writes_per_token)
         record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]
         self.batch, self.count, self.record = both, len(rows), record
 
-    def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:
+    def new_canvas(self, new: Sequence[RowRequest], width: int, longest: int) -> Canvas:
         """The canvas of new rows, padded on the left to `width`."""
         device, ids = self.record.device, torch.full((len(new), width), self.sampler.mask_token_id)
-        visible, given = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        for index, one in enumerate(new):
-            end = width - one.settings.gen_length
-            prompt = slice(end - len(one.ids), end)
-            ids[index, prompt], given[index, prompt] = torch.as_tensor(one.ids), True
+        visible, context_mask = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for index, request in enumerate(new):
+            end = width - request.settings.gen_length
+            prompt = slice(end - len(request.ids), end)
+            ids[index, prompt], context_mask[index, prompt] = torch.as_tensor(request.ids), True
             visible[index, prompt.start :] = 1
-        to_fill = torch.arange(width - longest, width, device=device).expand(len(new), -1)
-        return Canvas.of(ids.to(device), visible.to(device), given.to(device), to_fill)
+        fill_positions = torch.arange(width - longest, width, device=device).expand(len(new), -1)
+        return Canvas.create(ids.to(device), visible.to(device), context_mask.to(device), fill_positions)
 
     @torch.no_grad()
     def steps(self) -> Iterator[Step]:
         """Steps until all rows have filled their blocks. Without a cache: until one has, or the caller stops."""
-        batch, live = self.batch, [*range(len(self.batch.rows))]
+        batch, active = self.batch, [*range(len(self.batch.rows))]
         if self.alone:
-            self.passes.masked |= self.padded
+            self.passes.masked |= self.has_padding
         else:
             shorter = any(row.prompt < batch.canvas.start for row in batch.rows)
             self.passes.masked = self.cache.together or shorter
-        self.passes.enter(batch.open_blocks(live), self.kept)
-        for step in self.sampler.fill_blocks(batch, live, self.passes, self.cache.together):
-            note(self.record, step, batch.canvas.start)
+        self.passes.begin_blocks(batch.open_blocks(active), self.kept)
+        for step in self.sampler.fill_blocks(batch, active, self.passes, self.cache.together):
+            record_step(self.record, step, batch.canvas.start)
             yield step

@@ -34,18 +34,18 @@ from d1.sampling.settings import SamplingSettings
 class Predicted(NamedTuple):
     """What a pass says of each position, (rows, canvas) each."""
 
-    drawn: Tensor  # candidates
+    candidates: Tensor
     logps: Tensor  # their log-probabilities under d, in nats
     entropies: Tensor  # of d, in nats
-    likely: Tensor  # the most likely ids
+    argmax_ids: Tensor  # the most likely ids
     soft: Tensor | None  # (rows, canvas, hidden) mean embeddings of d
 
 
 def quantiles(logits: Tensor, numbers: Tensor) -> Tensor:
     """(n,) ids: of each distribution of `logits` (n, vocab) the quantile `numbers` (n,), uniform in [0, 1); in fp64."""
     summed = logits.double().softmax(-1).cumsum(-1)
-    found = torch.searchsorted(summed, (numbers.double() * summed[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-    return found.clamp(max=logits.shape[-1] - 1)
+    ids = torch.searchsorted(summed, (numbers.double() * summed[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    return ids.clamp(max=logits.shape[-1] - 1)
 
 
 def predict(model: Any, states: Tensor, temperature: float, numbers: Tensor, soft: bool) -> Predicted:
@@ -53,11 +53,11 @@ def predict(model: Any, states: Tensor, temperature: float, numbers: Tensor, sof
     run_head, parts = head.backbone_and_head(model)[1], []
     elements = head.CHUNK_ELEMENTS // 4 * head.chunk_factor(states.device)  # fp64, and a sum as large
     at_once = max(1, elements // vocabulary(model.config))
-    for some, own in zip(states.flatten(0, 1).split(at_once), numbers.flatten().split(at_once), strict=True):
-        logits = run_head(some) / temperature
-        drawn = quantiles(logits, own)
-        found = drawn, head.token_logps(logits, drawn), head.token_entropies(logits), logits.argmax(-1)
-        parts.append((*found, soft_embeddings(model, logits)) if soft else found)
+    for chunk, chunk_numbers in zip(states.flatten(0, 1).split(at_once), numbers.flatten().split(at_once), strict=True):
+        logits = run_head(chunk) / temperature
+        drawn = quantiles(logits, chunk_numbers)
+        values = drawn, head.token_logps(logits, drawn), head.token_entropies(logits), logits.argmax(-1)
+        parts.append((*values, soft_embeddings(model, logits)) if soft else values)
     columns = [torch.cat(column).unflatten(0, numbers.shape) for column in zip(*parts, strict=True)]
     drawn, logps, entropies, likely, *rest = columns
     return Predicted(drawn, logps, entropies, likely, rest[0] if soft else None)
@@ -69,16 +69,16 @@ def accepted(entropies: Tensor, level: float) -> Tensor:
     return order.argsort(dim=-1) < entropy_bound(ordered, ordered, level).unsqueeze(-1)
 
 
-def draws(generators: Sequence[Generator], size: int, vocab: int) -> tuple[Tensor, Tensor]:
+def draw_numbers(generators: Sequence[Generator], size: int, vocab: int) -> tuple[Tensor, Tensor]:
     """From each row's generator: a uniform number per candidate, in fp64, and a uniform id, (rows, size) each."""
     numbers, noise = [], []
-    for own in generators:
-        numbers.append(torch.rand(size, generator=own, device=own.device, dtype=torch.float64))
-        noise.append(noise_of(own, size, vocab))
+    for generator in generators:
+        numbers.append(torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64))
+        noise.append(uniform_ids(generator, size, vocab))
     return torch.stack(numbers), torch.stack(noise)
 
 
-def noise_of(generator: Generator, size: int, vocab: int) -> Tensor:
+def uniform_ids(generator: Generator, size: int, vocab: int) -> Tensor:
     """(size,) uniform ids."""
     return torch.randint(vocab, (size,), generator=generator, device=generator.device)
 
@@ -95,16 +95,16 @@ def uniform_steps(
 ) -> Iterator[Step]:
     """One `Step` per pass of the decoder, and one before the first pass of each canvas, which writes its noise."""
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, 0)
-    size, live, context = settings.block_length, [*range(len(prompt_ids))], None
+    size, active, context = settings.block_length, [*range(len(prompt_ids))], None
     for first in range(prompt_ids.shape[1], canvas.ids.shape[1], size):
-        rows = torch.tensor(live, device=canvas.ids.device)
+        rows = torch.tensor(active, device=canvas.ids.device)
         new = slice(0 if context is None else first - size, first)  # the prompt, or the canvas before
         read = canvas.visible[rows, new]
         context, _ = encode(model, canvas.ids[rows, new], read, context)
         context.forget(model.config)
         canvas.forward_tokens[rows] += read.sum(1)
-        own = [generators[row] for row in live]
-        yield from fill_canvas(model, canvas, rows, slice(first, first + size), context, settings, own)
+        active_generators = [generators[row] for row in active]
+        yield from fill_canvas(model, canvas, rows, slice(first, first + size), context, settings, active_generators)
         if not ends or first + size == canvas.ids.shape[1]:
             continue
         done = torch.isin(canvas.ids[rows, first : first + size], torch.tensor(ends, device=rows.device)).any(1)
@@ -112,7 +112,7 @@ def uniform_steps(
         kept = (~done).nonzero().squeeze(1)  # the canvas's one more host sync
         if not len(kept):
             break
-        live = rows[kept].tolist()
+        active = rows[kept].tolist()
         context = context if len(kept) == len(rows) else context.rows(kept)
     finite = canvas.sums.isfinite().tolist()
     if not all(finite):
@@ -133,44 +133,45 @@ def fill_canvas(
     device, size, vocab = canvas.ids.device, at.stop - at.start, vocabulary(model.config)
     columns = torch.arange(at.start, at.stop, device=device)
     positions = context.visible.sum(1, keepdim=True) + torch.arange(size, device=device)
-    live, own, passes = torch.arange(len(rows), device=device), list(generators), settings.passes_per_block
+    active, active_generators = torch.arange(len(rows), device=device), list(generators)
+    passes = settings.passes_per_block
     none = torch.zeros(len(rows), size, dtype=torch.bool, device=device)
 
     def step(numbers: Tensor, ids: Tensor, written: Tensor, logps: Tensor, entropies: Tensor) -> Step:
-        chosen = rows[live]
+        chosen = rows[active]
         canvas.ids[chosen[:, None], columns] = ids
         canvas.sums.index_add_(0, chosen, (logps + entropies).sum(1).float())
-        found = written, ids, logps.float(), entropies.float(), canvas.ids, canvas.passes, canvas.forward_tokens
-        return Step(chosen, numbers, columns.expand_as(ids), *found, passes + 1, noised=~written)
+        predicted = written, ids, logps.float(), entropies.float(), canvas.ids, canvas.passes, canvas.forward_tokens
+        return Step(chosen, numbers, columns.expand_as(ids), *predicted, passes + 1, noised=~written)
 
-    shown = torch.stack([noise_of(one, size, vocab) for one in own]).to(device)
+    shown = torch.stack([uniform_ids(generator, size, vocab) for generator in active_generators]).to(device)
     zeros = torch.zeros(len(rows), size, device=device)
     yield step(canvas.passes[rows], shown, none, zeros, zeros)
     soft = likely = None
     for number in range(passes):
-        numbers, noise = (values.to(device) for values in draws(own, size, vocab))
-        states = decode(model, shown, positions[live], positions[live, :1].expand(-1, size), context, soft)
-        found = predict(model, states, settings.temperature_of(number), numbers, settings.self_conditioning)
-        stable = none[: len(live), 0] if likely is None else (likely == found.likely).all(1)
-        last = stable & (found.entropies.mean(1) < settings.stops_below)
+        numbers, noise = (values.to(device) for values in draw_numbers(active_generators, size, vocab))
+        states = decode(model, shown, positions[active], positions[active, :1].expand(-1, size), context, soft)
+        predicted = predict(model, states, settings.temperature_of(number), numbers, settings.self_conditioning)
+        stable = none[: len(active), 0] if likely is None else (likely == predicted.argmax_ids).all(1)
+        last = stable & (predicted.entropies.mean(1) < settings.stops_below)
         if number == passes - 1:
             last = torch.ones_like(last)
-        takes = accepted(found.entropies, settings.level)
+        takes = accepted(predicted.entropies, settings.level)
         if settings.output == "draw":
-            output, written = found.drawn, takes | last[:, None]
+            output, written = predicted.candidates, takes | last[:, None]
         else:
-            output, written = found.likely, takes & ~last[:, None]
-        shown = torch.where(last[:, None], output, torch.where(takes, found.drawn, noise))
-        before = canvas.passes[rows[live]]
-        canvas.passes[rows[live]] += 1
-        canvas.forward_tokens[rows[live]] += size
-        yield step(before, shown, written, found.logps.where(written, 0.0), found.entropies.where(written, 0.0))
-        soft, likely = found.soft, found.likely
+            output, written = predicted.argmax_ids, takes & ~last[:, None]
+        shown = torch.where(last[:, None], output, torch.where(takes, predicted.candidates, noise))
+        before = canvas.passes[rows[active]]
+        canvas.passes[rows[active]] += 1
+        canvas.forward_tokens[rows[active]] += size
+        yield step(before, shown, written, predicted.logps.where(written, 0.0), predicted.entropies.where(written, 0.0))
+        soft, likely = predicted.soft, predicted.argmax_ids
         ended = last.tolist()  # the pass's one host sync
         if all(ended):
             return
         if any(ended):
             kept = torch.tensor([row for row, is_over in enumerate(ended) if not is_over], device=device)
-            live, shown, likely = live[kept], shown[kept], likely[kept]
+            active, shown, likely = active[kept], shown[kept], likely[kept]
             soft, context = None if soft is None else soft[kept], context.rows(kept)
-            own = [own[row] for row in kept.tolist()]
+            active_generators = [active_generators[row] for row in kept.tolist()]

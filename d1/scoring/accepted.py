@@ -26,7 +26,7 @@ from torch import Tensor
 
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.uniform import accepted
-from d1.scoring.replay import drawn
+from d1.scoring.replay import draw_segments
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Scores, Views
 
@@ -42,9 +42,9 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     if settings.num_views:
         counts = (scored.any(-1) * torch.arange(1, passes + 1)).amax(-1, keepdim=True).clamp(min=1)
         chance = (torch.arange(passes) < counts) / counts.double()
-        chosen, weights = drawn(chance, random.evenly_spread(settings.num_views))
+        chosen, weights = draw_segments(chance, random.evenly_spread(settings.num_views))
     logps = sampled.write_logps
-    own = chosen.unsqueeze(-1).expand(-1, -1, ids.shape[2])
+    at_chosen = chosen.unsqueeze(-1).expand(-1, -1, ids.shape[2])
     # Where the output is a draw, the last pass of a block has all positions, whatever their entropies: no rule chose.
     blocks, of_pass = ids.shape[2] // settings.block_length, sampled.write_steps.transpose(1, 2)[:, 1:]
     ran = (of_pass != -1).unflatten(2, (blocks, -1)).all(-1)
@@ -53,12 +53,12 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     temperatures = [settings.sampler.temperature_of(number) for number in range(passes)]
     return Views(
         noise=torch.zeros(rows, chosen.shape[1], sampled.prompt_ids.shape[1] + ids.shape[2], dtype=torch.bool),
-        weights=torch.where(scored.gather(1, own), weights.unsqueeze(-1), 0.0),
-        shown=ids[:, :-1].gather(1, own),
-        targets=ids[:, 1:].gather(1, own),
-        sampled_logps=None if logps is None else logps.transpose(1, 2)[:, 1:].gather(1, own),
+        weights=torch.where(scored.gather(1, at_chosen), weights.unsqueeze(-1), 0.0),
+        shown=ids[:, :-1].gather(1, at_chosen),
+        targets=ids[:, 1:].gather(1, at_chosen),
+        sampled_logps=None if logps is None else logps.transpose(1, 2)[:, 1:].gather(1, at_chosen),
         temperatures=torch.tensor(temperatures)[chosen],
-        accepted=by_rule.gather(1, own),
+        accepted=by_rule.gather(1, at_chosen),
     )
 
 

@@ -20,7 +20,7 @@ from d1.scoring.view_text import ViewText
 def causal_states(model: Any, text: ViewText) -> Tensor:
     """The states of the canvas, from two streams: the finished text, and the canvas with what the view hides."""
     prompt = text.clean.shape[1] - text.gen_length
-    size, _, causal_first = text.blocks or CanvasBlocks.of(model.config)
+    size, _, causal_first = text.blocks or CanvasBlocks.from_config(model.config)
     assert size is not None
 
     # Blocks begin at the end of each row's prompt.

@@ -25,7 +25,7 @@ from d1.scoring.views import Views, views_of_canvas
 # prompt noise (rows, views or 1, prompt). A draw gives one view or, if antithetic, two.
 
 
-def weighed(
+def weighted_views(
     prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor, opposite: Tensor, antithetic: bool
 ) -> Views:
     """Views of the draws; with `antithetic`, also views that hide the other tokens, with the weights `opposite`."""
@@ -38,17 +38,17 @@ def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Ten
     """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time."""
     # The opposite view is that of time 1 - t and the numbers 1 - u, so its weight is 1 / (1 - t).
     draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
-    return weighed(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
+    return weighted_views(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
 
 
 def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each count (rows, draws); it hides the scored tokens whose rank (rows, draws, canvas) is below it."""
     draws, lengths, hidden = counts.shape[1], scored.sum(-1, keepdim=True), ranks < counts.unsqueeze(-1)
     weights, opposite = ((lengths + 1) / (draws * count.clamp(min=1)) for count in (counts, lengths - counts))
-    return weighed(prompt_noise, hidden, scored, weights, opposite, antithetic)
+    return weighted_views(prompt_noise, hidden, scored, weights, opposite, antithetic)
 
 
-def spread(random: Randomness, settings: ViewSettings) -> Tensor:
+def draw_uniform(random: Randomness, settings: ViewSettings) -> Tensor:
     """(rows, draws) uniform numbers in [0, 1), from which times or counts are made."""
     return (random.rotated if settings.stratified else random.uniform)(settings.draws)
 
@@ -57,8 +57,8 @@ def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> T
     """(rows, draws, canvas) in [0, 1), independent for each scored token; others have 1 and use no random number."""
     scored = sampled.scored.cpu()
     numbers = torch.ones(len(scored), draws, scored.shape[1])
-    for row, of, generator in zip(numbers, scored, random.rows, strict=True):
-        row[:, of] = torch.rand(draws, int(of.sum()), generator=generator)
+    for row, scored_of_row, generator in zip(numbers, scored, random.rows, strict=True):
+        row[:, scored_of_row] = torch.rand(draws, int(scored_of_row.sum()), generator=generator)
     return numbers.to(sampled.scored.device)
 
 
@@ -70,7 +70,8 @@ def ranks_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Ten
 
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     device = sampled.scored.device
-    times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
+    # Neither 1 / t nor 1 / (1 - t) is infinite.
+    times = draw_uniform(random, settings).clamp(2**-24, 1 - 2**-24).to(device)
     numbers = numbers_of_tokens(sampled, random, settings.draws)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.paired_draws)
     return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
@@ -79,7 +80,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
 def uniform_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Tensor:
     """(rows, draws) counts, uniform on 0..L."""
     lengths = sampled.scored.sum(-1, keepdim=True)
-    return (spread(random, settings).to(lengths.device) * (lengths + 1)).long().minimum(lengths)
+    return (draw_uniform(random, settings).to(lengths.device) * (lengths + 1)).long().minimum(lengths)
 
 
 def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -97,7 +98,7 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     per_block = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long())
     lengths, reached = per_block.gather(1, blocks), (per_block > 0).sum(1, keepdim=True).clamp(min=1)
     shift = blocks * settings.stratified / (reached * settings.draws)
-    up = (spread(random, settings).to(device).unsqueeze(-1) + shift.unsqueeze(1)) % 1
+    up = (draw_uniform(random, settings).to(device).unsqueeze(-1) + shift.unsqueeze(1)) % 1
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
     ranks = ranks_in_blocks(numbers_of_tokens(sampled, random, settings.draws), blocks)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from d1.scoring.views import Scores, Views
 
     Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
-    Asked = Callable[[ViewSettings], bool]
+    SettingsTest = Callable[[ViewSettings], bool]
     Metrics = Callable[[Views, Scores, SamplingSettings, Callable[[Tensor], Tensor]], dict[str, float]]
 
 
@@ -54,15 +54,15 @@ class Estimator:
 
     draw: Draw
     views: Callable[[ViewSettings], int] = lambda settings: 1
-    draws: Asked = always
+    draws: SettingsTest = always
     linear: bool = True
     replays: bool = False
     replays_writes: bool = False
     uniform_noise: bool = False
     clean_prompt: bool = False
-    partial: Asked = lambda settings: False
+    partial: SettingsTest = lambda settings: False
     reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
-    as_sampled: Asked = lambda settings: False
+    as_sampled: SettingsTest = lambda settings: False
     causal_first: bool = False
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     metrics: Metrics = lambda views, scores, settings, gather: {}
@@ -72,25 +72,27 @@ class Estimator:
         """Draw the views; raise ValueError if the function returned anything but views of these rows, or
         replays what was written last of rows with edits."""
         if self.replays and not self.replays_writes and sampled.write_steps is not None:
-            raise ValueError(f"{called(self.draw)} replays the last write of each position, and these rows have edits")
+            function = describe_function(self.draw)
+            raise ValueError(f"{function} replays the last write of each position, and these rows have edits")
         from d1.scoring.views import Views
 
         drawn = self.draw(sampled, random, settings)
         if not isinstance(drawn, Views):
-            raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
+            found = f"{describe_function(self.draw)} returned {describe_value(drawn)}"
+            raise ValueError(f"{found}: expected Views, of d1.scoring")
         rows, prompt = sampled.prompt_ids.shape
         drawn.check(rows, prompt + sampled.gen_length, sampled.gen_length, sampled.gen_length)
         return drawn
 
 
-def called(function: object) -> str:
+def describe_function(function: object) -> str:
     """A function in an error message: its name, file and line."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", repr(function))
     return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
-def described(value: object) -> str:
+def describe_value(value: object) -> str:
     """What a function returned, in an error message: the shape of a tensor, the type of anything else."""
     from torch import Tensor
 

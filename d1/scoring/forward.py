@@ -89,8 +89,8 @@ def full_states(model: Any, text: ViewText) -> Tensor:
 
 def block_causal_states(model: Any, text: ViewText) -> Tensor:
     """Two streams: finished blocks with the prompt as the view shows it, and the canvas with what the view hides."""
-    again = block_causal_tokens(model.config, text.gen_length)
-    return two_stream_states(model, text.finished, text.noised[:, -again:], text.visible)
+    noised = block_causal_tokens(model.config, text.gen_length)
+    return two_stream_states(model, text.finished, text.noised[:, -noised:], text.visible)
 
 
 def block_causal_tokens(config: Any, gen_length: int) -> int:

@@ -27,18 +27,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, steps_in_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy", "top")
 
 
-def last_scored(segments: Tensor, scored: Tensor) -> Tensor:
+def last_scored_segment(segments: Tensor, scored: Tensor) -> Tensor:
     """(rows, 1) the last step or segment, of `segments` (rows, canvas), that reveals a scored token; 0 if none does."""
     return torch.where(scored, segments, 0).amax(-1, keepdim=True)
 
 
-class Written(NamedTuple):
+class WrittenTokens(NamedTuple):
     """What a sampler wrote: (rows, canvas, writes) each, with one write per position where it does not edit.
 
     Attributes:
@@ -55,22 +55,22 @@ class Written(NamedTuple):
     logps: Tensor | None = None
 
     @classmethod
-    def of(cls, sampled: SampledRows) -> Written:
+    def from_rows(cls, sampled: SampledRows) -> WrittenTokens:
         scored = sampled.scored.unsqueeze(-1)
         if sampled.write_steps is None or sampled.write_entropies is None:
-            steps = within_blocks(sampled.reveal_steps, sampled.blocks)
+            steps = steps_in_blocks(sampled.reveal_steps, sampled.blocks)
             return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1))
         steps, writes = sampled.write_steps, sampled.write_steps.shape[-1]
         blocks = None if sampled.blocks is None else sampled.blocks.repeat_interleave(writes, dim=1)
-        steps = within_blocks(steps.flatten(1), blocks).view_as(steps)
+        steps = steps_in_blocks(steps.flatten(1), blocks).view_as(steps)
         return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids, sampled.write_logps)
 
-    def merged(self, segments: Tensor) -> Written:
+    def with_segments(self, segments: Tensor) -> WrittenTokens:
         """With the numbers `segments` of what the steps are merged into."""
         return self._replace(steps=segments.masked_fill(self.steps < 0, -1))
 
 
-def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights: Tensor) -> Views:
+def replay_views(prompt_noise: Tensor, written: WrittenTokens, chosen: Tensor, weights: Tensor) -> Views:
     """A view for each of a row's `chosen` segments (rows, views), whose own tokens have `weights` (rows, views). Tokens
     written before the segment are visible, also after the completion's end: the sampler saw them, too.
 
@@ -84,55 +84,55 @@ def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights
     if written.ids is None:
         return views
 
-    def last(of: Tensor, count: Tensor) -> Tensor:
-        every = of.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
-        return every.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    def last(writes: Tensor, count: Tensor) -> Tensor:
+        per_view = writes.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
+        return per_view.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
     logps = None if written.logps is None else last(written.logps, before + now)
     shown, targets = last(written.ids, before), last(written.ids, before + now)
     return replace(views, shown=shown, targets=targets, sampled_logps=logps)
 
 
-def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def segment_sums(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of `values` (rows, canvas) over each segment's scored tokens, and counts of these: (rows, segments) fp64."""
-    last = int(last_scored(segments, scored).max())
+    last = int(last_scored_segment(segments, scored).max())
     within, zeros = torch.where(scored, segments, 0), torch.zeros(len(scored), last + 1, dtype=torch.float64)
     zeros = zeros.to(values.device)
     sums = zeros.scatter_add(1, within, torch.where(scored, values, 0).double())
     return sums, zeros.scatter_add(1, within, scored.double())
 
 
-def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str) -> Tensor:
+def segment_probabilities(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str) -> Tensor:
     """(rows, segments) probability to draw each segment, 0 for those after a row's last scored token; fp64.
 
     With "entropy", segments whose tokens were certain keep a small probability.
     """
-    last = last_scored(segments, scored)
+    last = last_scored_segment(segments, scored)
     weights = torch.ones(len(last), int(last.max()) + 1, dtype=torch.float64, device=last.device)
     if draw_steps == "entropy":  # rounding can leave an entropy below 0
-        weights = 1e-6 + per_segment(segments, scored, entropies.clamp(min=0))[0]
+        weights = 1e-6 + segment_sums(segments, scored, entropies.clamp(min=0))[0]
     weights = weights.masked_fill(torch.arange(weights.shape[1], device=last.device) > last, 0)
     return weights / weights.sum(-1, keepdim=True)
 
 
-def with_replacement(chance: Tensor, numbers: Tensor) -> Tensor:
+def draw_with_replacement(chance: Tensor, numbers: Tensor) -> Tensor:
     """The segments (rows, draws) into which the uniform `numbers` fall, by their probabilities `chance`."""
     chosen = torch.searchsorted(chance.cumsum(-1), numbers.double().contiguous(), right=True)
     last = (chance > 0).long().cumsum(-1).argmax(-1, keepdim=True)  # rounding can leave the sum below a number
     return chosen.minimum(last)
 
 
-def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """`with_replacement`, sorted, and the segments' weights 1 / (draws x chance). A segment that is drawn several times
-    has the sum of its weights where it comes first and 0 at the others."""
-    draws, chosen = numbers.shape[1], with_replacement(chance, numbers).sort(-1).values
-    again = torch.cat([torch.zeros_like(chosen[:, :1]).bool(), chosen[:, 1:] == chosen[:, :-1]], dim=1)
+def draw_segments(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw_with_replacement`, sorted, and the segments' weights 1 / (draws x chance). A segment that is drawn several
+    times has the sum of its weights where it comes first and 0 at the others."""
+    draws, chosen = numbers.shape[1], draw_with_replacement(chance, numbers).sort(-1).values
+    repeated = torch.cat([torch.zeros_like(chosen[:, :1]).bool(), chosen[:, 1:] == chosen[:, :-1]], dim=1)
     times = (chosen.unsqueeze(1) == chosen.unsqueeze(2)).sum(-1)
     weights = times / (draws * chance.gather(1, chosen))  # of all its draws: one view scores the segment for them all
-    return chosen, weights.masked_fill(again, 0.0).float()
+    return chosen, weights.masked_fill(repeated, 0.0).float()
 
 
-def highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_segments(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The segments (rows, draws), at most `count`, with the highest `scores` (rows, segments), and their weights: 1, or
     0 for segments with score -inf, which pad rows that have fewer."""
     best = scores.sort(dim=-1, descending=True, stable=True)  # ties: the first one, on every device
@@ -141,29 +141,29 @@ def highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """Views of all segments or, with `num_views`, of those that `draw_steps` chooses."""
-    written = Written.of(sampled)
-    written = written.merged(written.steps // (settings.segment_steps or 1))
-    return replay_views(clean_prompt(sampled), written, *chosen_segments(written, random, settings))
+    written = WrittenTokens.from_rows(sampled)
+    written = written.with_segments(written.steps // (settings.segment_steps or 1))
+    return replay_views(clean_prompt(sampled), written, *choose_segments(written, random, settings))
 
 
-def chosen_segments(written: Written, random: Randomness, settings: ViewSettings) -> tuple[Tensor, Tensor]:
+def choose_segments(written: WrittenTokens, random: Randomness, settings: ViewSettings) -> tuple[Tensor, Tensor]:
     """The segments (rows, views) that are scored, and their weights."""
     segments, scored, entropies = (values.flatten(1) for values in written[:3])
     if not settings.num_views:
-        return every_segment(int(last_scored(segments, scored).max()), segments)
+        return all_segments(int(last_scored_segment(segments, scored).max()), segments)
     if settings.draw_steps == "top":
-        sums, counts = per_segment(segments, scored, entropies)
+        sums, counts = segment_sums(segments, scored, entropies)
         means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
-        return highest(means, settings.num_views)
+        return top_segments(means, settings.num_views)
     numbers = random.evenly_spread(settings.num_views).to(segments.device)
-    chance = chances(segments, scored, entropies, settings.draw_steps)
-    chosen, weights = drawn(chance, numbers)
+    chance = segment_probabilities(segments, scored, entropies, settings.draw_steps)
+    chosen, weights = draw_segments(chance, numbers)
     if settings.mean_step:
         weights = weights / (chance > 0).sum(-1, keepdim=True)
     return chosen, weights
 
 
-def every_segment(last: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def all_segments(last: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """All segments up to number `last`, for as many rows as `like` has, with weights of 1; those that a row does not
     have score nothing."""
     chosen = torch.arange(last + 1, device=like.device).expand(len(like), -1)

@@ -111,8 +111,10 @@ class SampledRows:
 
     def to(self, device: torch.device | str) -> SampledRows:
         """The same rows on a device."""
-        there: dict[str, Any] = {name: of if of is None else of.to(device) for name, of in vars(self).items()}
-        return SampledRows(**there)
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            moved[name] = None if value is None else value.to(device)
+        return SampledRows(**moved)
 
 
 class CanvasBlocks(NamedTuple):
@@ -125,14 +127,16 @@ class CanvasBlocks(NamedTuple):
     causal_first: bool = False
 
     @classmethod
-    def of(cls, config: Any, block_length: int | None = None, first_token: str | None = None) -> CanvasBlocks:
+    def from_config(cls, config: Any, block_length: int | None = None, first_token: str | None = None) -> CanvasBlocks:
         """Those of a model with this config, as sampled with these settings; None: with the defaults."""
         if not has_causal_context(config):
             return cls(block_size(config))
         return cls(block_length or block_size(config), True, first_token != "masked")
 
 
-def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None, after_prompt: bool = False) -> Tensor | None:
+def canvas_blocks(
+    attention_mask: Tensor, gen_length: int, size: int | None, after_prompt: bool = False
+) -> Tensor | None:
     """`SampledRows.blocks` for prompts (rows, prompt) and blocks of `size` tokens, counted from the start of the text
     or `after_prompt`."""
     if size is None:
@@ -150,7 +154,7 @@ def ranks_in_blocks(values: Tensor, numbers: Tensor) -> Tensor:
     return order.argsort(-1) - firsts.unsqueeze(1)
 
 
-def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
+def steps_in_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
     """The step numbers `order` (rows, gen_length), counted from the first step of each token's own block; -1 stays.
 
     One view of a block-causal model contains a step of every block (`d1/scoring/views.py`).

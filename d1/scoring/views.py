@@ -69,27 +69,31 @@ class Views:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Views:
         """Views of which every tensor is changed: moved to a device, or cut to some rows."""
-        changed: dict[str, Any] = {name: of if of is None else change(of) for name, of in vars(self).items()}
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            changed[name] = None if value is None else change(value)
         return Views(**changed)
 
     def check(self, rows: int, text: int, tokens: int, canvas: int) -> None:
         """Raise ValueError unless these are views of `rows` texts of `text` tokens, the last `canvas` of which were
         sampled, with weights for `tokens`."""
         for name, width in (("noise", text), ("weights", tokens)):
-            found = tuple(getattr(self, name).shape)
-            if len(found) != 3 or (found[0], found[2]) != (rows, width):
-                raise ValueError(f"views.{name} must be ({rows}, views, {width}), got {found}")
+            actual = tuple(getattr(self, name).shape)
+            if len(actual) != 3 or (actual[0], actual[2]) != (rows, width):
+                raise ValueError(f"views.{name} must be ({rows}, views, {width}), got {actual}")
         if self.noise.shape[1] != self.weights.shape[1]:
             raise ValueError(f"{self.noise.shape[1]} views have noise and {self.weights.shape[1]} have weights")
         if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
             raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
         ids = {name: (width, torch.long) for name, width in (("shown", canvas), ("targets", tokens))}
         for name, (width, dtype) in {**ids, "sampled_logps": (tokens, torch.float)}.items():
-            found, shape = getattr(self, name), (*self.noise.shape[:2], width)
-            if found is not None and (found.shape != shape or found.dtype != dtype):
-                raise ValueError(f"views.{name} must be {shape} of {dtype}, got {tuple(found.shape)} of {found.dtype}")
-        if (given := self.temperatures) is not None and given.shape != self.noise.shape[:2]:
-            raise ValueError(f"views.temperatures must be {tuple(self.noise.shape[:2])}, got {tuple(given.shape)}")
+            actual, shape = getattr(self, name), (*self.noise.shape[:2], width)
+            if actual is not None and (actual.shape != shape or actual.dtype != dtype):
+                wrong = f"{tuple(actual.shape)} of {actual.dtype}"
+                raise ValueError(f"views.{name} must be {shape} of {dtype}, got {wrong}")
+        if self.temperatures is not None and self.temperatures.shape != self.noise.shape[:2]:
+            expected, shape = tuple(self.noise.shape[:2]), tuple(self.temperatures.shape)
+            raise ValueError(f"views.temperatures must be {expected}, got {shape}")
 
 
 def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
@@ -211,18 +215,18 @@ def score(
     if torch.is_grad_enabled() and len(passes) > 1:
         compute = partial(checkpoint, compute, use_reentrant=False)
     computed = []
-    for some in passes:
+    for pass_pairs in passes:
         # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
-        at = scored[some.unbind(1)].flatten().nonzero().squeeze(1)
-        computed.append(compute(upload(some, clean.device), upload(at, clean.device)))
+        at = scored[pass_pairs.unbind(1)].flatten().nonzero().squeeze(1)
+        computed.append(compute(upload(pass_pairs, clean.device), upload(at, clean.device)))
     logps, entropies, canvas_entropies = zip(*computed, strict=True)
 
     # Sort the pairs' values by row and view, and sum each row's views with their weights.
     pairs = upload(pairs, clean.device)
-    sort = partial(by_view, pairs=pairs, shape=views.weights.shape[:2])
-    view_logps = sort(logps)
+    gather = partial(gather_views, pairs=pairs, shape=views.weights.shape[:2])
+    view_logps = gather(logps)
     weighted_logps = (views.weights * view_logps).sum(1)
-    weighted_entropies = (views.weights * sort(entropies)).sum(1) if with_entropies else None
+    weighted_entropies = (views.weights * gather(entropies)).sum(1) if with_entropies else None
 
     # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
     # the loss a path to the weights costs nothing.
@@ -231,13 +235,13 @@ def score(
     noised = noised_tokens(model, gen_length)
     if noised:
         tokens = tokens + visible[paid, -noised:].sum()
-    each = 3 if torch.is_grad_enabled() else 1
+    cost_per_token = 3 if torch.is_grad_enabled() else 1
     return Scores(
         logps=weighted_logps,
         view_logps=view_logps,
-        compute=each * tokens,
+        compute=cost_per_token * tokens,
         entropies=weighted_entropies,
-        canvas_entropies=None if canvas_entropies[0] is None else sort(canvas_entropies),
+        canvas_entropies=None if canvas_entropies[0] is None else gather(canvas_entropies),
     )
 
 
@@ -291,33 +295,30 @@ def score_pairs(
     # Run the head at the scored tokens alone.
     targets = completion_ids[row] if views.targets is None else views.targets[row, view]
     temperatures = None if views.temperatures is None else views.temperatures[row, view].unsqueeze(1)
-    tempered = {}
-    if temperatures is not None:
-        tempered = {"temperatures": temperatures.expand(-1, width).flatten()[at]}
     logps, entropies = target_logps(
         model,
         canvas[:, :width].flatten(0, 1)[at],
         targets.flatten()[at],
         with_entropies=with_entropies,
         distribution=distribution,
-        **tempered,
+        temperatures=None if temperatures is None else temperatures.expand(-1, width).flatten()[at],
     )
 
     # Put the values back at their tokens.
     shape = len(row), width
-    logps = put_back(logps, at, shape)
+    logps = scatter_tokens(logps, at, shape)
     if entropies is None:
         return PairScores(logps, None, None)
     canvas_entropies = None if temperatures is None else tempered_entropies(model, canvas, temperatures)
-    return PairScores(logps, put_back(entropies, at, shape), canvas_entropies)
+    return PairScores(logps, scatter_tokens(entropies, at, shape), canvas_entropies)
 
 
-def put_back(values: Tensor, at: Tensor, shape: tuple[int, int]) -> Tensor:
+def scatter_tokens(values: Tensor, at: Tensor, shape: tuple[int, int]) -> Tensor:
     """(n, tokens), with `values` at the flat indices `at` and 0 elsewhere."""
     return values.new_zeros(math.prod(shape)).index_put((at,), values).view(shape)
 
 
-def by_view(values: tuple[Tensor, ...], pairs: Tensor, shape: Sequence[int]) -> Tensor:
+def gather_views(values: tuple[Tensor, ...], pairs: Tensor, shape: Sequence[int]) -> Tensor:
     """(rows, views, ...), with the `values` of all passes at their `pairs` (n, 2), and 0 at the other pairs."""
     of_pairs = torch.cat(values)[: len(pairs)]
     return of_pairs.new_zeros(*shape, *of_pairs.shape[1:]).index_put(pairs.unbind(1), of_pairs)
@@ -335,7 +336,8 @@ def tempered_entropies(model: Any, states: Tensor, temperatures: Tensor) -> Tens
     at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
     calls = calls_in_step(model, -(-len(flat) // at_once))
     parts = zip(states.detach().flatten(0, 1).tensor_split(calls), flat.tensor_split(calls), strict=True)
-    return torch.cat([token_entropies(head(some) / own.unsqueeze(1)) for some, own in parts]).view(states.shape[:2])
+    entropies = [token_entropies(head(chunk) / chunk_temperatures.unsqueeze(1)) for chunk, chunk_temperatures in parts]
+    return torch.cat(entropies).view(states.shape[:2])
 
 
 def pairs_to_score(scored: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from d1.models.load import load_model
 from d1.sampling.graphs import compile_of, set_compile
 from d1.sampling.record import Rollout, Step
 from d1.sampling.settings import SamplingSettings
-from d1.sampling.stream import Asked, Stream
+from d1.sampling.stream import RowRequest, Stream
 from d1.transformers_bridge import attention_kernel
 
 logger = logging.getLogger(__name__)
@@ -368,12 +368,12 @@ class Engine:
 
     def leave(self, key: Lane, dropped: set[int]) -> None:
         lane = self.lanes[key]
-        if done := lane.leave(dropped):
+        if done := lane.pop_finished(dropped):
             self.complete(lane, *done)
 
     def complete(self, lane: Stream, numbers: Sequence[int], sampled: Rollout) -> None:
         """Tells rows of a lane that they have ended. Rows whose logits were not finite stop with an error."""
-        faults = lane.faults()
+        faults = lane.nonfinite_errors()
         by_token = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
         columns = sampled.passes, sampled.forward_tokens, *by_token
         values = zip(*(of.tolist() for of in columns), strict=True)
@@ -409,7 +409,7 @@ class Engine:
         lane, device = self.lanes[key], self.model.device
         generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new]
         asked = zip(new, generators, strict=True)
-        lane.enter([Asked(row.number, row.ids, row.settings, own, row.ends) for row, own in asked])
+        lane.add_rows([RowRequest(row.number, row.ids, row.settings, own, row.ends) for row, own in asked])
         if not lane.rows:
             del self.lanes[key]
             return
@@ -421,7 +421,9 @@ class Engine:
             if not lane.cache.together:
                 break
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
-            full = state.filled - state.offset + (state.size if state.left == 0 else 0)  # tokens of finished blocks
+            full = state.filled - state.offset  # tokens of finished blocks
+            if state.remaining == 0:
+                full += state.size
             if not row.watches or full <= row.streamed:
                 continue
             if not lane.batch.canvas.sums[index].isfinite():  # the error is told when the row leaves

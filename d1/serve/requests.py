@@ -286,7 +286,7 @@ class Server:
                 blocks = -(-length // values["block_length"])
                 steps = max(round(length * own.steps / own.gen_length), blocks)
             values["steps"] = min(steps, length)
-        settings = SamplingSettings(**values).suited(self.engine.model.config)
+        settings = SamplingSettings(**values).for_model(self.engine.model.config)
         refuse_scdd(settings, "a server")
         check_sampler(settings, self.engine.model.config)
         return settings

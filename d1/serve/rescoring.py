@@ -10,7 +10,7 @@ import torch
 
 from d1.rl.batch import Batch, evaluating, sampled_rows
 from d1.scoring import Scores, Views
-from d1.scoring.replay import Written, replay_views
+from d1.scoring.replay import WrittenTokens, replay_views
 from d1.scoring.rollouts import CanvasBlocks
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def states_of(one: Batch, blocks: CanvasBlocks, number: int) -> Views:
     that were revealed there."""
     prompts, device = one["prompt_mask"], one["canvas_ids"].device
     sampled = sampled_rows(one | {"completion_mask": one["reveal_steps"] >= 0}, blocks)
-    written = Written.of(sampled)
+    written = WrittenTokens.from_rows(sampled)
     steps = int(written.steps.max()) + 1
     count = min(STATES, steps)
     chosen = (torch.arange(count, device=device) * steps // count + number) % steps

@@ -256,7 +256,7 @@ def rollouts_of(asked: Sequence[Prompts], sampled: Sequence[tuple[Rollout, Sourc
     """The rollout of each of several prompts, from parts of their rows, in order, which may be padded otherwise."""
     canvases = [replace(part, ids=part.ids[:, -part.logps.shape[1] :]) for part, _ in sampled]
     sources = tuple(source for part, source in sampled for _ in part.passes)
-    everything, rollouts, first = ServedRollout(**vars(Rollout.joined(canvases)), sources=sources), [], 0
+    everything, rollouts, first = ServedRollout(**vars(Rollout.concatenate(canvases)), sources=sources), [], 0
     for prompts in asked:
         own = everything.rows(slice(first, first + len(prompts.keys)), prompts.ids.device)
         rollouts.append(replace(own, ids=torch.cat([prompts.ids, own.ids], dim=1)))

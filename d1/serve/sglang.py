@@ -27,7 +27,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from d1.masking import keyed_generator
 from d1.models.head import CHUNK_ELEMENTS, chunk_factor
-from d1.sampling.loop import Row, keep
+from d1.sampling.edits import remaining_after_edits
+from d1.sampling.loop import Row, select_confident
 from d1.sampling.predict import predict_from
 from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
 from d1.serve.engine import key_of
@@ -79,12 +80,12 @@ class Sampled:
         """Begins the next block; if one is open (SGLang has dropped its tokens), begins it again and returns True."""
         again, row = self.open, self.row
         if again:
-            row.left, row.hides, row.step, row.post = row.size, row.size, 0, 0
+            row.remaining, row.hidden_count, row.step, row.post_passes = row.size, row.size, 0, 0
             self.generator.set_state(self.begun)
         else:
             row.open_block()
             self.open, self.passes, self.begun = True, 0, self.generator.get_state()
-        self.first = row.inside if row.block == 0 else 0
+        self.first = row.prompt_in_block if row.block == 0 else 0
         self.block = torch.zeros(3, block_size, device=self.generator.device)
         return again
 
@@ -117,16 +118,16 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     inside = (position >= firsts) & (position < firsts + sizes)
     hidden = (ids == mask_token_id) & inside
     asked = hidden if settings.edits is None else inside
-    left = [row.left for row in rows]
+    left = [row.remaining for row in rows]
     # within (rows, n): positions in the block that this pass may write, left to right; short rows are padded.
     within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
     still, before = hidden.gather(1, within), ids.gather(1, within).long()
     # due (rows,): tokens to reveal in this step, so that the later steps of the schedule get theirs.
-    due = (still.sum(1) - torch.tensor([row.later for row in rows], device=ids.device)).clamp(min=1)
+    due = (still.sum(1) - torch.tensor([row.scheduled_later for row in rows], device=ids.device)).clamp(min=1)
     own = logits.gather(1, within.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
     generators = [one.generator for one in sampled]
     new, logps, entropies, record_logps = predict_from(own, left, settings, mask_token_id, generators)
-    chosen = keep(settings, logps, entropies, still, due, left, generators)
+    chosen = select_confident(settings, logps, entropies, still, due, left, generators)
     edited = torch.zeros_like(chosen)
     if settings.edits is not None:  # a visible token is replaced if another one is probable enough
         edited = asked.gather(1, within) & ~still & (new != before) & (logps.exp() > settings.edits)
@@ -138,7 +139,9 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     counted = torch.stack(counts, dim=1).tolist()
     for number, (one, (hides, edits, _, wrongs)) in enumerate(zip(sampled, counted, strict=True)):
         row, one.broken = one.row, one.broken or wrongs > 0
-        row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
+        row.remaining = hides
+        if settings.edits is not None:
+            row.remaining = remaining_after_edits(row, hides, edits, settings.post_steps)
         row.step += 1
         # The last write of a position counts.
         now = torch.stack([record_logps[number], entropies[number], torch.full_like(record_logps[number], row.step)])
@@ -158,7 +161,7 @@ def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask
     for number, one in enumerate(sampled):
         if one is not None:
             one.passes += 1
-        if one is not None and one.row.left:
+        if one is not None and one.row.remaining:
             alike.setdefault(one.settings, []).append(number)
     # Rows with equal settings share the arithmetic, a bounded number of logits at a time.
     elements = CHUNK_ELEMENTS // 2 * chunk_factor(logits.device)
@@ -170,7 +173,7 @@ def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask
             unchanged = pass_of(some, logits[numbers], rows, mask_token_id)
             ids[numbers] = some
             for number, one, same in zip(numbers, rows, unchanged, strict=True):
-                done[number] = same and one.row.left == 0
+                done[number] = same and one.row.remaining == 0
     return done
 
 

@@ -15,7 +15,7 @@ from d1.models.kinds import attention_name, block_size, check_room, has_masks, v
 from d1.runs.checkpoints import read_state
 from d1.runs.console import show_row
 from d1.runs.data import load_rows
-from d1.runs.record import RECORD, ROWS, of_rows, of_values
+from d1.runs.record import RECORD, ROWS, hash_values, of_rows
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling.scdd import MixedNoise
 from d1.sft.canvases import CanvasCollator, CanvasTrainer
@@ -79,7 +79,7 @@ def prepare(
     advice = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(one.lengths) for one in datasets), 0, advice)
     cap_batch(training, len(datasets[0]))
-    read = of_values([of_rows(one.rows) for one in datasets])
+    read = hash_values([of_rows(one.rows) for one in datasets])
     facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
     if training.process_index == 0 and not args.quiet:
         show_row(rows[0][0]["input_ids"], rows[0][0]["answer"], tokenizer)

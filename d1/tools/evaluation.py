@@ -15,7 +15,7 @@ from d1.models.tokenizer import end_ids, first_end
 from d1.runs.turns import TurnSettings
 from d1.sampling import Rollout
 from d1.sampling.loop import Stops
-from d1.sampling.passes import Columns
+from d1.sampling.passes import KVCacheRows
 from d1.tools.calls import Functions, Message
 from d1.tools.functions import load_tools
 from d1.tools.turns import Episode, Toolbox
@@ -70,7 +70,7 @@ class EpisodeRows(Rows):
         self.episodes: dict[int, tuple[Episode, list[int]]] = {}  # by the number of a row in the stream
         self.waiting: deque[Row] = deque()
 
-    def __next__(self) -> tuple[list[int], Generator, Stops | None, Columns | None]:
+    def __next__(self) -> tuple[list[int], Generator, Stops | None, KVCacheRows | None]:
         if self.waiting:
             prompt, number, episode, costs = self.waiting.popleft()
         else:

@@ -21,7 +21,7 @@ from typing import Any
 from d1.files import valid_unicode
 from d1.models.tokenizer import encode_text, first_end, render_prompt
 from d1.runs.turns import TurnSettings
-from d1.sampling.passes import Columns
+from d1.sampling.passes import KVCacheRows
 from d1.sandbox import WORKERS
 from d1.tools.calls import (
     FORMATS,
@@ -75,11 +75,11 @@ class Episode:
     failed: int = 0
     hung: bool = False
     end: str | None = None
-    columns: Columns = field(default_factory=Columns)
+    columns: KVCacheRows = field(default_factory=KVCacheRows)
 
     def finish(self, end: str) -> None:
         self.end = end
-        self.columns.free()
+        self.columns.clear()
 
     @property
     def ids(self) -> list[int]:
@@ -274,7 +274,7 @@ class Toolbox:
         """`stops` for all turns but the last, where a call has no effect."""
         return self.stops if turn + 1 < self.settings.max_turns else None
 
-    def columns_of(self, episode: Episode) -> Columns | None:
+    def columns_of(self, episode: Episode) -> KVCacheRows | None:
         """For the sampler of an episode's next turn; None if no other turn is to read them, or the episode is over."""
         if episode.end is not None or self.settings.max_turns == 1:
             return None

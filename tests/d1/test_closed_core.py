@@ -101,7 +101,7 @@ print("\\n" + json.dumps({"called": sorted(called), "modules": modules}))
 LEAVES = (
     "d1.sampling.causal",
     "d1.sampling.edits",
-    "d1.sampling.infill",
+    "d1.sampling.infilling",
     "d1.sampling.uniform",
     "d1.scoring.accepted",
     "d1.scoring.causal",

@@ -16,7 +16,7 @@ from torch import Tensor
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
-from d1.sampling.graphs import MADE, set_compile
+from d1.sampling.graphs import COMPILED_MODELS, set_compile
 from pocket.make_base import build_model, diffusion_loss
 from pocket.tokenizer import build_tokenizer
 from tests.commands import ROOT
@@ -129,7 +129,7 @@ def test_compiled_passes_sample_as_plain_ones(kind_dirs, kind_, sampler, compile
             assert torch.equal(found.ids, wanted.ids)
             torch.testing.assert_close(found.logps, wanted.logps, rtol=0, atol=rounding(LOGITS))
     if compile == "graphs":
-        made = MADE[model][1]
+        made = COMPILED_MODELS[model][1]
         assert made.replays > 4 * made.captures > 0
         assert not made.failed
 

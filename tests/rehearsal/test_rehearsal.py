@@ -20,11 +20,11 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.batch import draw_updates, views_of
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
-from d1.sampling import Rollout, SamplingSettings, fill, rollout
+from d1.sampling import Rollout, SamplingSettings, infill, rollout
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import RULES
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
-from d1.scoring.rollouts import blocks_of
+from d1.scoring.rollouts import canvas_blocks
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests.d1.conftest import write_kind
 from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts, sharper
@@ -36,15 +36,15 @@ from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, logged, make_trainer, 
 
 # Every allowed wait: place -> how often, per what. Any other wait is an error. The comment says why.
 SAMPLING = {
-    "d1/sampling/loop.py Sampler.checked": (1, "rollout"),  # after the last pass: are log-probs and entropies finite?
+    "d1/sampling/loop.py Sampler.check_finite": (1, "rollout"),  # after the last pass: are all values finite?
     "d1/sampling/rollouts.py rollout_steps": (1, "rollout"),  # is there padding? attention is fastest without a mask
     "d1/sampling/rollouts.py prompt_lengths": (1, "rollout of blocks"),  # which rows' blocks begin and end together
     "d1/sampling/loop.py Batch.finished": (1, "block"),  # under the EOS stop: which rows have ended and leave
     "d1/sampling/loop.py Sampler.advance": (1, "parallel step"),  # which rows have more to reveal; is a step to follow?
 }
 INFILL = {
-    "d1/sampling/loop.py Sampler.checked": (1, "fill"),
-    "d1/sampling/infill.py fill_steps": (2, "fill"),  # what is hidden and what is padding, before the first pass
+    "d1/sampling/loop.py Sampler.check_finite": (1, "fill"),
+    "d1/sampling/infilling.py infill_steps": (2, "fill"),  # what is hidden and what is padding, before the first pass
 }
 SCORING = {
     "d1/models/attention.py padding_mask": (1, "scoring"),  # is there padding? attention is fastest without a mask
@@ -223,7 +223,7 @@ def test_filling_holes(models):
 
     def run(device):
         model, *given = (part.to(device, non_blocking=True) for part in (deepcopy(models["llada"]), ids, hidden, mask))
-        filled = fill(model, *given, mask_token_id=MASK, block_length=2)
+        filled = infill(model, *given, mask_token_id=MASK, block_length=2)
         return [part for name in COLUMNS if (part := getattr(filled, name)) is not None]
 
     rehearse(run, INFILL, {"fill": 1})
@@ -236,7 +236,7 @@ VIEWS = {"num_views": 3, "antithetic": True, "stratified": True, "draw_steps": "
 @pytest.mark.parametrize("name", [name for name, of in ESTIMATORS.items() if not of.uniform_noise])
 def test_views_and_their_scores(name, block):
     """Log-probs, of each view and summed, the entropies, the computed tokens, and the gradient of each weight."""
-    sampled = replace(SAMPLED, blocks=blocks_of(VISIBLE, CANVAS, block))
+    sampled = replace(SAMPLED, blocks=canvas_blocks(VISIBLE, CANVAS, block))
 
     def run(device):
         model = deepcopy(tiny(2, block=block)).to(device, non_blocking=True)

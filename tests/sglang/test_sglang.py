@@ -25,7 +25,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
-from d1.scoring.rollouts import ViewSettings, blocks_of, within_blocks
+from d1.scoring.rollouts import ViewSettings, canvas_blocks, steps_in_blocks
 from d1.serve import KEY
 from d1.serve.client import Prompts, RolloutServer, Weights
 from d1.serve.weights import WeightsFolder
@@ -107,7 +107,7 @@ def update(server, folder, model, version):
 def replayed(model, prompts, found):
     """Log-probs of the tokens, from tokens and steps alone."""
     width = prompts.ids.shape[1]
-    blocks = blocks_of(prompts.mask, LENGTH, BLOCK)
+    blocks = canvas_blocks(prompts.mask, LENGTH, BLOCK)
     whole = torch.ones_like(found.reveal_steps, dtype=torch.bool)
     record = (found.reveal_steps, found.logps, found.entropies, blocks)
     sampled = SampledRows(prompts.ids, prompts.mask, prompts.mask.bool(), found.ids[:, width:], whole, *record)
@@ -132,8 +132,8 @@ def test_rows_are_those_of_our_sampler(url, model, tmp_path, name, record_proper
     prompts = prompts_of(model, chosen)
     own, found = expected(model, prompts), server.sample(prompts, weights)
     assert torch.equal(found.ids, own.ids)
-    blocks = blocks_of(prompts.mask, LENGTH, BLOCK)
-    assert torch.equal(within_blocks(found.reveal_steps, blocks), within_blocks(own.reveal_steps, blocks))
+    blocks = canvas_blocks(prompts.mask, LENGTH, BLOCK)
+    assert torch.equal(steps_in_blocks(found.reveal_steps, blocks), steps_in_blocks(own.reveal_steps, blocks))
     figures = {"logps": largest(found.logps, own.logps), "entropies": largest(found.entropies, own.entropies)}
     if own.writes is None:
         assert torch.equal(found.reveal_steps, own.reveal_steps)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     import torch
 
-    from d1.scoring.elbo import ranks_of_tokens, uniform_counts, weighed
+    from d1.scoring.elbo import ranks_of_tokens, uniform_counts, weighted_views
     from d1.scoring.rollouts import prompt_noise
 
     counts = uniform_counts(sampled, random, settings)
     hidden = ranks_of_tokens(sampled, random, settings.draws) < counts.unsqueeze(-1)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
     weights = torch.full_like(counts, 1 / settings.draws, dtype=torch.float)
-    return weighed(noise, hidden, sampled.scored, weights, weights, antithetic=True)
+    return weighted_views(noise, hidden, sampled.scored, weights, weights, antithetic=True)
 
 
 def gdsd(inputs: LossInputs, settings: Any) -> Loss:

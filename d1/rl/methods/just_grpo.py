@@ -29,17 +29,17 @@ def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     design (the fast variant of NVIDIA-NeMo/RL, research/just_grpo)."""
     import torch
 
-    from d1.scoring.replay import Written, clean_prompt, every_segment, last_scored, replay_views
-    from d1.scoring.rollouts import within_blocks
+    from d1.scoring.replay import WrittenTokens, all_segments, clean_prompt, last_scored_segment, replay_views
+    from d1.scoring.rollouts import steps_in_blocks
 
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
-    steps = within_blocks(order, sampled.blocks)
+    steps = steps_in_blocks(order, sampled.blocks)
     if settings.num_views:
         return least_likely(sampled, steps, settings.num_views)
-    written = Written(steps.unsqueeze(-1), sampled.scored.unsqueeze(-1), sampled.entropies.unsqueeze(-1))
-    last = int(last_scored(steps, sampled.scored).max())
-    return replay_views(clean_prompt(sampled), written, *every_segment(last, written.steps))
+    written = WrittenTokens(steps.unsqueeze(-1), sampled.scored.unsqueeze(-1), sampled.entropies.unsqueeze(-1))
+    last = int(last_scored_segment(steps, sampled.scored).max())
+    return replay_views(clean_prompt(sampled), written, *all_segments(last, written.steps))
 
 
 def least_likely(sampled: SampledRows, steps: Tensor, count: int) -> Views:

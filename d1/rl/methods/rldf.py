@@ -36,11 +36,11 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     import torch.nn.functional as F
 
     from d1.scoring import Views
-    from d1.scoring.replay import clean_prompt, highest, per_segment, with_replacement
-    from d1.scoring.rollouts import within_blocks
+    from d1.scoring.replay import clean_prompt, draw_with_replacement, segment_sums, top_segments
+    from d1.scoring.rollouts import steps_in_blocks
 
-    scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
-    sums, counts = per_segment(steps, scored, -sampled.logps)
+    scored, steps = sampled.scored, steps_in_blocks(sampled.reveal_steps, sampled.blocks)
+    sums, counts = segment_sums(steps, scored, -sampled.logps)
     surprisals = (sums / counts.clamp(min=1)).masked_fill(counts == 0, -torch.inf)
     surprisals[:, 0].masked_fill_(~scored.any(1), 0.0)  # a row that takes no part has a step, too
     # The largest log-probabilities plus Gumbel noise: a draw without replacement.
@@ -48,8 +48,8 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     noisy = surprisals - (-uniform.log()).log()
     # A fixed number of views: a mean over them must not depend on the other rows of the batch.
     noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
-    chosen, is_new = highest(noisy, settings.draws)
-    again = with_replacement(surprisals.softmax(-1), random.uniform(settings.draws).to(sums.device))
+    chosen, is_new = top_segments(noisy, settings.draws)
+    again = draw_with_replacement(surprisals.softmax(-1), random.uniform(settings.draws).to(sums.device))
     chosen = torch.where(is_new > 0, chosen, again).unsqueeze(-1)
     first = (counts > 0).long().argmax(-1)[:, None, None]
     hidden = torch.where(scored.unsqueeze(1), steps.unsqueeze(1) >= chosen, chosen == first)

@@ -9,7 +9,7 @@ from d1.__main__ import main, make_parser
 from d1.commands.fill import encoded, pieces_of
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.sampling import fill
+from d1.sampling import infill
 from tests.commands import ROOT
 
 POCKET = str(ROOT / "pocket" / "base")
@@ -38,7 +38,7 @@ def test_what_is_printed_is_the_library_s_filling(capsys, words, options):
     if "reveal" in options:
         options |= {"sampler": "parallel", "reveal_level": 2, "cfg_scale": 0.5}
     generator = [keyed_generator(4 if "seed" in words else 0)]
-    wanted = fill(model, ids, ids == mask, mask_token_id=mask, generator=generator, **options).ids[0]
+    wanted = infill(model, ids, ids == mask, mask_token_id=mask, generator=generator, **options).ids[0]
     assert printed(capsys, TEXT, *words.split()) == tokenizer.decode(wanted) + "\n"
 
 

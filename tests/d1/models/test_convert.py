@@ -300,7 +300,7 @@ def test_a_causal_context_keeps_the_autoregressive_model(tmp_path, kind_, words)
                 views,
                 mask_token_id=mask,
                 gen_length=new,
-                blocks=CanvasBlocks.of(config, 1, first_token),
+                blocks=CanvasBlocks.from_config(config, 1, first_token),
             )
             torch.testing.assert_close(scored.logps[0], expected, atol=1e-9, rtol=0)
 

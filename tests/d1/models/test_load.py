@@ -84,7 +84,7 @@ def test_logits_to_keep_selects_positions(kind_dirs, kind):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_body_and_head_make_up_the_logits(kind_dirs, kind, lora):
+def test_backbone_and_head_make_up_the_logits(kind_dirs, kind, lora):
     model = load_model(kind_dirs[kind])
     ids, mask = pad(rows(9, 12), [3, 0], 12)
     if lora:

@@ -84,7 +84,7 @@ def test_compiled_passes_sample_the_same_rollout(tiny_model_dir, tmp_path, monke
     assert trainer.args.to_dict()["compile"] == "layers"
     (entry,), (plain,) = trained(trainer), trained(make_trainer(tiny_model_dir, tmp_path / "none", max_steps=1))
     assert entry == pytest.approx(plain, rel=rounding(LOGITS), abs=rounding(LOGITS))
-    assert graphs.MADE[unwrapped(trainer.model)][1].compiled
+    assert graphs.COMPILED_MODELS[unwrapped(trainer.model)][1].compiled
     assert not any("forward" in vars(layer) for layer in unwrapped(trainer.model).model.layers)
 
 

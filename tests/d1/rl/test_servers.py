@@ -17,7 +17,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.sources import RolloutRequest
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
-from d1.scoring.rollouts import within_blocks
+from d1.scoring.rollouts import steps_in_blocks
 from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
 from d1.serve.rollouts import PolicyServers
 from d1.serve.weights import WeightsFolder, WholeWeights
@@ -54,7 +54,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 def test_step_maps_are_reveal_steps():
     steps = torch.tensor([[1, 0, 3, 2, 4, 4, 4, 4, -1, -1, -1, -1]])
     blocks = torch.tensor([[0] * 4 + [1] * 4 + [2] * 4])
-    in_blocks = within_blocks(steps, blocks)[0]
+    in_blocks = steps_in_blocks(steps, blocks)[0]
     step_map = torch.where(in_blocks < 0, 0, in_blocks + 1).tolist()
     assert reveal_steps(step_map, [[1] * 4, [4], [2, 2]]) == steps[0].tolist()
 

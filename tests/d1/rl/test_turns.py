@@ -209,7 +209,7 @@ def test_the_likelihood_of_two_turns_and_its_gradient_equal_those_of_an_enumerat
     batch = flatten_episodes(batch, record, 2, RankView(lambda value: value, 0))
     random = Randomness([keyed_generator(row) for row in range(2 * count)], keyed_generator(0), 0, 2 * count)
     settings = ViewSettings(gen_length=length, steps=length, block_length=block)
-    views = ESTIMATORS["left_to_right"](sampled_rows(batch, CanvasBlocks.of(model.config)), random, settings)
+    views = ESTIMATORS["left_to_right"](sampled_rows(batch, CanvasBlocks.from_config(model.config)), random, settings)
     batch |= {"view_weights": views.weights.unsqueeze(1), "scoring_views": torch.ones(2 * count, 1)}
     counts = {"scored_pairs": torch.ones(2 * count, 1), "repeated_tokens": torch.ones(2 * count, 1)}
     batch |= {"active_rows": torch.ones(2 * count), **counts}

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from d1.lazy import local_imports
 from d1.models import load_model
 from d1.rl.checks import ON_RESUME as RL_ON_RESUME
-from d1.runs.record import OnResume, Past, flat, local_name, of_file, of_model, of_rows, of_settings, write_card
+from d1.runs.record import OnResume, Past, flat, hash_file, hash_model, local_name, of_rows, of_settings, write_card
 from d1.sft.stage import ON_RESUME as SFT_ON_RESUME
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
@@ -40,13 +40,13 @@ CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize(("part", "change"), CHANGES.values(), ids=CHANGES)
 def test_each_change_of_a_model_changes_its_part(tiny_model_dir: Path, tmp_path: Path, part: str, change) -> None:
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    before = of_model(str(folder))
-    assert before == of_model(str(tiny_model_dir))  # a copy is the same model
+    before = hash_model(str(folder))
+    assert before == hash_model(str(tiny_model_dir))  # a copy is the same model
     (folder / "README.md").write_text("a card")
     (folder / "training_args.bin").write_text("of a run")
-    assert of_model(str(folder)) == before
+    assert hash_model(str(folder)) == before
     change(folder)
-    after = of_model(str(folder))
+    after = hash_model(str(folder))
     assert {name for name in before if before[name] != after[name]} == {part}
 
 
@@ -55,16 +55,16 @@ def test_an_adapter_counts_with_its_config_and_its_base(tiny_model_dir: Path, tm
     adapter = tmp_path / "adapter"
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"])
     get_peft_model(load_model(str(base)), config).save_pretrained(adapter)
-    before = of_model(str(adapter))
+    before = hash_model(str(adapter))
     assert before.keys() == {"model", "adapter", "tokenizer"}
-    assert before == of_model(str(base), str(adapter))
+    assert before == hash_model(str(base), str(adapter))
     edit_json(adapter / "adapter_config.json", base_model_name_or_path=str(tiny_model_dir))  # the same model elsewhere
-    assert of_model(str(adapter)) == before
+    assert hash_model(str(adapter)) == before
     edit_json(adapter / "adapter_config.json", lora_alpha=8)
-    scaled = of_model(str(adapter))
+    scaled = hash_model(str(adapter))
     assert scaled == before | {"adapter": scaled["adapter"]} != before
     edit_json(base / "config.json", rms_norm_eps=1e-2)
-    other = of_model(str(base), str(adapter))
+    other = hash_model(str(base), str(adapter))
     assert other == scaled | {"model": other["model"]} != scaled
 
 
@@ -76,7 +76,7 @@ def test_a_hub_name_stands_for_the_commit_in_the_cache(tiny_model_dir: Path, tmp
     for commit in ("a" * 40, "b" * 40):
         shutil.copytree(tiny_model_dir, repository / "snapshots" / commit)
         (repository / "refs/main").write_text(commit)
-        found.append(of_model("some/model"))
+        found.append(hash_model("some/model"))
     assert found == [{"model": commit * 16, "tokenizer": commit * 16} for commit in "ab"]
 
 
@@ -95,9 +95,9 @@ def test_settings_that_name_files_are_followed(tiny_model_dir: Path, tmp_path: P
     settings = {name: str(tmp_path / name) for name in ("task.py", "rows.jsonl", "notes.txt", "missing.py")}
     found = of_settings(settings | {"model_name": str(tiny_model_dir), "seed": 1, "data_file": None})
     assert found == {
-        "contents of task.py": of_file(tmp_path / "task.py"),
-        "contents of rows.jsonl": of_file(tmp_path / "rows.jsonl"),
-        "contents of model_name": of_model(str(tiny_model_dir)),
+        "contents of task.py": hash_file(tmp_path / "task.py"),
+        "contents of rows.jsonl": hash_file(tmp_path / "rows.jsonl"),
+        "contents of model_name": hash_model(str(tiny_model_dir)),
     }
 
 
@@ -108,8 +108,8 @@ def test_each_file_of_a_list_and_each_function_of_a_file_counts(tmp_path: Path) 
     settings = {"tools": ["calculator", str(first), str(second)], "data_function": f"{first}:first", "names": ["a", 1]}
     found = of_settings(settings)
     assert found == {
-        "contents of tools": [of_file(first), of_file(second)],
-        "contents of data_function": of_file(first),
+        "contents of tools": [hash_file(first), hash_file(second)],
+        "contents of data_function": hash_file(first),
     }
     second.write_text("def second(row): return None\n")
     changed = of_settings(settings)

@@ -14,7 +14,7 @@ import pytest
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.checkpoints import SUMS
-from d1.runs.record import of_file, of_model
+from d1.runs.record import hash_file, hash_model
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
 from tests.faults import clock_steps_back, edit_json, flip_bit, full_disk
@@ -201,8 +201,8 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
     run(folder, *own, max_steps=1)
     record = json.loads((folder / "run.json").read_text())
     setting = "model_path" if run.stage == "rl" else "model_name"
-    assert record["settings"][f"contents of {setting}"] == of_model(str(model))
-    assert record["settings"][f"contents of {named}"] == of_file(data)
+    assert record["settings"][f"contents of {setting}"] == hash_model(str(model))
+    assert record["settings"][f"contents of {named}"] == hash_file(data)
     for path, name in (model / "config.json", setting), (model / "tokenizer_config.json", setting), (data, named):
         before = path.read_bytes()
         if path == data:
@@ -222,8 +222,8 @@ def test_another_reward_under_the_same_path_is_recorded(tiny_model_dir: Path, tm
     rewards.write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
     run, own = Run("rl", tiny_model_dir, tmp_path), ["--reward_file", str(rewards)]
     run(tmp_path / "run", *own, max_steps=1)
-    before = of_file(rewards)
+    before = hash_file(rewards)
     rewards.write_text(rewards.read_text().replace("0.0", "1.0"))
     run(tmp_path / "run", *own, "--resume", max_steps=2)
-    changed = {"step": 1, "max_steps": [1, 2], "contents of reward_file": [before, of_file(rewards)]}
+    changed = {"step": 1, "max_steps": [1, 2], "contents of reward_file": [before, hash_file(rewards)]}
     assert json.loads((tmp_path / "run/run.json").read_text())["changes"] == [changed]

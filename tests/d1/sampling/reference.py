@@ -181,7 +181,7 @@ def recorded(logits, token, settings):
 
 def sample(model, text, settings, generator, ends=None, holes=None):
     """The row that `rollout` must give for the prompt `text` and this generator, whatever else is in the batch; with
-    `holes`, the row that `fill` must give for these positions of `text`."""
+    `holes`, the row that `infill` must give for these positions of `text`."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     ids = [*text, *[MASK] * length] if holes is None else [MASK if i in holes else id for i, id in enumerate(text)]
     positions = list(range(len(text), len(ids))) if holes is None else holes
@@ -215,12 +215,12 @@ def sample(model, text, settings, generator, ends=None, holes=None):
             before = left
             seen = [ids, [token if i in positions else MASK for i, token in enumerate(ids)]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
-            fed = len(ids) if window is None else len(window) + (len(left) if delayed and shift else 0)
+            computed = len(ids) if window is None else len(window) + (len(left) if delayed and shift else 0)
             if of_model:  # the model's blocks that overlap this one; in its first step also what is not cached
                 begins = start // of_model * of_model
-                fed = min(-(-end // of_model) * of_model, len(ids)) - (begins if step else stored)
+                computed = min(-(-end // of_model) * of_model, len(ids)) - (begins if step else stored)
                 stored = begins
-            row.tokens += len(branches) * fed
+            row.tokens += len(branches) * computed
             logits = both[1] + (cfg_scale + 1) * (both[0] - both[1]) if cfg_scale else both[0]
             # One number per word of the vocabulary for each hidden token, left to right, then one per token for its
             # position.

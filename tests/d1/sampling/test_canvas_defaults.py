@@ -21,7 +21,7 @@ from d1.eval import run as evaluation
 from d1.models.kinds import default_gen_length, native_config
 from d1.rl import train
 from d1.rl.config import DiffuGRPOConfig
-from d1.sampling.infill import fill_settings
+from d1.sampling.infilling import infill_settings
 from d1.sampling.reveal import reveal_schedule
 from d1.sampling.settings import SamplingSettings, default_steps, equal_blocks, sampling_settings
 from tests.commands import ROOT
@@ -64,8 +64,8 @@ def test_the_default_is_enough_for_every_schedule() -> None:
 
 
 def test_a_step_per_token_stays_where_it_was_the_default() -> None:
-    assert fill_settings(LlamaConfig(), 5).steps == 5
-    assert fill_settings(LlamaConfig(), 5, steps=2).steps == 2
+    assert infill_settings(LlamaConfig(), 5).steps == 5
+    assert infill_settings(LlamaConfig(), 5, steps=2).steps == 2
     args = DiffuGRPOConfig(output_dir="x", method="just-grpo", max_completion_length=64, use_cpu=True, bf16=False)
     assert args.diffusion_steps == 64
     assert DiffuGRPOConfig(output_dir="x", diffusion_steps=None, use_cpu=True, bf16=False).diffusion_steps == 256

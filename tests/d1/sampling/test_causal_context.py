@@ -11,7 +11,7 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout, rollout_stream
-from d1.sampling.infill import fill
+from d1.sampling.infilling import infill
 from d1.sampling.settings import check_sampler
 from tests.d1.models.test_causal_context import Stock
 from tests.d1.released import CAUSAL, write_shifted
@@ -181,7 +181,7 @@ def test_the_causal_token_takes_a_step_of_its_own():
 
 def test_what_a_causal_context_cannot_do_is_refused(load):
     model, sdar = load(CAUSAL), load("sdar")
-    assert SamplingSettings(8, 4, 8, first_token="masked").suited(sdar.config) == SamplingSettings(8, 4, 8)
+    assert SamplingSettings(8, 4, 8, first_token="masked").for_model(sdar.config) == SamplingSettings(8, 4, 8)
     ids = torch.tensor([[5, 6]])
     options: Settings = {"mask_token_id": MASK, "gen_length": 8, "block_length": 4, "steps": 8}
     for fields, message in (
@@ -194,7 +194,7 @@ def test_what_a_causal_context_cannot_do_is_refused(load):
     with pytest.raises(ValueError, match="prompt is empty"):
         rollout(model, ids, torch.tensor([[0, 0]]), **options)
     with pytest.raises(ValueError, match="causal context: it reads text from left to right and cannot fill a gap"):
-        fill(model, ids, ids == 5, mask_token_id=MASK)
+        infill(model, ids, ids == 5, mask_token_id=MASK)
     with pytest.raises(
         ValueError, match="first_token='causal' is for models with a causal context, not for this qwen3"
     ):

@@ -26,12 +26,12 @@ EXACT, PREFIX, DUAL = SAMPLERS[:3]
 def compiled(model, made):
     """Sampling runs the passes of `model` by `made`, and not by what its setting would make."""
     setattr(model, graphs.COMPILED, "test")
-    graphs.MADE[model] = ("test", graphs.state_of(model)), made
+    graphs.COMPILED_MODELS[model] = ("test", graphs.compile_key(model)), made
     try:
         yield made
     finally:
         delattr(model, graphs.COMPILED)
-        del graphs.MADE[model]
+        del graphs.COMPILED_MODELS[model]
 
 
 def sampled(model, rows, settings, ends=None, widths=None):
@@ -209,18 +209,18 @@ def test_a_graph_reads_weights_that_change_and_none_that_were_exchanged(kind_dir
     model, how = load_model(kind_dirs["llama"]), SamplingSettings(12, 4, 9)
     graphs.set_compile(model, "graphs")
     first = sampled(model, 3, how)
-    made = graphs.MADE[model][1]
+    made = graphs.COMPILED_MODELS[model][1]
     assert made.replays > 0
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(-2)
     changed = sampled(model, 3, how)
-    assert graphs.MADE[model][1] is made
+    assert graphs.COMPILED_MODELS[model][1] is made
     assert not torch.equal(changed.ids, first.ids)
     with torch.no_grad():  # another tensor with the first values
         weight = model.model.layers[0].mlp.up_proj.weight
         weight.data = weight / -2
     check_equal(sampled(model, 3, how), first)
-    assert graphs.MADE[model][1] is not made
+    assert graphs.COMPILED_MODELS[model][1] is not made
     with torch.enable_grad():  # what needs gradients runs as always
         run = graphs.forward_pass(model)
         assert run(torch.ones(1, 4, dtype=torch.long), None, torch.ones(1, 1, dtype=torch.long)).requires_grad
@@ -288,4 +288,4 @@ def test_a_copy_of_a_model_keeps_the_setting_and_shares_no_graph(load, monkeypat
     other = copy.deepcopy(model)
     graphs.forward_pass(other)
     assert graphs.compile_of(other) == "graphs"
-    assert graphs.MADE[model][1] is not graphs.MADE[other][1]
+    assert graphs.COMPILED_MODELS[model][1] is not graphs.COMPILED_MODELS[other][1]

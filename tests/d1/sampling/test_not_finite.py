@@ -11,7 +11,7 @@ from d1.eval.harness import are_greedy, log_likelihoods
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.head import NotFiniteError
-from d1.sampling import SamplingSettings, fill, fill_steps, generate, rollout, rollout_steps, rollout_stream
+from d1.sampling import SamplingSettings, generate, infill, infill_steps, rollout, rollout_steps, rollout_stream
 from tests.d1.sampling.reference import EDITORS, MASK, SAMPLERS, make_prompts
 from tests.faults import with_nan
 
@@ -84,11 +84,11 @@ def test_the_other_ways_to_sample_end_too(damaged, one_bad_token):
             way(damaged, ids, mask, **LENGTHS, mask_token_id=MASK)
     hidden = torch.zeros_like(ids, dtype=torch.bool)
     hidden[0, 2] = hidden[2, 1:3] = True
-    for way in (fill, lambda *given, **named: list(fill_steps(*given, **named))):
+    for way in (infill, lambda *given, **named: list(infill_steps(*given, **named))):
         with pytest.raises(NotFiniteError, match=f"^row 0: .*{DOWN}"):
             way(damaged, ids, hidden, mask, mask_token_id=MASK)
     with pytest.raises(NotFiniteError, match=r"^row 2: .*embed_tokens"):
-        fill(one_bad_token, prompts(2)[0], hidden, mask, mask_token_id=MASK)
+        infill(one_bad_token, prompts(2)[0], hidden, mask, mask_token_id=MASK)
 
 
 @pytest.mark.parametrize("sampler", [SAMPLERS[0], SAMPLERS[1]], ids=str)

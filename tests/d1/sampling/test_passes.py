@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.caches import CACHES, Cache
-from d1.sampling.passes import Columns, Passes
+from d1.sampling.passes import KVCacheRows, Passes
 from tests.d1.released import CAUSAL
 from tests.d1.sampling.reference import (
     GIVEN,
@@ -35,17 +35,17 @@ def model(request, load):
 
 
 @contextmanager
-def fed_tokens(model):
+def computed_tokens(model):
     """(rows, real tokens) of each forward pass through the transformer."""
-    fed = []
+    computed = []
 
     def count(backbone, args, kwargs):
         ids, visible = kwargs["input_ids"], kwargs.get("attention_mask")
         seen = visible is not None and visible.dim() == 2
-        fed.append((len(ids), int(visible[:, -ids.shape[1] :].sum()) if seen else ids.numel()))
+        computed.append((len(ids), int(visible[:, -ids.shape[1] :].sum()) if seen else ids.numel()))
 
     hook = model.base_model.register_forward_pre_hook(count, prepend=True, with_kwargs=True)
-    yield fed
+    yield computed
     hook.remove()
 
 
@@ -55,14 +55,14 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     name, cache = sampler["sampler"], sampler.get("kv_cache")
     ids, mask = make_prompts([6] * 5, 4)
     lengths = LENGTHS | {"steps": 12 if "parallel" in name else 6, "cfg_scale": cfg_scale}
-    with fed_tokens(model) as fed:
+    with computed_tokens(model) as computed:
         got = rollout(model, ids, mask, generator=[keyed_generator(row) for row in range(5)], **lengths, **sampler)
-    rows, all_fed = map(sum, zip(*fed, strict=True))
+    rows, all_computed = map(sum, zip(*computed, strict=True))
     if name == "cached+parallel" and cache in ("delayed", "lasting"):
         # Each row's own positions; rows with fewer positions than others are padded.
-        assert 0.7 * all_fed < got.forward_tokens.sum() <= all_fed
+        assert 0.7 * all_computed < got.forward_tokens.sum() <= all_computed
     else:
-        assert got.forward_tokens.sum() == all_fed
+        assert got.forward_tokens.sum() == all_computed
     branches = 2 if cfg_scale else 1
     assert got.passes.sum() * branches == rows
     assert got.passes.max() <= lengths["steps"]
@@ -121,9 +121,9 @@ def test_the_exact_cache_changes_nothing_but_the_tokens_computed_which_are_count
     for recompute in (False, True):
         generators = [keyed_generator(case["seed"], 9, row) for row in range(len(ids))]
         options = {"mask_token_id": MASK, "generator": generators, "eos_token_ids": case["ends"], "other_blocks": True}
-        with fed_tokens(model) as fed:
+        with computed_tokens(model) as computed:
             got = rollout(model, ids, mask, case["settings"], recompute=recompute, **options)
-        assert sum(tokens for _, tokens in fed) == got.forward_tokens.sum()
+        assert sum(tokens for _, tokens in computed) == got.forward_tokens.sum()
         for name in ("ids", "reveal_steps", "passes"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         for name in ("logps", "entropies"):
@@ -148,7 +148,7 @@ def following(texts):
 
 
 def copies(columns):
-    return [Columns(list(one.layers)) for one in columns]
+    return [KVCacheRows(list(one.layers)) for one in columns]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
     first_ids, first_mask = make_prompts(WIDTHS, 3)
     for cut in (*range(size, 2 * size), length):
         ids, mask, widths = first_ids, first_mask, WIDTHS
-        held = [Columns() for _ in WIDTHS]
+        held = [KVCacheRows() for _ in WIDTHS]
         for turn in range(3):
             known, again = [one.tokens for one in held], copies(held)
             some, streamed = copies(held), copies(held)
@@ -188,9 +188,9 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
                     assert_near(getattr(found, name), getattr(other, name), least=SHARP_LOGITS)
             saved = torch.tensor([min(of, width - 1) // whole * whole for of, width in zip(known, widths, strict=True)])
             assert torch.equal(without.forward_tokens - found.forward_tokens, saved)
-            with fed_tokens(model) as fed:
+            with computed_tokens(model) as computed:
                 sample(ids, mask, turn, columns=again)
-            assert sum(tokens for _, tokens in fed) == found.forward_tokens.sum()
+            assert sum(tokens for _, tokens in computed) == found.forward_tokens.sum()
             # Of rows 1 and 3 alone, and of a stream in which rows wait.
             part = sample(ids, mask, turn, [1, 3], columns=[some[1], some[3]])
             for name in ("ids", "reveal_steps", "forward_tokens"):
@@ -221,7 +221,7 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
 def test_guidance_and_models_with_full_attention_leave_no_columns(load):
     ids, mask = make_prompts([5, 2], 0)
     for kind, more in (("sdar", {"cfg_scale": 0.5}), ("llada", {})):
-        held = [Columns(), Columns()]
+        held = [KVCacheRows(), KVCacheRows()]
         expected, found = (
             rollout(load(kind), ids, mask, columns=columns, **LENGTHS, **more) for columns in (None, held)
         )
@@ -235,7 +235,7 @@ def test_a_cache_added_from_outside_serves_the_fixed_batch_and_the_stream(load, 
     class OwnPasses(Passes):
         """Counts blocks and passes, and computes all tokens, like the exact sampler."""
 
-        def enter(self, blocks, kept):
+        def begin_blocks(self, blocks, kept):
             counts["blocks"] += 1
 
         def states(self, *tensors):

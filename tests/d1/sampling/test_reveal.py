@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from d1.masking import keyed_generator
 from d1.sampling import rollout
-from d1.sampling.reveal import REMASKING, RULES, Order, Rule, reveal_schedule, schedule_of, spread
+from d1.sampling.reveal import REMASKING, RULES, Order, Rule, block_schedule, reveal_schedule, split_evenly
 from tests.d1.sampling.reference import MASK, count_by_rule, make_prompts
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
@@ -36,7 +36,7 @@ def test_each_further_step_goes_to_the_slowest_block(sizes, steps):
     for _ in range(steps - len(sizes)):
         speeds = [size / count for size, count in zip(sizes, taken, strict=True)]
         taken[speeds.index(max(speeds))] += 1
-    assert schedule_of(sizes, steps) == [spread(*block) for block in zip(sizes, taken, strict=True)]
+    assert block_schedule(sizes, steps) == [split_evenly(*block) for block in zip(sizes, taken, strict=True)]
 
 
 @given(

@@ -9,7 +9,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.attention import left_pad
 from d1.models.head import token_logps
-from d1.sampling import SamplingSettings, fill, rollout, rollout_steps, rollout_stream
+from d1.sampling import SamplingSettings, infill, rollout, rollout_steps, rollout_stream
 from d1.sampling.scdd import MixedNoise, candidate_distribution, nucleus, predict, stay_probability
 from d1.sampling.settings import check_sampler, refuse_scdd
 from tests.d1.sft.test_scdd import marginal, transition
@@ -246,7 +246,7 @@ def test_other_models_and_other_ways_to_sample_are_refused(model, tiny_model_dir
         refuse_scdd(settings_of(), "a server")
     text, hidden = torch.tensor([[5, 9, 7, 4]]), torch.tensor([[False, True, True, False]])
     with pytest.raises(ValueError, match="filling in has no sampler scdd"):
-        fill(model, text, hidden, mask_token_id=MASK, sampler="scdd", temperature=1.0)
+        infill(model, text, hidden, mask_token_id=MASK, sampler="scdd", temperature=1.0)
     ids = torch.tensor(PROMPTS[:1])
     with pytest.raises(ValueError, match="need a list of generators"):
         rollout(model, ids, torch.ones_like(ids), settings_of(), mask_token_id=MASK)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d1.masking import keyed_generator
-from d1.sampling import RolloutStart, SamplingSettings, fill, rollout, rollout_steps
+from d1.sampling import RolloutStart, SamplingSettings, infill, rollout, rollout_steps
 from d1.sampling.record import rollout_of
 from tests.d1.released import CAUSAL
 from tests.d1.sampling.reference import (
@@ -140,7 +140,7 @@ def test_a_canvas_of_one_block_is_filled_like_a_text_with_gaps(load, case, data)
         model, ids, mask, chosen, mask_token_id=MASK, start=RolloutStart.from_ids(canvas), generator=twins[0]
     )
     text = torch.cat([ids, canvas], dim=1)
-    expected = fill(model, text, text == MASK, mask_token_id=MASK, generator=twins[1], **options)
+    expected = infill(model, text, text == MASK, mask_token_id=MASK, generator=twins[1], **options)
     assert torch.equal(found.ids, expected.ids)
     for name in ("logps", "entropies", "reveal_steps"):
         assert torch.equal(getattr(found, name), getattr(expected, name)[:, 4:])

@@ -5,7 +5,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings, rollout, rollout_stream
-from d1.sampling.stream import Asked, Stream
+from d1.sampling.stream import RowRequest, Stream
 from tests.d1.sampling.reference import EDITORS, MASK, SAMPLERS, SHARP_LOGITS, WITHOUT_CACHE, make_prompts
 from tests.rounding import rounding
 
@@ -74,7 +74,7 @@ def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts
     model = load("llama")
     ids, mask = make_prompts(sorted(WIDTHS * 4, reverse=True), 1)
     settings = SamplingSettings(12, 4, 12, temperature=0.8, **SAMPLERS[3])
-    fed, working, left = [], {}, list(range(len(ids)))
+    computed, working, left = [], {}, list(range(len(ids)))
 
     def prompts():
         while left:
@@ -84,9 +84,9 @@ def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts
             yield ids[row][mask[row].bool()].tolist(), keyed_generator(3, row)
 
     def count(backbone, args, kwargs):
-        fed.append(tuple(kwargs["input_ids"].shape))
+        computed.append(tuple(kwargs["input_ids"].shape))
         if left:
-            assert fed[-1] == (5, max(working.values()) + 12)
+            assert computed[-1] == (5, max(working.values()) + 12)
 
     options = {"mask_token_id": MASK, "eos_token_ids": ENDS}
     hook = model.base_model.register_forward_pre_hook(count, with_kwargs=True)
@@ -145,13 +145,14 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(load, kind, cache, guida
         fields = {field: value for field, value in fields.items() if not cache or field not in EDITING_FIELDS}
         fields = fields | {"sampler": sampler.get(name, name), "kv_cache": cache, "cfg_scale": guidance}
         settings = SamplingSettings(length, own or 2 + number % 4, steps, **fields)
-        asked.append(Asked(number, row[real.bool()].tolist(), settings, keyed_generator(3, number), tuple(ends or ())))
+        prompt, generator = row[real.bool()].tolist(), keyed_generator(3, number)
+        asked.append(RowRequest(number, prompt, settings, generator, tuple(ends or ())))
     stream, found, left = Stream(model, mask_token_id=MASK, cache=cache, guided=guidance > 0), {}, [*asked]
     dropped, turns = {4, 17}, 0
     while left or len(stream):
-        if done := stream.leave(dropped if turns > 6 else ()):
+        if done := stream.pop_finished(dropped if turns > 6 else ()):
             found |= {number: (done[1], index) for index, number in enumerate(done[0])}
-        stream.enter([left.pop(0) for _ in range(min(len(left), turns % 3, 5 - len(stream)))])
+        stream.add_rows([left.pop(0) for _ in range(min(len(left), turns % 3, 5 - len(stream)))])
         for _ in stream.steps() if len(stream) else ():
             if not stream.cache.together:
                 break  # after any step

@@ -24,7 +24,7 @@ from d1.models import prepare
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
-from d1.scoring.rollouts import blocks_of
+from d1.scoring.rollouts import canvas_blocks
 from tests.rounding import LOGITS, assert_near
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
@@ -162,7 +162,7 @@ def any_order_bound(model: Any) -> Tensor:
 def blocks_bounds(model: Any, size: int) -> Tensor:
     """(rows, canvas): the sum over blocks of `size` tokens of each block's own bound, later blocks hidden."""
     rows = []
-    for row, blocks in enumerate(blocks_of(SAMPLED.attention_mask, CANVAS, size).tolist()):
+    for row, blocks in enumerate(canvas_blocks(SAMPLED.attention_mask, CANVAS, size).tolist()):
         total = torch.zeros(CANVAS, dtype=torch.float64)
         for block in set(blocks[: LENGTHS[row]]):
             own = [k for k in range(LENGTHS[row]) if blocks[k] == block]

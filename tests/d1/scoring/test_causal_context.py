@@ -18,7 +18,7 @@ from d1.rl.methods import METHODS
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.loop import eos_cut
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
-from d1.scoring.rollouts import CanvasBlocks, blocks_of
+from d1.scoring.rollouts import CanvasBlocks, canvas_blocks
 from tests.d1.models.test_causal_context import Stock
 from tests.d1.released import CAUSAL, MASK, VOCAB, write_shifted
 from tests.d1.sampling.reference import make_prompts, sharper
@@ -90,11 +90,11 @@ def test_scores_are_those_of_states_written_out(model, stock, size, causal_first
 
 def sampled_with(model: Any, settings: SamplingSettings, ends: Any) -> tuple[SampledRows, CanvasBlocks]:
     length = settings.gen_length
-    settings = settings.suited(model.config)
+    settings = settings.for_model(model.config)
     random = [keyed_generator(8, row) for row in range(3)]
     options: dict[str, Any] = {"mask_token_id": MASK, "generator": random, "eos_token_ids": ends}
     taken = rollout(model, IDS, REAL, settings, **options)
-    blocks = CanvasBlocks.of(model.config, settings.block_length, settings.first_token)
+    blocks = CanvasBlocks.from_config(model.config, settings.block_length, settings.first_token)
     canvas = taken.ids[:, -length:]
     rows = SampledRows(
         prompt_ids=IDS,
@@ -105,7 +105,7 @@ def sampled_with(model: Any, settings: SamplingSettings, ends: Any) -> tuple[Sam
         reveal_steps=taken.reveal_steps,
         logps=taken.logps,
         entropies=taken.entropies,
-        blocks=blocks_of(REAL, length, *blocks[:2]),
+        blocks=canvas_blocks(REAL, length, *blocks[:2]),
     )
     return rows, blocks
 

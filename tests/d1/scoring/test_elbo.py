@@ -11,7 +11,7 @@ from d1.masking import keyed_generator
 from d1.rl.checks import ESTIMATORS
 from d1.scoring import Randomness, elbo
 from d1.scoring.elbo import elbo_views, espo_views
-from d1.scoring.rollouts import blocks_of, rotation
+from d1.scoring.rollouts import canvas_blocks, rotation
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,
@@ -123,7 +123,7 @@ def mean(monkeypatch):
         middles = (torch.arange(PARTS, dtype=torch.float64) + 0.5) / PARTS
         cases = list(product([rotation(ROWS, draws, u)[row] for u in middles], orders))
         ups, numbered = torch.stack([up for up, _ in cases]), torch.tensor([order for _, order in cases])
-        monkeypatch.setattr(elbo, "spread", lambda random, settings: ups)
+        monkeypatch.setattr(elbo, "draw_uniform", lambda random, settings: ups)
         monkeypatch.setattr(elbo, "numbers_of_tokens", lambda rows, random, n: numbered.unsqueeze(1).expand(-1, n, -1))
         sampled = some_rows(replace(SAMPLED, blocks=blocks), [row] * len(cases))
         views = ESTIMATORS[estimator](sampled, randomness(len(cases)), settings(num_views=draws))
@@ -140,7 +140,7 @@ def test_the_mean_over_all_counts_is_the_any_order_bound_or_the_sum_of_the_block
     for model in every_model():
         assert_same(model, scores(model, views).logps, any_order_bound(model))
     model = tiny(2, block=2)
-    found = mean("counts", draws, blocks_of(SAMPLED.attention_mask, CANVAS, 2))
+    found = mean("counts", draws, canvas_blocks(SAMPLED.attention_mask, CANVAS, 2))
     assert_same(model, scores(model, found).logps, blocks_bounds(model, 2))
 
 

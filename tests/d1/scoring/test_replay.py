@@ -18,8 +18,8 @@ from d1.models.kinds import block_size
 from d1.rl.checks import ESTIMATORS
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.scoring import Randomness, SampledRows, Views
-from d1.scoring.replay import chances, drawn
-from d1.scoring.rollouts import blocks_of, strata
+from d1.scoring.replay import draw_segments, segment_probabilities
+from d1.scoring.rollouts import canvas_blocks, strata
 from tests.d1.scoring.enumeration import (
     CANVAS,
     EOS,
@@ -138,7 +138,7 @@ def mean_over_draws(monkeypatch, chosen):
     """The mean over all numbers of the views of four rows. The numbers are divided among two rows, so the draws of one
     row depend on those of another."""
     segments = SAMPLED.reveal_steps // (chosen.segment_steps or 1)
-    chance = chances(segments, SAMPLED.scored, SAMPLED.entropies, chosen.draw_steps)
+    chance = segment_probabilities(segments, SAMPLED.scored, SAMPLED.entropies, chosen.draw_steps)
     odds, numbers = zip(*all_numbers(2, chosen, chance), strict=True)
     rows = []
     for row in range(4):
@@ -281,16 +281,16 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
     """Row 0 reveals nothing at step 2. In row 1 the token of step 3 is after the end, in row 2 all except that of step
     1. Row 3 takes no part."""
     segments = SAMPLED.reveal_steps
-    uniform = chances(segments, SAMPLED.scored, SAMPLED.entropies, "uniform")
+    uniform = segment_probabilities(segments, SAMPLED.scored, SAMPLED.entropies, "uniform")
     expected = torch.tensor([[1, 1, 1, 1], [4 / 3, 4 / 3, 4 / 3, 0], [2, 2, 0, 0], [4, 0, 0, 0]]).double() / 4
     torch.testing.assert_close(uniform, expected, rtol=0, atol=1e-7)
-    entropy = chances(segments, SAMPLED.scored, SAMPLED.entropies, "entropy")
+    entropy = segment_probabilities(segments, SAMPLED.scored, SAMPLED.entropies, "entropy")
     expected = torch.tensor([[0.15, 0.55, 0, 0.3], [4 / 15, 9 / 15, 2 / 15, 0], [0, 1, 0, 0], [1, 0, 0, 0]]).double()
     assert_near(entropy, expected)
     torch.testing.assert_close(entropy.sum(-1), torch.ones(4).double())
     assert ((entropy > 0) == (uniform > 0)).all()
     # Rounding below zero does not reduce the probability of others, and gives no negative probability.
-    below = chances(segments, SAMPLED.scored, torch.full_like(SAMPLED.entropies, -1e-4), "entropy")
+    below = segment_probabilities(segments, SAMPLED.scored, torch.full_like(SAMPLED.entropies, -1e-4), "entropy")
     torch.testing.assert_close(below, uniform)
 
 
@@ -298,7 +298,7 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
 def test_draws_have_these_chances_and_several_of_one_segment_weigh_together(draw_steps):
     chosen = settings(num_views=3, draw_steps=draw_steps)
     segments = SAMPLED.reveal_steps
-    chance = chances(segments, SAMPLED.scored, SAMPLED.entropies, draw_steps)
+    chance = segment_probabilities(segments, SAMPLED.scored, SAMPLED.entropies, draw_steps)
     random, taken = randomness(4), torch.zeros(4, CANVAS)
     for _ in range(400):
         views = REPLAY(SAMPLED, random, chosen)
@@ -317,7 +317,7 @@ def test_draws_have_these_chances_and_several_of_one_segment_weigh_together(draw
 def test_numbers_at_the_edges_draw_segments_that_have_a_chance():
     chance = torch.tensor([[0.25, 0.5, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     numbers = torch.tensor([[0.0, 0.25, 0.75, 1.0], [0.0, 0.5, 0.999, 1.0]])
-    chosen, weights = drawn(chance, numbers)
+    chosen, weights = draw_segments(chance, numbers)
     assert chosen.tolist() == [[0, 1, 2, 2], [0, 0, 0, 0]]
     torch.testing.assert_close(weights, torch.tensor([[1.0, 0.5, 2.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
 
@@ -339,7 +339,7 @@ def test_the_sum_of_left_to_right_log_probs_is_the_chain_rule():
     for model in every_model():
         assert_same(model, scores(model, views).logps, chain_rule(model))
     # In a block-causal model, a view scores a token of every block.
-    sampled = replace(SAMPLED, blocks=blocks_of(SAMPLED.attention_mask, CANVAS, 2))
+    sampled = replace(SAMPLED, blocks=canvas_blocks(SAMPLED.attention_mask, CANVAS, 2))
     views, model = LEFT_TO_RIGHT(sampled, randomness(4), settings()), tiny(2, block=2)
     assert views.noise.shape[1] == 2
     assert_same(model, scores(model, views).logps, chain_rule(model))
@@ -393,7 +393,7 @@ def sample(model, eos_stop=False, **options):
     own = {"generator": [keyed_generator(2, row) for row in range(5)], "eos_token_ids": ENDS if eos_stop else None}
     taken = rollout(model, PROMPTS, visible, chosen, mask_token_id=MASK, **own)
     ids = taken.ids[:, PROMPTS.shape[1] :]
-    blocks = blocks_of(visible, LENGTH, block_size(model.config))
+    blocks = canvas_blocks(visible, LENGTH, block_size(model.config))
     record = (taken.reveal_steps, taken.logps, taken.entropies, blocks)
     writes = () if taken.writes is None else (taken.writes.ids, taken.writes.steps, taken.writes.entropies)
     return SampledRows(PROMPTS, visible, visible.bool(), ids, eos_cut(ids, ENDS), *record, *writes), taken

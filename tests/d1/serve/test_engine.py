@@ -88,11 +88,11 @@ def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_no_row_enters_once_the_engine_is_paused(tiny_model_dir, monkeypatch):
     """A pause that comes in the middle of a turn: rows at work would refuse the weights that follow it."""
-    leave, turn, paused, turned = Stream.leave, Engine.turn, threading.Event(), threading.Event()
+    pop_finished, turn, paused, turned = Stream.pop_finished, Engine.turn, threading.Event(), threading.Event()
     with running(tiny_model_dir, batch_size=1) as engine:
 
         def leaving(self: Stream, dropped: Any = ()) -> Any:
-            done = leave(self, dropped)
+            done = pop_finished(self, dropped)
             if done and not paused.is_set():  # the first row left, and the second could enter
                 engine.pause()
                 paused.set()
@@ -103,7 +103,7 @@ def test_no_row_enters_once_the_engine_is_paused(tiny_model_dir, monkeypatch):
             if paused.is_set():
                 turned.set()
 
-        monkeypatch.setattr(Stream, "leave", leaving)
+        monkeypatch.setattr(Stream, "pop_finished", leaving)
         monkeypatch.setattr(Engine, "turn", turning)
         rows, events = rows_of(2)
         engine.submit(rows)
@@ -199,7 +199,7 @@ def test_a_server_samples_by_graphs_with_any_weights(tiny_model_dir, folders, mo
             engine.submit(rows)
             sampled = last_of(rows, events)
             assert graphs.compile_of(engine.model) == "graphs"
-            assert graphs.MADE[unwrapped(engine.model)][1].replays > 0
+            assert graphs.COMPILED_MODELS[unwrapped(engine.model)][1].replays > 0
             graphs.set_compile(engine.model, "none")
             check(engine, sampled)
             graphs.set_compile(engine.model, "graphs")

@@ -59,7 +59,7 @@ def engine(model, rows, ends=(), retract=()):
     texts = [[*prompt] for prompt, _, _ in rows]
     sampled = [Sampled.of(len(prompt), f"{rid}.a", SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
     blocks, passes = {}, dict.fromkeys(range(len(rows)), 0)
-    while live := [n for n, one in enumerate(sampled) if not one.ended and (one.open or not one.row.is_whole)]:
+    while live := [n for n, one in enumerate(sampled) if not one.ended and (one.open or not one.row.is_complete)]:
         for number in live:
             if number not in blocks:
                 start = len(texts[number]) // BLOCK * BLOCK

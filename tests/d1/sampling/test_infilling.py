@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import d1.sampling
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import Rollout, fill, fill_steps
+from d1.sampling import Rollout, infill, infill_steps
 from tests.d1.sampling.reference import EDITORS, GIVEN, MASK, WITHOUT_CACHE, cases, check_row, make_prompts, sample
 
 LENGTHS = {"mask_token_id": MASK, "block_length": 4, "steps": 6}
@@ -40,7 +41,7 @@ def test_hidden_positions_are_filled_as_by_the_reference_and_no_others(model, ca
     chosen = replace(case["settings"], gen_length=14, block_length=block_length, steps=steps)
     generators = [keyed_generator(seed, row) for row in range(len(rows))]
     options = {name: value for name, value in vars(chosen).items() if name != "gen_length"}
-    got = fill(model, ids, hidden, mask, mask_token_id=MASK, generator=generators, **options)
+    got = infill(model, ids, hidden, mask, mask_token_id=MASK, generator=generators, **options)
     assert torch.equal(got.ids[~hidden], ids[~hidden])
     assert (got.reveal_steps >= 0).eq(hidden).all()
     assert (got.logps[~hidden] == 0).all()
@@ -62,15 +63,15 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     ids, _ = make_prompts([10], 0)
     hidden = torch.zeros(1, 10, dtype=torch.bool)
     hidden[0, 5] = True
-    first = fill(model, ids, hidden, mask_token_id=MASK)
+    first = infill(model, ids, hidden, mask_token_id=MASK)
     assert "this qwen3 has blocks of 4 tokens and sees no block after that of a hidden position" in caplog.text
     ids[0, 8:] += 1
-    assert torch.equal(fill(model, ids, hidden, mask_token_id=MASK).logps, first.logps)
+    assert torch.equal(infill(model, ids, hidden, mask_token_id=MASK).logps, first.logps)
     caplog.clear()
-    fill(model, ids[:, :8], hidden[:, :8], mask_token_id=MASK)
+    infill(model, ids[:, :8], hidden[:, :8], mask_token_id=MASK)
     assert not caplog.text  # the rest belongs to its own block
     with pytest.raises(ValueError, match="block_length must be 4 or left out, not 3"):
-        fill(model, ids, hidden, mask_token_id=MASK, block_length=3)
+        infill(model, ids, hidden, mask_token_id=MASK, block_length=3)
 
 
 @pytest.mark.parametrize(
@@ -90,4 +91,9 @@ def test_what_makes_no_sense_is_refused_before_the_first_pass(kind_dirs, change,
     model.register_forward_pre_hook(lambda *_: pytest.fail("ran the model"))
     ids, _ = make_prompts([6], 0)
     with pytest.raises(ValueError, match=message):
-        fill_steps(model, **{"ids": ids, "hidden": torch.ones(1, 6).bool(), **LENGTHS, **change})
+        infill_steps(model, **{"ids": ids, "hidden": torch.ones(1, 6).bool(), **LENGTHS, **change})
+
+
+def test_the_old_names_are_aliases():
+    assert d1.sampling.fill is d1.sampling.infill
+    assert d1.sampling.fill_steps is d1.sampling.infill_steps

@@ -16,15 +16,15 @@ from d1.sampling.caches import NO_CACHE
 from d1.sampling.loop import Batch, Row, Sampler
 from d1.sampling.predict import Generators
 from d1.sampling.record import Canvas, Rollout, Step, rollout_of
-from d1.sampling.reveal import schedule_of
+from d1.sampling.reveal import block_schedule
 from d1.sampling.rollouts import check_generator
-from d1.sampling.samplers import sampler_of
+from d1.sampling.samplers import make_sampler
 from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
 
 
-def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
+def infill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
     """Fill the hidden positions of texts, from left to right, each with one token; all other tokens stay.
 
     The model sees the text on both sides; a block-causal model only sees the block of a hidden position and the blocks
@@ -35,16 +35,16 @@ def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None 
         ids: (rows, length); ids at hidden positions are ignored.
         hidden: (rows, length) bool, which tokens to fill in. Rows may have different numbers of them.
         attention_mask: (rows, length), 1 at real tokens, with padding on any side; None: no padding.
-        options: keyword arguments of `fill_steps`.
+        options: keyword arguments of `infill_steps`.
 
     Raises:
         ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
         NotFiniteError: as `rollout`.
     """
-    return rollout_of(fill_steps(model, ids, hidden, attention_mask, **options))
+    return rollout_of(infill_steps(model, ids, hidden, attention_mask, **options))
 
 
-def fill_steps(
+def infill_steps(
     model: Any,
     ids: Tensor,
     hidden: Tensor,
@@ -57,7 +57,7 @@ def fill_steps(
     noise_dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`fill`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
+    """`infill`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
 
     Args:
         block_length: how many hidden positions form a block; None is 32. In a block-causal model, those of each of its
@@ -68,14 +68,14 @@ def fill_steps(
             text is hidden. Samplers with a cache are refused.
 
     Raises:
-        ValueError: as `fill`; raised at the call, not at the first step.
-        NotFiniteError: as `fill`.
+        ValueError: as `infill`; raised at the call, not at the first step.
+        NotFiniteError: as `infill`.
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
-        shapes = ", ".join(str(tuple(of.shape)) for of in (ids, hidden, visible))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (ids, hidden, visible))
         raise ValueError(f"ids, hidden (bool) and attention_mask must be (rows, length); got {shapes}, {hidden.dtype}")
     if not holes.any():
         raise ValueError("no position is hidden: there is nothing to fill")
@@ -90,11 +90,11 @@ def fill_steps(
         groups.setdefault(tuple(sizes), []).append(row)
     progress, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
     for sizes, rows in groups.items():
-        settings = fill_settings(model.config, sum(sizes), block_length=block_length, steps=steps, **fields)
+        settings = infill_settings(model.config, sum(sizes), block_length=block_length, steps=steps, **fields)
         check_generator(settings, generator, len(ids), None)
-        work.append((rows, sampler_of(model, settings, mask_token_id, noise_dtype)))
+        work.append((rows, make_sampler(model, settings, mask_token_id, noise_dtype)))
         for row in rows:
-            progress[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
+            progress[row].schedule = settings.schedule() if size is None else block_schedule(sizes, settings.steps)
     first = block.masked_fill(~holes, block.shape[1]).amin(1, keepdim=True)
     if size is not None and (seen.bool() & ~holes & (block > first)).any():
         logger.warning(
@@ -102,10 +102,10 @@ def fill_steps(
             *(model.config.model_type, size),
         )
     # Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.
-    to_fill = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
-    to_fill = to_fill.to(ids.device, non_blocking=True)
-    canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, to_fill)
-    batch = Batch.of(progress, canvas, generator)
+    fill_positions = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
+    fill_positions = fill_positions.to(ids.device, non_blocking=True)
+    canvas = Canvas.create(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, fill_positions)
+    batch = Batch.create(progress, canvas, generator)
     masked = not bool(seen.all())
 
     def complete(rows: list[int], sampler: Sampler) -> Iterator[Step]:
@@ -113,33 +113,38 @@ def fill_steps(
         return sampler.fill_canvas(batch, rows, passes)
 
     # Any of the samplers can check the canvas: they share the model.
-    return work[0][1].checked(chain.from_iterable(complete(*group) for group in work), canvas)
+    return work[0][1].check_finite(chain.from_iterable(complete(*group) for group in work), canvas)
 
 
-def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
+def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     """The settings with which a model of this `config` fills `count` hidden positions, from the `fields` that
-    `fill_steps` takes; ValueError if one is wrong, or does not suit filling or the kind of model."""
+    `infill_steps` takes; ValueError if one is wrong, or does not suit filling or the kind of model."""
     require_masks(config, "filling in")
     if has_causal_context(config):
         raise ValueError(
             f"this {config.model_type} has a causal context: it reads text from left to right and cannot fill a gap "
             "before text that is there. Sample a completion instead"
         )
-    own = block_size(config)
-    given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH}
-    given |= {name: value for name, value in fields.items() if value is not None}
-    if given.get("steps") is None:
-        given["steps"] = default_steps(count, given["block_length"], tokens_per_step=1)
-    settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
+    model_block = block_size(config)
+    chosen: dict[str, Any] = {"block_length": model_block or BLOCK_LENGTH}
+    chosen |= {name: value for name, value in fields.items() if value is not None}
+    if chosen.get("steps") is None:
+        chosen["steps"] = default_steps(count, chosen["block_length"], tokens_per_step=1)
+    settings = SamplingSettings(gen_length=count, **chosen | {"steps": min(chosen["steps"], count)})
     refuse_scdd(settings, "filling in")
     if settings.cache is not None:
         raise ValueError(
             f"the sampler {settings.sampler} caches keys and values outside one block of consecutive positions, but "
             "hidden positions may be anywhere: use the sampler exact or parallel"
         )
-    if own not in (None, settings.block_length):
+    if model_block not in (None, settings.block_length):
         raise ValueError(
-            f"this {config.model_type} has blocks of {own} tokens, whose hidden positions are filled together: "
-            f"block_length must be {own} or left out, not {settings.block_length}"
+            f"this {config.model_type} has blocks of {model_block} tokens, whose hidden positions are filled together: "
+            f"block_length must be {model_block} or left out, not {settings.block_length}"
         )
     return settings
+
+
+# Deprecated: the old names.
+fill = infill
+fill_steps = infill_steps
