@@ -7,13 +7,14 @@
 Weights are random and have the true shapes: LLaDA-8B's, SDAR-1.7B's (block-causal) and SmolLM2-135M's. Each part prints
 its table when it ends; after `--minutes` no further measurement starts, and what was left out is named. The parts are
 
-    pass      a rollout's pass of 8B, 6 rows of 412 tokens: the weights alone, LoRA as RL has it, and its casts
+    pass      a rollout's pass of 8B, 6 rows of 412 tokens: the weights alone, LoRA as it was (with casts of inputs), as
+              RL has it (without), and the merged copy of `--merged_rollouts`
     small     rollouts of 135M: 12 and 64 rows, exact and `dual`, without and with CUDA graphs
     windows   rollouts of 8B: exact, `prefix`, `dual` and threshold, without and with graphs
     serve     tokens per second of the engine of `d1 serve` with 1.7B, without and with graphs
-    update    scoring and an update of RL, 8B with LoRA
+    update    scoring and an update of RL, 8B with LoRA: as it was, and as RL has it
     flash     attention with a dense mask, without one, and by packed texts
-    head      a step's predictions with logits in small and large chunks
+    head      a step's predictions with logits in chunks of one size, as it was, and of the card's (`chunk_factor`)
     sft       a step of SFT: 8B with LoRA, 135M with all weights
     peers     Transformers' own `generate` of a causal model of 135M, next to the samplers
     layers    rollouts of 8B and 135M with compiled layers
@@ -32,10 +33,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -44,8 +45,10 @@ import d1.models.head
 from benchmarks.machine import describe
 from d1.masking import keyed_generator
 from d1.models import prepare
+from d1.models.adapters import skip_input_casts
 from d1.models.attention import count_positions, over_queries
 from d1.models.head import backbone_and_head, run_inside
+from d1.models.merged import MergedCopy
 from d1.ranges import POSITIVE
 from d1.runs.cli import run_script
 from d1.sampling import SamplingSettings, rollout
@@ -225,18 +228,16 @@ def part_pass(bench: Bench) -> None:
     model, rank = random_model(bench, "8b"), bench.size(128, 4)
     measure_passes(bench, model, {"weights alone": (False, False), "weights alone, dense mask": (False, True)})
     adapted = with_lora(model, torch.float32, rank)
+    measure_passes(bench, adapted, {"LoRA fp32, autocast, dense mask, as it was": (True, True)})
+    skip_input_casts(adapted)
     measure_passes(bench, adapted, {"LoRA fp32, autocast, dense mask": (True, True)})
-    with disable_input_dtype_casting(adapted, active=True):
-        measure_passes(bench, adapted, {"LoRA fp32, autocast, dense mask, no casts of inputs": (True, True)})
+    merged = MergedCopy(adapted)
+    bench.measure("refresh of the merged copy", merged.refresh, calls=2)
+    measure_passes(bench, merged.model, {"merged copy, dense mask": (False, True), "merged copy": (False, False)})
+    del merged
     model = adapted.unload()
     adapted = with_lora(model, DTYPE, rank)
     measure_passes(bench, adapted, {"LoRA bf16, autocast, dense mask": (True, True), "LoRA bf16": (False, True)})
-
-    def merge() -> None:
-        adapted.merge_adapter()
-        adapted.unmerge_adapter()
-
-    bench.measure("merge and unmerge", merge, calls=2)
 
 
 PLAIN_AND_GRAPHS = "none", "graphs"
@@ -287,12 +288,14 @@ def part_update(bench: Bench) -> None:
     ids, visible = prompts_of(bench, rows, prompt + canvas)
     noise = torch.rand(rows, prompt, device=DEVICE) < 0.15
     given = ids[:, :prompt], visible[:, :prompt], ids[:, prompt:], noise
-    for name, dtype, casts in (
-        ("fp32", torch.float32, True),
-        ("fp32, no casts", torch.float32, False),
+    for name, dtype, with_casts in (
+        ("fp32, as it was", torch.float32, True),
+        ("fp32", torch.float32, False),
         ("bf16", DTYPE, True),
     ):
         adapted = with_lora(model, dtype, rank)
+        if not with_casts:
+            skip_input_casts(adapted)
         flop = pass_flop(adapted, rows * (prompt + canvas), prompt + canvas)
 
         def score(adapted: Any = adapted) -> Tensor:
@@ -306,11 +309,10 @@ def part_update(bench: Bench) -> None:
             score().sum().backward()
             adapted.zero_grad()
 
-        with disable_input_dtype_casting(adapted, active=not casts):
-            bench.measure(f"score, LoRA {name}", torch.no_grad()(score), flop=flop, calls=3)
-            adapted.train()
-            # The weights of the base have no gradients: a backward pass costs as much as a forward pass.
-            bench.measure(f"update, LoRA {name}", update, flop=2 * flop, calls=3)
+        bench.measure(f"score, LoRA {name}", torch.no_grad()(score), flop=flop, calls=3)
+        adapted.train()
+        # The weights of the base have no gradients: a backward pass costs as much as a forward pass.
+        bench.measure(f"update, LoRA {name}", update, flop=2 * flop, calls=3)
         model = adapted.unload()
 
 
@@ -346,27 +348,26 @@ def part_head(bench: Bench) -> None:
     model, rows, count = random_model(bench, "8b"), bench.size(12, 2), bench.size(32, 4)
     states = torch.randn(1, rows, count, model.config.hidden_size, device=DEVICE, dtype=DTYPE)
     generators = [keyed_generator(row, device=DEVICE) for row in range(rows)]
-    normal = d1.models.head.CHUNK_ELEMENTS
-    try:
-        for power in (24, 26, 28):
-            d1.models.head.CHUNK_ELEMENTS = 2**power
-            for temperature in (0.0, 0.9):
-                settings = SamplingSettings(count, count, count, temperature)
+    of_card = d1.models.head.chunk_factor(torch.device(DEVICE))
+    for name, factor in (("as it was", 1), ("as RL has it", of_card)):
+        for temperature in (0.0, 0.9):
+            settings = SamplingSettings(count, count, count, temperature)
 
-                @torch.no_grad()
-                def run(settings: SamplingSettings = settings) -> Any:
+            @torch.no_grad()
+            def run(settings: SamplingSettings = settings, factor: int = factor) -> Any:
+                with mock.patch.object(d1.models.head, "chunk_factor", lambda device: factor):
                     return predict(model, states, [count] * rows, settings, MASK, generators, torch.float32)
 
-                bench.measure(f"{rows} x {count} positions, temperature {temperature}, 2^{power} logits", run)
-    finally:
-        d1.models.head.CHUNK_ELEMENTS = normal
+            bench.measure(f"{rows} x {count} positions, temperature {temperature}, {name}, x{factor}", run)
 
 
 def part_sft(bench: Bench) -> None:
     for name, rows, length, lora in (("135m", 16, 1024, False), ("8b", 1, 4096, True)):
         rows, length = (2, 16) if bench.tiny else (rows, length)
         model = random_model(bench, name, DTYPE if lora else torch.float32)
-        model = with_lora(model, torch.float32, bench.size(128, 4)) if lora else model
+        if lora:
+            model = with_lora(model, torch.float32, bench.size(128, 4))
+            skip_input_casts(model)
         ids, _ = prompts_of(bench, rows, length)
         hidden = torch.rand(ids.shape, device=DEVICE) < 0.5
         model.train()

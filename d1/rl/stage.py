@@ -152,7 +152,7 @@ def prepare(
     return facts, start
 
 
-def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_step: float) -> None:
+def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_step: int) -> None:
     """Logs what this run has in other numbers than the method's authors, such as a rate for fewer prompts."""
     lora_rank = 0
     if model_args.use_peft:
