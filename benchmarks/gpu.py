@@ -355,7 +355,7 @@ def part_head(bench: Bench) -> None:
 
             @torch.no_grad()
             def run(settings: SamplingSettings = settings, factor: int = factor) -> Any:
-                with mock.patch.object(d1.models.head, "chunk_factor", lambda device: factor):
+                with mock.patch.object(d1.models.head, "chunk_factor", return_value=factor):
                     return predict(model, states, [count] * rows, settings, MASK, generators, torch.float32)
 
             bench.measure(f"{rows} x {count} positions, temperature {temperature}, {name}, x{factor}", run)
