@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from d1.models.adapters import adapter_chain
-from d1.models.kinds import default_gen_length, native_config
+from d1.models.kinds import Kind, default_gen_length, native_config
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,22 @@ class ModelFolder:
         path: folder or hub name of a model or of an adapter, as it was given.
         base: folder or hub name of the base model.
         adapters: folders of the adapters, in the order in which they are put on it.
-        config: the base model's.
+        config: the base model's, as a class of Transformers.
+        kind: the entry of `KINDS` for it.
     """
 
     path: str
     base: str
     adapters: tuple[str, ...]
     config: PreTrainedConfig
+    kind: Kind
 
     @classmethod
     def read(cls, path: str | Path, adapter: str | Path | Sequence[str | Path] | None = None) -> ModelFolder:
         """The model at `path`, with the given adapters. ValueError or OSError if one is missing or not supported."""
         base, adapters = adapter_chain(str(path), adapter)
-        config, _ = native_config(base)
-        return cls(str(path), base, tuple(adapters), config)
+        config, kind = native_config(base)
+        return cls(str(path), base, tuple(adapters), config, kind)
 
     @cached_property
     def gen_length(self) -> int | None:

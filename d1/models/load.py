@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from d1.files import check_index, reading
-from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
+from d1.models.adapters import add_adapter, merge_adapter
 from d1.models.attention import (
     PREPARED,
     align_positions,
@@ -38,8 +38,9 @@ from d1.models.attention import (
 )
 from d1.models.canvas import share_weights
 from d1.models.fingerprints import warn_of_other_base
+from d1.models.folder import ModelFolder
 from d1.models.head import narrow, take_computations, unwrapped
-from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of, native_config
+from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of
 from d1.models.packing import place_packed
 from d1.models.selfcheck import check_environment
 from d1.transformers_bridge import (
@@ -127,7 +128,7 @@ def prepare(model: Model) -> Model:
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | ModelFolder,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     *,
@@ -143,7 +144,8 @@ def load_model(
     LongTensor of positions, restricts the logits to (rows, len, vocab).
 
     Args:
-        path: A checkpoint folder or hub name, or the folder of an adapter, whose base is then loaded first.
+        path: A checkpoint folder or hub name, or the folder of an adapter, whose base is then loaded first; or what
+            `ModelFolder.read` read of one, with its adapters.
         dtype: Data type of the weights; None is float32, "auto" that of the checkpoint.
         device: Weights are loaded directly to it; None is the CPU.
         adapter: Adapter folder(s) to add, in order of training: all but the last are merged into the weights.
@@ -154,7 +156,13 @@ def load_model(
         ValueError: The kind is not supported, or weights are missing, unexpected or of another shape.
     """
     check_environment(prepare)
-    base, adapters = adapter_chain(str(path), adapter)
+    if isinstance(path, ModelFolder):
+        folder = path
+        if adapter is not None:
+            raise ValueError(f"{folder.path} was read with its adapters: pass the others to ModelFolder.read")
+    else:
+        folder = ModelFolder.read(path, adapter)
+    base, adapters = folder.base, folder.adapters
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
     warn_of_other_base(base, adapters)
@@ -171,16 +179,18 @@ def load_model(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=options["dtype"],
         )
-    model = load_base(base, options)
+    model = load_base(folder, options)
     for module in model.modules():  # bitsandbytes 0.50 would repack weights on some CPUs, and lose their gradients
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    for folder in adapters[:-1]:
-        model = merge_adapter(add_adapter(model, folder), folder)
-    return (add_adapter(model, adapters[-1]) if adapters else model).eval()
+    for merged in adapters[:-1]:
+        model = merge_adapter(add_adapter(model, merged), merged)
+    if adapters:
+        model = add_adapter(model, adapters[-1])
+    return model.eval()
 
 
-def load_on_device(path: str, dtype: str | None = None, **options: Any) -> Any:
+def load_on_device(path: str | ModelFolder, dtype: str | None = None, **options: Any) -> Any:
     """`load_model` on the GPU of this process, or on the CPU if there is none, in `named_dtype(dtype)`."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     return load_model(path, named_dtype(dtype), device, **options)
@@ -191,9 +201,9 @@ def named_dtype(name: str | None) -> torch.dtype:
     return getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))  # type: ignore[no-any-return]
 
 
-def load_base(path: str, options: dict[str, Any]) -> Any:
+def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
     """The model without adapters; `options` are for `from_pretrained`."""
-    config, kind = native_config(path)
+    path, config, kind = folder.base, folder.config, folder.kind
     quantised = "quantization_config" in options
     if kind.uniform_noise and quantised:
         raise ValueError(
