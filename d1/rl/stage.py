@@ -79,7 +79,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
         on_resume=ON_RESUME,
         ended=lambda checkpoint: budget_exhausted(str(checkpoint), args.max_compute_tokens),
-        prepare=lambda: prepare(args, model_args, config, callbacks),
+        prepare=lambda: prepare(args, model_args, folder, callbacks),
         next_command=lambda: next_command(args, config),
         outcome=lambda: [] if args.state_reward else learnt_nothing(Path(str(args.output_dir))),
         conclude=lambda: rooms.write_report(Path(str(args.output_dir))) if args.report else None,
@@ -87,9 +87,11 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
 
 def prepare(
-    args: DiffuGRPOConfig, model_args: ModelConfig, config: Any, callbacks: list[TrainerCallback] | None
+    args: DiffuGRPOConfig, model_args: ModelConfig, folder: ModelFolder, callbacks: list[TrainerCallback] | None
 ) -> Prepared:
-    """The plan of a run with checked problems, and a function that makes the trainer; `config` is the model's."""
+    """The plan of a run with checked problems, and a function that makes the trainer; `folder` is the model's."""
+    config = folder.config
+
     # The task, its rows and its rewards
     task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
     train_rows, eval_rows = load_problems(task, args)
@@ -121,7 +123,7 @@ def prepare(
             logger.info("Idle, because %s: %s", why, ", ".join(inactive))
 
     def start() -> DiffuGRPOTrainer:
-        model = start_model(args, model_args)
+        model = start_model(folder, model_args)
         trainer = DiffuGRPOTrainer(
             model=model,
             reward_funcs=[*task.REWARDS, accuracy_of(task)],
@@ -214,7 +216,7 @@ def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diff
     return check_prompts(lengths, args)
 
 
-def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
+def start_model(folder: ModelFolder, model_args: ModelConfig) -> Any:
     """The model to train. An SFT adapter is merged into its base, so that RL starts from the SFT model."""
     dtype = quantization = None
     if model_args.dtype != "float32":
@@ -222,7 +224,7 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
     if model_args.load_in_4bit:
         quantization = "nf4"
     model = load_model(
-        str(args.model_path),
+        folder,
         dtype=dtype,
         quantization=quantization,
         attn_implementation=model_args.attn_implementation,
@@ -232,9 +234,9 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
     if model_args.load_in_4bit:
         raise ValueError(
             "an adapter cannot be merged into 4-bit weights exactly: first run "
-            f"`python -m d1 merge BASE {args.model_path} OUT` and pass OUT as --model_path"
+            f"`python -m d1 merge BASE {folder.path} OUT` and pass OUT as --model_path"
         )
-    return merge_adapter(model, str(args.model_path))
+    return merge_adapter(model, folder.path)
 
 
 def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
