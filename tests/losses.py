@@ -23,6 +23,7 @@ class Settings:
     eubo_beta: float = 1.5
     eubo_share: float = 0.3
     ratio_cap: float = 1.3
+    reward_temperature: float = 0.3
 
 
 settings = Settings

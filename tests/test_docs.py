@@ -16,7 +16,7 @@ import torch
 from d1.__main__ import COMMANDS, STAGES
 from d1.eval import run as evaluation
 from d1.models import load_model
-from d1.rl.losses import OBJECTIVES, LossInputs, Objective
+from d1.rl.losses import ADVANTAGES, OBJECTIVES, Advantage, AdvantageInputs, LossInputs, Objective
 from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings, views_of_canvas
 from tests.commands import ROOT
 from tests.tiny_grpo import make_trainer
@@ -95,7 +95,7 @@ def test_the_examples_of_the_page_on_tools_call(tmp_path, monkeypatch, capsys):
 
 
 def test_write_your_own_names_every_field_and_property():
-    for kind in (SampledRows, Randomness, ViewSettings, Views, LossInputs):
+    for kind in (SampledRows, Randomness, ViewSettings, Views, LossInputs, AdvantageInputs):
         assert list(documented(f"field of `{kind.__name__}`")) == [field.name for field in fields(kind)]
     own = [name for name, value in vars(LossInputs).items() if isinstance(value, property)]
     assert list(documented("property of `LossInputs`")) == own
@@ -135,9 +135,15 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
         seen["inputs"] = inputs
         return -(inputs.advantages.unsqueeze(1) * inputs.logps * inputs.counted).mean(), {}
 
+    def advantages(inputs: AdvantageInputs, settings: object) -> torch.Tensor:
+        seen["groups"] = inputs
+        return inputs.advantages
+
+    monkeypatch.setitem(ADVANTAGES, "seen", Advantage(advantages, reads=("old", "reference")))
     monkeypatch.setitem(ESTIMATORS, "seen", Estimator(draw, views=lambda settings: 3))
     monkeypatch.setitem(OBJECTIVES, "seen", Objective(loss, over_group=True, per_view=True, by_view=True))
-    own = {"estimator": "seen", "objective": "seen", "beta": 0.1, "sampling_weight_cap": 2.0, "state_reward": 0.5}
+    own = {"estimator": "seen", "objective": "seen", "advantage": "seen", "beta": 0.1, "sampling_weight_cap": 2.0}
+    own["state_reward"] = 0.5
     sizes = {"num_generations": 2, "num_iterations": 1, "max_steps": 1, "p_mask_prompt": 0.0}
     make_trainer(request.getfixturevalue(kind), tmp_path, **own, **sizes).train()
 
@@ -152,6 +158,7 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]
     check_shapes("field of `LossInputs`", inputs, width, set())
+    check_shapes("field of `AdvantageInputs`", seen["groups"], width | {"groups": 2}, set())
     check_shapes("property of `LossInputs`", inputs, width, set())
     assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)
 

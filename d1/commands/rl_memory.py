@@ -27,14 +27,14 @@ def fields_of(args: DiffuGRPOConfig, length: int, canvas: int, block: int | None
     """
     # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
     # that divide the views among them store all of them.
-    numbers = 1 + args.needs_old_logps + args.needs_reference
+    numbers = 1 + args.needs_old_logps + args.loss_reads_reference
     # With edits or uniform noise, replay also keeps what each view shows and scores, ids of 8 bytes, and the sampler's
     # log-prob of it.
     writes = (uniform or args.edit_threshold is not None) and ESTIMATORS[args.estimator].replays_writes
     ids = 20 if writes else 0
     views = args.num_iterations * drawn_views(args, block) * int(args.steps_per_generation or 1)
     stored = views * (length + (4 * numbers + ids) * canvas)
-    beta = args.beta if args.needs_reference else 0.0
+    beta = (args.beta or 1.0) if args.needs_reference else 0.0  # a size that only has to be above 0
     return {"beta": beta, "views": max_views(args, block), "canvas": canvas, "stored": stored}
 
 

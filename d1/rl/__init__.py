@@ -9,6 +9,7 @@ from d1.lazy import lazily
 if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig as DiffuGRPOConfig
     from d1.rl.losses import Advantage as Advantage
+    from d1.rl.losses import AdvantageInputs as AdvantageInputs
     from d1.rl.losses import LossInputs as LossInputs
     from d1.rl.losses import Objective as Objective
     from d1.rl.losses import Penalty as Penalty
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 HOMES = {
     "Advantage": "losses",
+    "AdvantageInputs": "losses",
     "DiffuGRPOConfig": "config",
     "DiffuGRPOTrainer": "trainer",
     "LossInputs": "losses",

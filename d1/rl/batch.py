@@ -22,7 +22,7 @@ import contextlib
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.models.head import run_inside
-from d1.rl.losses import ADVANTAGES, LossInputs, require_logps
+from d1.rl.losses import ADVANTAGES, AdvantageInputs, LossInputs, require_logps
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import CanvasBlocks, canvas_blocks, steps_in_blocks
@@ -214,11 +214,26 @@ def set_loss_mask(
     batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
 
 
-def transform_advantages(advantages: Tensor, name: str, group: int, ranks: RankView) -> Tensor:
-    """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes."""
-    if ADVANTAGES[name].of is None or group == 1:
+def transform_advantages(
+    advantages: Tensor,
+    name: str,
+    group: int,
+    ranks: RankView,
+    bounds: Mapping[str, Tensor] | None = None,
+    settings: Any = None,
+) -> Tensor:
+    """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes.
+
+    Args:
+        bounds: the other fields of `AdvantageInputs` that the entry reads, (rows,) each.
+        settings: those of the run.
+    """
+    entry = ADVANTAGES[name]
+    if entry.of is None or group == 1:
         return advantages
-    gathered = ADVANTAGES[name](ranks.all_gather(advantages).view(-1, group)).flatten()
+    of_rows = {"advantages": advantages, **(bounds or {})}
+    groups = {field: ranks.all_gather(values).view(-1, group) for field, values in of_rows.items()}
+    gathered = entry(AdvantageInputs(**groups), settings).flatten()
     return ranks.local_slice(gathered, len(advantages))
 
 
@@ -413,6 +428,11 @@ def score_updates(
     with evaluating(model):
         logps = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
     return torch.stack(logps, dim=1).expand(-1, updates, *logps[0].shape[1:])
+
+
+def completion_bounds(view_logps: Tensor, batch: Batch) -> Tensor:
+    """(rows,) the weighted sum over views and tokens of log-probs (rows, 1, views, canvas), in one draw of views."""
+    return (batch["view_weights"] * view_logps).sum((1, 2, 3))
 
 
 def score_batch(

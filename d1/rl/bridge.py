@@ -358,11 +358,12 @@ def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
 
 
 @contextlib.contextmanager
-def reference_from(model: Any | None) -> Iterator[None]:
+def reference_from(model: Any | None, args: Any) -> Iterator[None]:
     """Inside, TRL's constructor copies the reference of a full fine-tune from `model` in memory; None: no reference.
 
     TRL itself would load the reference from its path, as a causal model, whenever `beta` is not 0. If ZeRO-3 split the
-    weights over the ranks on loading, they are loaded again.
+    weights over the ranks on loading, they are loaded again. TRL makes a reference only for its KL: inside, a `beta` of
+    0 in `args` is 1 for a run whose advantages alone read the reference.
     """
 
     def copied(*args: Any, **kwargs: Any) -> Any:
@@ -371,7 +372,11 @@ def reference_from(model: Any | None) -> Iterator[None]:
         return copy.deepcopy(model)
 
     original, trl_grpo.create_model_from_path = trl_grpo.create_model_from_path, copied
+    beta = args.beta
+    if model is not None and not beta:
+        args.beta = 1.0
     try:
         yield
     finally:
         trl_grpo.create_model_from_path = original
+        args.beta = beta

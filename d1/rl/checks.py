@@ -29,7 +29,18 @@ from d1.models.distribution import OWN
 from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.ranges import nearest
 from d1.rl.batch import LOSS_MASKS
-from d1.rl.losses import ADVANTAGES, MEANS, OBJECTIVES, PENALTIES, TRLS_PER_ROW, LossInputs, Objective, Penalty
+from d1.rl.losses import (
+    ADVANTAGES,
+    MEANS,
+    OBJECTIVES,
+    PENALTIES,
+    TRLS_PER_ROW,
+    Advantage,
+    AdvantageInputs,
+    LossInputs,
+    Objective,
+    Penalty,
+)
 from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, parts_of_papers
 from d1.runs.record import OnResume, whole
 from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, refuse_scdd
@@ -168,7 +179,7 @@ def try_entries(settings: Settings) -> None:
                 raise ValueError(f"gave {count} views, but its entry says at most {most}: set Estimator(..., views=)")
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
-                inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
+                inputs = random_inputs(views, objective.reads_old, settings.loss_reads_reference)
                 ratios = torch.zeros(len(LENGTHS), settings.num_generations) if objective.over_group else None
                 inputs = replace(inputs, log_ratios=ratios, views_per_draw=estimator.views_per_draw(small) or 1)
                 objective(inputs, of_loss)[0].backward()
@@ -177,7 +188,7 @@ def try_entries(settings: Settings) -> None:
                 penalty(random_inputs(views, penalty.to == "old", penalty.to == "reference"), of_loss).backward()
         if advantage.of is not None:
             with explained(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
-                advantage(torch.linspace(-1, 1, 3 * settings.num_generations).view(3, -1))
+                advantage(random_groups(advantage, settings.num_generations), settings)
 
 
 def left_to_right_rows() -> SampledRows:
@@ -222,6 +233,17 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
         tokens=LENGTHS.sum(),
         reveal_steps=torch.arange(TRIAL_CANVAS).repeat(len(LENGTHS), 1),
     )
+
+
+def random_groups(advantage: Advantage, group: int) -> AdvantageInputs:
+    """Three groups of `group` completions, with random bounds as far as the advantage reads them."""
+    random, advantages = keyed_generator(2), torch.linspace(-1, 1, 3 * group).view(3, -1)
+    inputs = AdvantageInputs(advantages)
+    if advantage.reads:
+        inputs = replace(inputs, lengths=torch.full_like(advantages, TRIAL_CANVAS))
+    for model in advantage.reads:
+        inputs = replace(inputs, **{f"{model}_bounds": -torch.rand(advantages.shape, generator=random)})
+    return inputs
 
 
 # --- Settings that nothing reads, are no choice or contradict each other ----------------------------------------------
@@ -519,6 +541,9 @@ def about_turns(s: Settings) -> Iterator[str]:
 
 def against_turns(s: Settings) -> Iterator[str]:
     """What contradicts episodes of several turns."""
+    if ADVANTAGES[s.advantage].reads:
+        able = names(ADVANTAGES, lambda entry: not entry.reads)
+        yield f"with tools, the advantage {s.advantage} would read bounds of single canvases: use --advantage {able}"
     if s.max_turns == 1:
         return
     what, penalty = "with tools, each turn of an episode is a row", PENALTIES[s.kl]
@@ -577,6 +602,7 @@ def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
     used: list[tuple[str, dict[str, Any], list[Any]]] = [
         ("estimator", ESTIMATORS, [ESTIMATORS[s.estimator]]),
         ("objective", OBJECTIVES, [OBJECTIVES[s.objective], *[PENALTIES[s.kl]] * adds_kl(s)]),
+        ("advantage", ADVANTAGES, [ADVANTAGES[s.advantage]]),
     ]
     for kind, table, entries in used:
         read = [entry.settings for entry in entries]

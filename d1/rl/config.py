@@ -235,6 +235,9 @@ class DiffuGRPOConfig(GRPOConfig):
         "Keep this share of a rollout's prompts: those whose rewards differ, then the solved, then the unsolved with "
         "most steps.",
     )
+    reward_temperature: Annotated[float, POSITIVE] = setting(
+        0.04, "dmpo: what divides the rewards in the softmax of its advantages."
+    )
     eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
     eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
@@ -368,9 +371,14 @@ class DiffuGRPOConfig(GRPOConfig):
         return bool(self.rollout_staleness and exact and self.reads_old_logps and self.sampling_weight_cap is None)
 
     @property
-    def needs_reference(self) -> bool:
+    def loss_reads_reference(self) -> bool:
         """Whether the loss reads log-probs of a reference model."""
         return self.beta != 0.0 and PENALTIES[self.kl].to == "reference"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run has a reference model: for the loss or for the advantages."""
+        return self.loss_reads_reference or "reference" in ADVANTAGES[self.advantage].reads
 
     @property
     def has_trls_kl(self) -> bool:
@@ -527,13 +535,15 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     # Views that every update shares are scored once.
     drawn_anew = args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings())
     before = every if drawn_anew or args.split_views else views
+    bounds = every if args.split_views else views  # one draw, which is not divided among the updates
     # In an update, the backward pass recomputes all views if they do not fit into one pass, and with gradient
     # checkpointing the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
     counts = {
         "sampling": args.sampling_settings().max_passes() * (2 if args.cfg_scale else 1),
         "old log-probs": before if args.needs_old_logps and not args.old_as_sampled else 0,
-        "reference log-probs": before if args.needs_reference else 0,
+        "reference log-probs": before if args.loss_reads_reference else 0,
+        "bounds that advantages read": bounds * len(ADVANTAGES[args.advantage].reads),
         "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,
         "rewards of states": every if args.state_reward else 0,
         "updates, forward": every * times,

@@ -143,7 +143,10 @@ class LossInputs:
 def require_logps(view_logps: Tensor | None) -> Tensor:
     """Old or reference log-probabilities, which are there if the entry in use asked for them (else ValueError)."""
     if view_logps is None:
-        raise ValueError("these log-probs are not scored: an entry needs reads_old=True, to='old' or to='reference'")
+        raise ValueError(
+            "these log-probs are not scored: an Objective needs reads_old=True, a Penalty to='old' or to='reference', "
+            "an Advantage reads=('old', 'reference')"
+        )
     return view_logps
 
 
@@ -263,24 +266,59 @@ class Penalty:
         return checked_scalar(self.value, self.value(inputs, settings), inputs)
 
 
+BOUNDS_OF = ("old", "reference")  # the models of `Advantage.reads`
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an advantage reads of a rollout: whole groups, (groups, completions per prompt) each.
+
+    Attributes:
+        advantages: TRL's: rewards minus their group's mean, or as `scale_rewards` says.
+        lengths: tokens of each completion that count in the loss; None unless `Advantage.reads` has an entry.
+        old_bounds: the estimator's log-probability of each completion under the policy before the first update on the
+            rollout: the weighted sum over views and tokens. None unless `Advantage.reads` has "old".
+        reference_bounds: the same under the reference model, in the same views. None unless `Advantage.reads` has
+            "reference".
+    """
+
+    advantages: Tensor
+    lengths: Tensor | None = None
+    old_bounds: Tensor | None = None
+    reference_bounds: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Advantage:
     """An entry of the table of advantages.
 
     Attributes:
-        of: TRL's advantages (groups, completions per prompt) -> the same shape. None leaves them as they are.
+        of: TRL's advantages (groups, completions per prompt) -> the same shape. None leaves them as they are. With
+            `reads`, a function of `AdvantageInputs` and the settings of the run instead.
         centred: it needs rewards minus their group's mean, so `scale_rewards` must be "none".
+        reads: the models under which it reads bounds of whole completions: "old", "reference" or both. They are scored
+            once per rollout, in one draw of the run's estimator that no update uses.
+        settings: the settings that it reads; setting another one is an error. None: unknown.
     """
 
-    of: Callable[[Tensor], Tensor] | None
+    of: Callable[..., Tensor] | None
     centred: bool = True
+    reads: tuple[str, ...] = ()
+    settings: tuple[str, ...] | None = None
 
-    def __call__(self, groups: Tensor) -> Tensor:
+    def __post_init__(self) -> None:
+        if isinstance(self.reads, str) or not {*self.reads} <= {*BOUNDS_OF}:
+            raise ValueError(f"an Advantage reads bounds of {' and '.join(BOUNDS_OF)}, in a tuple; got {self.reads!r}")
+
+    def __call__(self, inputs: AdvantageInputs | Tensor, settings: Any = None) -> Tensor:
         """The advantages. Raises ValueError if the function returned something else."""
         from torch import Tensor
 
         assert self.of is not None
-        returned = self.of(groups)
+        if not isinstance(inputs, AdvantageInputs):
+            inputs = AdvantageInputs(inputs)
+        groups = inputs.advantages
+        returned = self.of(inputs, settings) if self.reads else self.of(groups)
         if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
             expected = f"floats of shape {tuple(groups.shape)}"
             raise ValueError(f"{describe_function(self.of)} returned {describe_value(returned)}: expected {expected}")
@@ -401,7 +439,8 @@ PENALTIES: dict[str, Penalty] = {
 # --- Advantages -------------------------------------------------------------------------------------------------------
 #
 # The setting `advantage` names one of these functions of TRL's advantages, (groups, completions per prompt): rewards
-# minus their group's mean, divided as `scale_rewards` says.
+# minus their group's mean, divided as `scale_rewards` says. A function may also read bounds of the completions
+# (`Advantage.reads`).
 
 
 def leave_one_out(advantages: Tensor) -> Tensor:
@@ -416,7 +455,7 @@ def standardised(advantages: Tensor) -> Tensor:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "trl": Advantage(None, centred=False),
-    "leave_one_out": Advantage(leave_one_out),
-    "standardised": Advantage(standardised),
+    "trl": Advantage(None, centred=False, settings=()),
+    "leave_one_out": Advantage(leave_one_out, settings=()),
+    "standardised": Advantage(standardised, settings=()),
 }

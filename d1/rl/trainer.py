@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +35,7 @@ from d1.rl.batch import (
     Batch,
     RankView,
     RolloutRecord,
+    completion_bounds,
     completion_ids_of,
     count,
     draw_updates,
@@ -67,7 +67,7 @@ from d1.rl.batch import (
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_trainer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.losses import OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
+from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import SPEED, guarded
 from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
@@ -77,7 +77,7 @@ from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import predict
-from d1.scoring import ESTIMATORS, Randomness, Scores, Views
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views
 from d1.scoring.forward import hidden_states
 from d1.scoring.rollouts import CanvasBlocks
 
@@ -85,6 +85,8 @@ logger = logging.getLogger(__name__)
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
+
+BOUNDS = 1  # the last part of a key, after the row's number: a draw of views for advantages
 
 REFERENCE = "reference.safetensors"  # of a checkpoint whose run syncs the reference
 FORMAT = 5  # of the checkpoint state
@@ -149,7 +151,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.source = rollout_source(args, rollout_func, model.config)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
 
-        with reference_from(model if args.needs_reference else None):
+        with reference_from(model if args.needs_reference else None, args):
             super().__init__(
                 model=model,
                 reward_funcs=[guarded(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
@@ -159,8 +161,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 rollout_func=self.source.rollout_func,
                 **kwargs,
             )
-        if not args.has_trls_kl:
-            self.beta = 0.0  # so that TRL adds no KL and reads no reference of its own
+        # 0, so that TRL adds no KL and reads no reference of its own, unless the KL is TRL's
+        self.beta = args.beta if args.has_trls_kl else 0.0
         has_blocks = block_size(self.model.config) is not None
         check_trainer(args, self.sampling, self.reward_funcs, has_blocks, self.weights_are_split, self.samples_in_step)
 
@@ -344,7 +346,37 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
             kept = keep_share(batch, args.prompt_share, self.group, ranks, random)
             self.log_metric("prompts_kept", kept)
-        batch["advantages"] = transform_advantages(batch["advantages"], args.advantage, self.group, ranks)
+        bounds = {}
+        if ADVANTAGES[args.advantage].reads and self.group > 1:
+            bounds = self.bounds(batch, ranks)
+        batch["advantages"] = transform_advantages(
+            batch["advantages"], args.advantage, self.group, ranks, bounds=bounds, settings=args
+        )
+
+    def bounds(self, batch: Batch, ranks: RankView) -> dict[str, Tensor]:
+        """The fields of `AdvantageInputs`, (rows,) each, that the advantage reads: bounds of each completion under the
+        policy and the reference, in one draw of views for both. The draw has random numbers of its own, so that the
+        views of the updates do not depend on it."""
+        started, args = time.perf_counter(), self.args
+        drawn = draw_updates(
+            self.estimator_rows(batch),
+            self.randomness(len(batch["canvas_ids"]), ranks, BOUNDS),
+            1,
+            ESTIMATORS[args.estimator],
+            args.view_settings(),
+        )
+        viewed = self.with_padded(batch) | drawn
+        bounds = {"lengths": batch["completion_mask"].sum(1).float()}
+        with self.without_checkpointing():
+            if "old" in ADVANTAGES[args.advantage].reads:
+                logps = score_updates(self.model, viewed, self.score_rows, only_first=True)
+                bounds["old_bounds"] = completion_bounds(logps, viewed)
+            if "reference" in ADVANTAGES[args.advantage].reads:
+                with self.reference() as model:
+                    logps = score_updates(model, viewed, self.score_rows, only_first=True)
+                bounds["reference_bounds"] = completion_bounds(logps, viewed)
+        self.log_metric("seconds/bounds", time.perf_counter() - started)
+        return bounds
 
     def choose_scored_tokens(self, batch: Batch, ranks: RankView) -> None:
         """Sets which tokens count in the loss: those of TRL's mask, up to the first EOS, or those of the setting."""
@@ -357,16 +389,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         args, rows = self.args, len(batch["canvas_ids"])
 
         # The views, from random numbers of each row and of the whole rollout.
-        protected = self.text_tokenizer if args.protect_special_tokens else None
-        random = Randomness(
-            self.generators("views", rows),
-            keyed_generator(*self.key("views")),
-            ranks.rank_offset,
-            self.accelerator.num_processes * rows,
-        )
         views = draw_updates(
-            sampled_rows(batch, self.blocks, protected),
-            random,
+            self.estimator_rows(batch),
+            self.randomness(rows, ranks),
             self.num_iterations,
             ESTIMATORS[args.estimator],
             args.view_settings(),
@@ -380,6 +405,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if OBJECTIVES[self.args.objective].over_group:
             batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + ranks.rank_offset) // self.group
         self.log_metric("prompt_masked", prompt_masked(batch))
+
+    def estimator_rows(self, batch: Batch) -> SampledRows:
+        """A batch as estimators see it."""
+        protected = self.text_tokenizer if self.args.protect_special_tokens else None
+        return sampled_rows(batch, self.blocks, protected)
+
+    def randomness(self, rows: int, ranks: RankView, *purpose: int) -> Randomness:
+        """The random numbers of a draw of views for `rows` rows of this process. A `purpose` gives other numbers than
+        those of the updates' views."""
+        key, total = self.key("views"), self.accelerator.num_processes * rows
+        if not purpose:
+            return Randomness(self.generators("views", rows), keyed_generator(*key), ranks.rank_offset, total)
+        of_rows = [keyed_generator(*row_key, *purpose) for row_key in self.row_keys("views", rows)]
+        return Randomness(of_rows, keyed_generator(*key, total, *purpose), ranks.rank_offset, total)
 
     def state_advantages(self, batch: Batch, ranks: RankView) -> Tensor:
         """(rows, views) advantages of the states of all updates' views, 0 where a view scores nothing.
@@ -415,12 +454,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def score_rollout(self, batch: Batch) -> None:
         """Adds old and reference log-probs, (rows, mu, views, canvas) each, where the loss needs them."""
-        started, args = time.perf_counter(), self.args
-        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
-        score_one = partial(self.scores, size=size)
-
-        # TRL shuffles the rows before it splits them into micro-batches; all scorings of a row need the same kernel.
-        batch["padded"] = batch["prompt_mask"].eq(0).any().repeat(len(batch["prompt_mask"]))
+        started, args, score_one = time.perf_counter(), self.args, self.score_rows
+        batch.update(self.with_padded(batch))
 
         # Equal views have equal scores.
         only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
@@ -431,10 +466,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
             elif args.needs_old_logps:
                 batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
-            if args.needs_reference:
+            if args.loss_reads_reference:
                 with self.reference() as model:
                     batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
         self.log_metric("seconds/scoring", time.perf_counter() - started)
+
+    def with_padded(self, batch: Batch) -> Batch:
+        """The batch with `padded`, whether any of its prompts has padding: TRL shuffles the rows before it splits them
+        into micro-batches, and all scorings of a row need the same kernel."""
+        return batch | {"padded": batch["prompt_mask"].eq(0).any().repeat(len(batch["prompt_mask"]))}
+
+    def score_rows(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
+        """`scores` of the rows of a rollout, a micro-batch at a time."""
+        args = self.args
+        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+        return self.scores(model, batch, views, size=size, **options)
 
     def scores(
         self, model: Any, batch: Batch, views: Views, *, views_at_once: int | None = None, **options: Any

@@ -106,7 +106,7 @@ ESTIMATORS = {
 }
 OBJECTIVES = {"rldf": Objective(rldf, reads_old=False, per_view=True, by_view=True, reads_steps=True, settings=())}
 PENALTIES = {"k3_likely": Penalty(k3_likely, settings=(), by_view=True, reads_steps=True)}
-ADVANTAGES = {"floored": Advantage(floored)}
+ADVANTAGES = {"floored": Advantage(floored, settings=())}
 
 
 METHOD = method(

@@ -24,7 +24,7 @@ def signed_softmax(advantages: Tensor) -> Tensor:
     return (advantages.softmax(1) - (-advantages).softmax(1)) * advantages.shape[1]
 
 
-ADVANTAGES = {"signed_softmax": Advantage(signed_softmax)}
+ADVANTAGES = {"signed_softmax": Advantage(signed_softmax, settings=())}
 
 
 METHOD = method(

@@ -238,6 +238,7 @@ REFUSED = [
     ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
     ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it; spg, stable"),
     ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it; trl, clipped_views, .* would"),
+    ({"reward_temperature": 0.1}, "the advantage trl does not read it; tilted_softmax would"),
     ({"method": "agrpo", "kl": "k3_to_old"}, "--kl k3_to_old would do nothing: it says what beta weighs"),
 ]
 UNREAD = {  # method -> settings that neither its estimator nor its objective reads
@@ -325,6 +326,7 @@ FREE = LOSS.replace("(f)", "(f, reads_old=False)")
 KL = "def f(inputs, settings): {}\nMETHOD = {{'kl': 'mine', 'beta': 0.1}}\nPENALTIES = {{'mine': Penalty(f)}}"
 TO_OLD = KL.replace("(f)", "(f, to='old')")
 ADVANTAGE = "def f(groups): {}\nMETHOD = {{'advantage': 'mine'}}\nADVANTAGES = {{'mine': Advantage(f)}}"
+OF_BOUNDS = ADVANTAGE.replace("groups", "inputs, settings").replace("(f)", "(f, reads=('old',))")
 VIEWS = "def f(sampled, random, settings): {}\nMETHOD = {{'estimator': 'mine'}}\nESTIMATORS = {{'mine': Estimator(f)}}"
 TWO = "noise = torch.ones(3, 2, 11, dtype=bool); weights = torch.ones(3, 2, 8); "
 ENTRY = "[A-Z]+\\['mine'\\]: f \\(.*mine.py, line 7\\)"
@@ -335,13 +337,20 @@ MISTAKES = [
     (LOSS, "return per_row(inputs).mean(), {'text': 'much'}", "gave the metric 'text': str 'much', expected a number"),
     (LOSS, "return settings.no_such_thing", "AttributeError in line 7: .* no attribute 'no_such_thing'"),
     (LOSS, "return inputs.view_logps.exp_().exp_().mean() * inputs.logps.mean(), {}", "RuntimeError in line"),
-    (FREE, "return (per_row(inputs) - inputs.old).mean(), {}", "not scored: an entry needs reads_old=True"),
+    (FREE, "return (per_row(inputs) - inputs.old).mean(), {}", "not scored: an Objective needs reads_old=True"),
     (FREE, "return (inputs.view_logps - inputs.view_old).mean(), {}", "TypeError in line 7: unsupported operand"),
     (KL, "return per_row(inputs)", r"returned a tensor of shape \(3,\): expected a scalar"),
     (KL, "return (inputs.logps - inputs.old).pow(2).mean()", "not scored: .* to='old' or to='reference'"),
     (TO_OLD, "return (inputs.logps - inputs.reference).pow(2).mean()", "TypeError in line 7"),
     (ADVANTAGE, "return groups.mean(1)", r"returned a tensor of shape \(3,\).*: expected floats of shape \(3, 6\)"),
     (ADVANTAGE, "return groups > 0", "expected floats"),
+    (
+        OF_BOUNDS,
+        "return inputs.old_bounds[:1]",
+        r"returned a tensor of shape \(1, 6\).*: expected floats of shape \(3, 6\)",
+    ),
+    (OF_BOUNDS, "return inputs.old_bounds - inputs.reference_bounds", "TypeError in line 7: unsupported operand"),
+    (OF_BOUNDS, "return inputs.old_bounds * settings.no_such_thing", "AttributeError in line 7"),
     (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
     (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its entry says at most 1"),
     (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),

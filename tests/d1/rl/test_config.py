@@ -54,7 +54,8 @@ def test_the_plan_counts_what_d1_does(tmp_path):
 def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
     text = (Path(__file__).parents[3] / "docs" / "hardware.md").read_text().partition("## Methods")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    whats = ("old log-probs", "reference log-probs", "weights of rows, before each later update")
+    whats = ("old log-probs", "reference log-probs", "bounds that advantages read")
+    whats += ("weights of rows, before each later update",)
     whats += ("updates, forward", "updates, backward")
     found = {}
     for name in METHODS:
@@ -98,12 +99,15 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     assert [line.partition("optimizer step and ")[2] for line in lines if "Idle" in line] == said
 
 
+BOUNDS = "bounds that advantages read"
+
+
 class Counting(DiffuGRPOTrainer):
     """Counts the rows that pass forward through the first layer of model and reference, and backward, by purpose."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.counts, self.task = Counter(), None
+        self.counts, self.task, self.views_of_bounds = Counter(), None, 0
         for model, task in ((self.model, None), (self.ref_model, "reference log-probs")):
             if model is not None:
                 inside = model.model.layers[0].mlp  # a layer's own hooks do not see it computed again
@@ -113,6 +117,8 @@ class Counting(DiffuGRPOTrainer):
         )
 
     def count(self, task, rows):
+        if self.task == BOUNDS:
+            task = BOUNDS
         self.counts[task or ("updates, forward" if torch.is_grad_enabled() else self.task)] += rows
 
     def sample(self, *args):
@@ -120,6 +126,14 @@ class Counting(DiffuGRPOTrainer):
         sampled = super().sample(*args)
         self.task = "rewards of states"
         return sampled
+
+    def bounds(self, *args):
+        self.task = BOUNDS
+        return super().bounds(*args)
+
+    def scores(self, model, batch, views, **options):
+        self.views_of_bounds += int(views.scoring.sum()) * (self.task == BOUNDS)
+        return super().scores(model, batch, views, **options)
 
     def score_rollout(self, batch):
         self.task = "old log-probs"
@@ -163,8 +177,12 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
     [batch] = rollout_buffer(trainer)
     scored = batch["view_weights"].ne(0).any(-1)
     views = scored.sum().item() / (ROWS * mu)
-    assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in passes(args, views).items()}
-    most = max_views(args, blocks)
+    planned, most = passes(args, views), max_views(args, blocks)
+    if BOUNDS in planned:  # in a draw of their own, in which other views may be empty
+        del planned[BOUNDS]
+        assert 0 < trainer.counts[BOUNDS] <= ROWS * passes(args, most)[BOUNDS]
+        assert trainer.counts.pop(BOUNDS) == trainer.views_of_bounds
+    assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in planned.items()}
     assert views == most if method in FIXED else 0 < views <= most
     if method == "just-grpo":
         ends = batch["completion_mask"].sum(1)

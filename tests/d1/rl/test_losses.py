@@ -16,6 +16,8 @@ from d1.rl.losses import (
     MEANS,
     OBJECTIVES,
     PENALTIES,
+    Advantage,
+    AdvantageInputs,
     LossInputs,
     sequence_log_ratios,
 )
@@ -426,17 +428,76 @@ def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
     assert not ADVANTAGES["standardised"](rewards / 3 - rewards.mean(1, keepdim=True) / 3 - 1e-8).any()
 
 
+# Bounds of the completions, as far as an advantage reads them: (rows,) each.
+LENGTHS_OF_ROWS = torch.tensor([8.0, 8.0, 5.0, 8.0] * 4, dtype=torch.float64)
+OLD_BOUNDS = torch.linspace(-2.0, -1.0, 16, dtype=torch.float64)
+REFERENCE_BOUNDS = OLD_BOUNDS + torch.tensor([0.1, -0.2, 0.3, 0.0] * 4, dtype=torch.float64)
+BOUNDS = {"lengths": LENGTHS_OF_ROWS, "old_bounds": OLD_BOUNDS, "reference_bounds": REFERENCE_BOUNDS}
+
+
+def test_dmpos_advantages_and_loss_are_those_of_the_worked_example():
+    """Rewards (.1, .05, 0) and D (0, .5, -.5), of bounds over four tokens each; w+ and w- from their exponentials."""
+    rewards = torch.tensor([[0.1, 0.05, 0.0]], dtype=torch.float64)
+    lengths = torch.full_like(rewards, 4.0)
+    reference = torch.tensor([[-1.0, -1.5, -2.0]], dtype=torch.float64)
+    inputs = AdvantageInputs(
+        advantages=rewards - rewards.mean(),
+        lengths=lengths,
+        old_bounds=reference - torch.tensor([[0.0, 0.5, -0.5]], dtype=torch.float64) / lengths,
+        reference_bounds=reference,
+    )
+    advantages = ADVANTAGES["tilted_softmax"](inputs, settings(reward_temperature=0.04))
+    expected = torch.tensor([[0.65696 - 0.07070, 0.31033 - 0.40687, 0.03271 - 0.52243]], dtype=torch.float64)
+    torch.testing.assert_close(advantages / 3, expected, rtol=0, atol=2e-5)
+    # Cross-entropies of one token in each of two views
+    logps = -torch.tensor([[1.0, 2.0], [0.5, 1.0], [3.0, 1.0]], dtype=torch.float64).unsqueeze(-1)
+    loss_inputs = LossInputs(
+        view_logps=logps.requires_grad_(),
+        view_old=None,
+        view_reference=None,
+        weights=torch.full_like(logps, 0.5),
+        advantages=advantages[0],
+        mask=torch.ones(3, 1),
+        tokens=torch.tensor(3),
+    )
+    loss, _ = OBJECTIVES["reinforce"](loss_inputs, settings(loss_type="sum"))
+    assert loss.item() == pytest.approx(-0.172455, abs=1e-5)
+
+
+def test_an_advantage_gets_what_its_entry_says_that_it_reads():
+    got = []
+
+    def old_alone(inputs, settings):
+        got.append((inputs, settings))
+        return inputs.advantages + inputs.old_bounds
+
+    entry = Advantage(old_alone, reads=("old",))
+    groups = torch.zeros(2, 4)
+    inputs = AdvantageInputs(groups, lengths=groups, old_bounds=groups + 1)
+    assert torch.equal(entry(inputs, "settings"), groups + 1)
+    assert got == [(inputs, "settings")]
+    assert torch.equal(Advantage(lambda of_groups: of_groups - 1)(groups), groups - 1)  # of one argument, as before
+    for reads in ("old", ("new",)):
+        with pytest.raises(ValueError, match="reads bounds of old and reference, in a tuple"):
+            Advantage(old_alone, reads=reads)
+
+
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
     """Released code has the fault of a softmax over the rows of a process instead of the group, which gives other
     weights."""
-    everything = CENTRED.flatten()
-    expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
+    everything, run = CENTRED.flatten(), settings(reward_temperature=0.3)
+    bounds = BOUNDS if ADVANTAGES[name].reads else {}
+    inputs = AdvantageInputs(CENTRED, **{field: values.view(-1, 4) for field, values in bounds.items()})
+    expected = everything if name == "trl" else ADVANTAGES[name](inputs, run).flatten()
     for first in range(0, 16, rows):
-        ranks = RankView(all_gather=lambda here: everything, rank_offset=first)
-        found = transform_advantages(everything[first : first + rows], name, 4, ranks)
-        torch.testing.assert_close(found, expected[first : first + rows], rtol=0, atol=0)
+        some = slice(first, first + rows)
+        whole = {tuple(values[some].tolist()): values for values in (everything, *bounds.values())}
+        ranks = RankView(all_gather=lambda here, whole=whole: whole[tuple(here.tolist())], rank_offset=first)
+        here = {field: values[some] for field, values in bounds.items()}
+        found = transform_advantages(everything[some], name, 4, ranks, bounds=here, settings=run)
+        torch.testing.assert_close(found, expected[some], rtol=0, atol=0)
 
 
 def test_an_evaluation_of_one_completion_per_prompt_has_no_group():

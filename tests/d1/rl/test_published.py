@@ -34,10 +34,26 @@ class Recorder(DiffuGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.parts, self.after_updates = [], False
+        self.parts, self.after_updates, self.for_advantages = [], False, None
+
+    def bounds(self, batch, ranks):
+        """Keeps what was scored for the advantages, with the rows that are shuffled later."""
+        self.for_advantages = []
+        bounds = super().bounds(batch, ranks)
+        (views, old), (_, reference) = self.for_advantages
+        batch |= {"bound_noise": views.noise, "bound_old": old, "bound_ref": reference}
+        self.for_advantages = None
+        return bounds
 
     def scores(self, model, batch, views, **options):
         scores = super().scores(model, batch, views, **options)
+        if self.for_advantages is not None:
+            logps = scores.view_logps
+            if self.for_advantages:  # the reference, which would equal the policy before the first update
+                noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+                logps = (logps + 0.3 * noise) * (views.weights != 0)
+            self.for_advantages.append((views, logps.double()))
+            return scores._replace(view_logps=logps)
         if not (torch.is_grad_enabled() or self.after_updates):
             return scores
         seeds = batch["canvas_ids"].sum(1).tolist()
@@ -84,6 +100,7 @@ def rows_of(part, number, trainer):
             used=[v for v in used if batch["view_weights"][row, update, v].any()],
             drawn=batch["view_weights"][row, update].double(),
             finished=finished(trainer, batch, row) if trainer.args.objective == "clipped_steps" else None,
+            bounds={name: batch[f"bound_{name}"][row] for name in ("noise", "old", "ref") if f"bound_{name}" in batch},
             l=part.logps[row],
             old=stored("old_view_logps"),
             ref=stored("ref_view_logps"),
@@ -486,6 +503,26 @@ def ebpo(rows):
     return mean(map(loss, rows))
 
 
+def dmpo(rows):
+    losses = []
+    for group in groups_of(rows):
+        change, rewards = [], torch.stack([row.reward for row in group])
+        for row in group:
+            hidden = [noise.nonzero().flatten() for noise in row.bounds["noise"][:, -G:]]
+            assert [sorted([*hidden[0].tolist(), *hidden[2].tolist()]), len(hidden)] == [[*range(G)], 4]
+            old, ref = (
+                mean(G / max(len(of), 1) * row.bounds[name][view][of].sum() for view, of in enumerate(hidden))
+                for name in ("old", "ref")
+            )
+            change.append(ref - old)
+        change = torch.stack(change)
+        w_plus, w_minus = (change + rewards / 0.04).softmax(0), (change - rewards / 0.04).softmax(0)
+        for row, A in zip(group, w_plus - w_minus, strict=True):
+            ce = mean(-row.l[view][hidden].sum() / max(len(hidden), 1) for view, hidden in enumerate(row.hidden))
+            losses.append(A * ce)
+    return total(losses) / len(groups_of(rows))
+
+
 PUBLISHED = {
     "d1": d1,
     "wd1": wd1,
@@ -510,6 +547,7 @@ PUBLISHED = {
     "rldf": rldf,
     "dipo": dipo,
     "ebpo": ebpo,
+    "dmpo": dmpo,
 }
 OURS = {"trajectory", "reinforce", "quick-replay"}  # not published, see tests/d1/scoring and studies/leaderboard
 

@@ -457,6 +457,7 @@ def test_a_run_killed_within_an_episode_resumes_bit_for_bit(tiny_model_dir, tmp_
         ({"method": "espo"}, "the penalty k2_sequence"),
         ({"method": "espo", "beta": 0.0}, "importance_sampling_level sequence weighs whole rows"),
         ({"method": "spg"}, "the objective spg"),
+        ({"method": "dmpo"}, "the advantage tilted_softmax would read bounds of single canvases"),
         ({"objective": "reinforce", "beta": 0.1, "kl": "k2_sequence"}, "the penalty k2_sequence"),
         ({"importance_sampling_level": "sequence"}, "weighs whole rows"),
         ({"scored_tokens": "steps"}, "counts what follows a call"),

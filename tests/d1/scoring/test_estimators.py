@@ -35,6 +35,7 @@ CHOSEN = {  # estimator and settings: those of methods, and all ways to draw
     "gdpo": ("gauss", {"p_mask_prompt": 0.5}),
     "gdsd": ("complements", {"num_views": 2, "stratified": True}),
     "unigrpo": ("random_masks", {"p_mask_prompt": 0.5, "num_views": 3}),
+    "dmpo": ("opposite_masks", {"p_mask_prompt": 0.5, "num_views": 2}),
     "spg": ("spg", {"p_mask_prompt": 0.5, "num_views": 3}),
     "replay": ("replay", {}),
     "agrpo": ("replay", {"num_views": 3}),
