@@ -157,7 +157,7 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]
-    check_shapes("field of `LossInputs`", inputs, width, set())
+    check_shapes("field of `LossInputs`", inputs, width, {"given", "old_entropies"})  # of a rollout with hints
     check_shapes("field of `AdvantageInputs`", seen["groups"], width | {"groups": 2}, set())
     check_shapes("property of `LossInputs`", inputs, width, set())
     assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)

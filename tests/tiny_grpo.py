@@ -10,7 +10,9 @@ from datasets import Dataset
 from d1.models import load_model, load_tokenizer
 from d1.models.kinds import has_masks
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.hints import HINTS, Hint
 from d1.rl.methods import METHODS
+from d1.rl.methods.igpo import draw_chunks
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute
 
 # Long enough that two random masks of one prompt are never equal by chance, each of another length.
@@ -54,7 +56,14 @@ UNIFORM |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_step
 @functools.cache
 def rows(count=12):
     return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": WORDS[i % 12]}], "letter": WORDS[i % 12][0]} for i in range(count)]
+        [
+            {
+                "prompt": [{"role": "user", "content": WORDS[i % 12]}],
+                "letter": WORDS[i % 12][0],
+                "trace": WORDS[i % 12][:8],
+            }
+            for i in range(count)
+        ]
     )
 
 
@@ -79,6 +88,19 @@ def is_even(completions, **columns):
 
 
 is_even.only_watched = True
+
+
+def repeats_letter(completions, letter, **columns):
+    """An accuracy that is hardly ever 1 without hints: whether the text has the row's letter three times."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(text.count(wanted) >= 3) for text, wanted in zip(texts, letter, strict=True)]
+
+
+repeats_letter.only_watched = True
+
+# Hints of a method on canvases of 8 tokens
+HINTS["small_chunks"] = Hint(functools.partial(draw_chunks, tail=0, chunk=(2, 3)))
+WITH_HINTS = {"hints": "small_chunks", "hint_rows": 2, "reward": [by_letter, repeats_letter]}
 
 
 def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, reward=letter_share, model=None, base=SETTINGS, **changes):
@@ -115,6 +137,7 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
     own = {} if has_masks(model.config) else {name: UNIFORM[name] for name in UNIFORM if name != "learning_rate"}
     given = {"model": model, "base": method_settings(method) | own}
     given |= {"reward": [by_letter, is_even], "reward_weights": [1.0, 0.0]}
+    given |= WITH_HINTS if METHODS[method].values["hints"] != "none" else {}
     return make_trainer(model_dir, folder, cls, **(given | changes))
 
 
@@ -154,12 +177,13 @@ def train_a_little(model_dir, folder, method, **changes):
     return trainer
 
 
-PER_MICRO_BATCH = ("rldf",)  # its mean is over the tokens of a micro-batch, as published
+PER_MICRO_BATCH = ("rldf", "igpo")  # their mean is over the tokens of a micro-batch, as published
 
 
 def same_mean(method):
     """Replaces the mean over the tokens of a micro-batch, which depends on how a rollout is split."""
-    return {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
+    is_replaced = METHODS[method].values["loss_type"] == "bnpo" and method not in PER_MICRO_BATCH
+    return {"loss_type": "grpo"} if is_replaced else {}
 
 
 def of_each_part():

@@ -8,6 +8,7 @@ from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig as DiffuGRPOConfig
+    from d1.rl.hints import Hint as Hint
     from d1.rl.losses import Advantage as Advantage
     from d1.rl.losses import AdvantageInputs as AdvantageInputs
     from d1.rl.losses import LossInputs as LossInputs
@@ -21,6 +22,7 @@ HOMES = {
     "AdvantageInputs": "losses",
     "DiffuGRPOConfig": "config",
     "DiffuGRPOTrainer": "trainer",
+    "Hint": "hints",
     "LossInputs": "losses",
     "METHODS": "methods",
     "Objective": "losses",

@@ -8,6 +8,7 @@ the canvas, W writes. To TRL's keys are added
   `view_sampled_logps` R U V T. The views of update k are [:, k];
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward`;
+- after a rollout with hints, `given` R T and, for `Objective.reads_given`, `old_entropies` R T;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
 - `scoring_views`, `scored_pairs` and `repeated_tokens` R U and `active_rows` R: counts over the whole rollout, the same
   for each row.
@@ -268,13 +269,19 @@ def replace_filtered_groups(
     free, able = free[: len(able)], able[: len(free)]
     source = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, free, able)  # -1: the prompt stays
     rows = source.unsqueeze(1) * group + torch.arange(group, device=kept.device)  # negative: the row stays
-    source_rows = ranks.local_slice(rows.flatten(), len(batch["advantages"]))
+    return replace_rows(batch, rows.flatten(), more, ranks), kept.index_fill(0, free, True)
+
+
+def replace_rows(batch: Batch, source: Tensor, more: Batch, ranks: RankView) -> Batch:
+    """The batch in which row n, counted over all processes, is row `source[n]` of `more`; a row with a negative number
+    stays. All tensors have equal shapes on all processes."""
+    source_rows = ranks.local_slice(source, len(batch["advantages"]))
     filled = dict(batch)
     for name, value in batch.items():
         if value.dim():
             replaced = (source_rows >= 0).view(-1, *[1] * (value.dim() - 1))
             filled[name] = torch.where(replaced, ranks.all_gather(more[name])[source_rows], value)
-    return filled, kept.index_fill(0, free, True)
+    return filled
 
 
 def keep_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
@@ -511,6 +518,8 @@ def loss_inputs(
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
         turns=turns,
+        given=pad_to_width(batch["given"], width) if "given" in batch else None,
+        old_entropies=pad_to_width(batch["old_entropies"], width) if "old_entropies" in batch else None,
     )
     if sampling_weight_cap is None:
         return inputs
@@ -520,8 +529,9 @@ def loss_inputs(
 
 
 def where_scored(inputs: LossInputs) -> Tensor:
-    """(rows, tokens) bool, the completion's tokens that at least one view scores."""
-    return inputs.mask.bool() & (inputs.weights.sum(1) > 0)
+    """(rows, tokens) bool, the completion's tokens that were sampled and that at least one view scores."""
+    scored = inputs.mask.bool() & (inputs.weights.sum(1) > 0)
+    return scored if inputs.given is None else scored & ~inputs.given
 
 
 def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:

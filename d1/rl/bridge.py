@@ -191,12 +191,18 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
         """(rows,) `weighted_sum` of the rewards of other completions of the current rollout's rows."""
+        return self.rewards_and_accuracy(completion_ids)[0]
+
+    def rewards_and_accuracy(self, completion_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """(rows,) each, of other completions of the current rollout's rows: `weighted_sum` of the rewards, and the last
+        of them."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
         rewards = super()._calculate_rewards(self.with_rollout_columns(self.rows), prompts, completions, completion_ids)
         local_rewards = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
-        return weighted_sum(local_rewards, self.reward_weights.cpu()).to(rewards.device)
+        total = weighted_sum(local_rewards, self.reward_weights.cpu())
+        return total.to(rewards.device), local_rewards[:, -1].to(rewards.device)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         return self.loss(model, inputs)

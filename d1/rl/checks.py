@@ -29,6 +29,7 @@ from d1.models.distribution import OWN
 from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.ranges import nearest
 from d1.rl.batch import LOSS_MASKS
+from d1.rl.hints import HINTS, TRACE
 from d1.rl.losses import (
     ADVANTAGES,
     MEANS,
@@ -59,8 +60,10 @@ TABLES: dict[str, dict[str, Any]] = {
     "OBJECTIVES": OBJECTIVES,
     "PENALTIES": PENALTIES,
     "ADVANTAGES": ADVANTAGES,
+    "HINTS": HINTS,
 }
 TABLE_OF = {"estimator": "ESTIMATORS", "objective": "OBJECTIVES", "kl": "PENALTIES", "advantage": "ADVANTAGES"}
+TABLE_OF["hints"] = "HINTS"
 for each in TABLES:
     TABLES[each].update(parts_of_papers(each))
 PAPERS = {kind: papers_of_parts(table) for kind, table in TABLE_OF.items()}  # a part of one paper -> its method
@@ -161,8 +164,8 @@ def explained(entry: str, function: object) -> Iterator[None]:
 
 
 def try_entries(settings: Settings) -> None:
-    """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once. Raises ValueError,
-    which says which of them returned what, and what was expected."""
+    """Calls the estimator, the objective, the penalty, the advantage and the hints of a `DiffuGRPOConfig` once. Raises
+    ValueError, which says which of them returned what, and what was expected."""
     estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     canvas = {"gen_length": TRIAL_CANVAS, "steps": TRIAL_CANVAS, "block_length": TRIAL_CANVAS // 2}
@@ -182,10 +185,17 @@ def try_entries(settings: Settings) -> None:
                 inputs = random_inputs(views, objective.reads_old, settings.loss_reads_reference)
                 ratios = torch.zeros(len(LENGTHS), settings.num_generations) if objective.over_group else None
                 inputs = replace(inputs, log_ratios=ratios, views_per_draw=estimator.views_per_draw(small) or 1)
+                if objective.reads_given:
+                    given = (torch.arange(TRIAL_CANVAS) < 2).expand_as(TRIED)
+                    inputs = replace(inputs, given=given, old_entropies=torch.ones(TRIED.shape))
                 objective(inputs, of_loss)[0].backward()
         if adds_kl(settings):
             with explained(f"PENALTIES[{settings.kl!r}]", penalty.value):
                 penalty(random_inputs(views, penalty.to == "old", penalty.to == "reference"), of_loss).backward()
+        hint = HINTS[settings.hints]
+        if hint.draw is not None:
+            with explained(f"HINTS[{settings.hints!r}]", hint.draw):
+                hint(range(2 * TRIAL_CANVAS), TRIAL_CANVAS, keyed_generator(3))
         if advantage.of is not None:
             with explained(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
                 advantage(random_groups(advantage, settings.num_generations), settings)
@@ -300,6 +310,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "kl": PENALTIES,
     "advantage": ADVANTAGES,
     "scored_tokens": LOSS_MASKS,
+    "hints": HINTS,
 }
 
 
@@ -494,9 +505,28 @@ def about_advantages(s: Settings) -> Iterator[str]:
         yield from (f"{why}, and refills {s.refills} replaces prompts: set --refills 0" for why in wrong if wrong[why])
 
 
+def about_hints(s: Settings) -> Iterator[str]:
+    """Rollouts that are given parts of a solution."""
+    if s.hints == "none":
+        return
+    what, estimator = f"--hints {s.hints}", ESTIMATORS[s.estimator]
+    if estimator.replays:
+        able = names(ESTIMATORS, lambda entry: not entry.replays)
+        yield f"{what}: no step revealed the given tokens, which {s.estimator} replays: use --estimator {able}"
+    if (s.scale_rewards, s.multi_objective_aggregation) != ("none", "sum_then_normalize"):
+        yield (
+            f"{what} computes advantages of changed groups as rewards minus their mean: set --scale_rewards none "
+            "--multi_objective_aggregation sum_then_normalize"
+        )
+    if s.refills:
+        yield f"{what} reads the rows of one batch, and refills {s.refills} replaces prompts: set --refills 0"
+    if s.rollout_mode == "server":
+        yield f"{what} continues from canvases with tokens, which rollout servers do not take: leave rollout_mode out"
+
+
 def about_papers(s: Settings) -> Iterator[str]:
     """Parts of two papers, which combine only where a published method, a study or a test has them together."""
-    chosen = {"estimator": s.estimator, "objective": s.objective, "advantage": s.advantage}
+    chosen = {"estimator": s.estimator, "objective": s.objective, "advantage": s.advantage, "hints": s.hints}
     if adds_kl(s):
         chosen["kl"] = s.kl
     for first, second in combinations(chosen, 2):
@@ -544,6 +574,8 @@ def against_turns(s: Settings) -> Iterator[str]:
     if ADVANTAGES[s.advantage].reads:
         able = names(ADVANTAGES, lambda entry: not entry.reads)
         yield f"with tools, the advantage {s.advantage} would read bounds of single canvases: use --advantage {able}"
+    if s.hints != "none":
+        yield f"--hints {s.hints} are given on single canvases, and with tools there are several: set --hints none"
     if s.max_turns == 1:
         return
     what, penalty = "with tools, each turn of an episode is a row", PENALTIES[s.kl]
@@ -578,7 +610,7 @@ def against_turns(s: Settings) -> Iterator[str]:
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
     *(about_merged_rollouts, about_servers, about_staleness, about_estimator, about_updates, about_loss),
-    *(about_advantages, about_replay, about_turns, about_papers),
+    *(about_advantages, about_hints, about_replay, about_turns, about_papers),
 ]
 
 
@@ -597,6 +629,8 @@ def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
     if s.right_share is None:
         yield "refills", "it replaces the prompts that right_share drops, which is not set"
+    if s.hints == "none":
+        yield "hint_rows", "it counts completions with hints, and hints is none"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
     used: list[tuple[str, dict[str, Any], list[Any]]] = [
@@ -627,6 +661,7 @@ ON_RESUME = OnResume(
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
             *("objective", "kl", "advantage", "scale_rewards", "right_share", "refills", "prompt_share"),
+            *("hints", "hint_rows"),
             *("tools", "max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"),
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
@@ -724,6 +759,15 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
             raise ValueError(f"{name} has the columns {', '.join(rows.column_names)}: name the one with prompts prompt")
 
 
+def check_traces(train_dataset: Any, args: Settings) -> None:
+    """Raises ValueError if a run takes hints from a column that the training rows do not have."""
+    if args.hints != "none" and train_dataset is not None and TRACE not in train_dataset.column_names:
+        raise ValueError(
+            f"--hints {args.hints} takes hints from the column {TRACE!r} of train_dataset, a worked solution in the "
+            f"form of a completion; its columns are {', '.join(train_dataset.column_names)}"
+        )
+
+
 def check_noise(config: Any, args: Settings) -> None:
     """Refuses an estimator for another kind of noise, and what RL of a model with uniform noise does not have."""
     name, kind, uniform = args.estimator, config.model_type, not has_masks(config)
@@ -734,6 +778,7 @@ def check_noise(config: Any, args: Settings) -> None:
     if not uniform:
         return
     wrong = {
+        f"--hints {args.hints} keeps given tokens on a canvas, which uniform noise overwrites": args.hints != "none",
         f"{name} scores passes without self-conditioning: set --self_conditioning false": args.self_conditioning,
         "--rollout_mode server: a server sends no states of uniform noise": args.rollout_mode == "server",
         f"--sampling_weight_cap: {name} scores in the sampler's states": args.sampling_weight_cap is not None,
@@ -806,6 +851,13 @@ def check_trainer(
         )
     if args.right_share and not getattr(rewards[-1], "only_watched", False):
         raise ValueError("right_share needs to know which completions are right: the last reward must be `accuracy_of`")
+    if args.hints != "none" and not getattr(rewards[-1], "only_watched", False):
+        raise ValueError("hints need to know which completions are right: the last reward must be `accuracy_of`")
+    if args.hints != "none" and weights_are_split:
+        raise ValueError(
+            f"--hints {args.hints}: a process samples with hints what its own prompts need, which processes that each "
+            "hold a part of the weights cannot: use DDP or ZeRO-2"
+        )
     if args.sync_ref_model and weights_are_split:
         raise ValueError(
             "sync_ref_model changes the reference, which no checkpoint stores under ZeRO-3 or FSDP: use DDP or ZeRO-2"

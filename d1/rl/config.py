@@ -18,6 +18,7 @@ from d1.models.kinds import block_size
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
 from d1.rl.batch import LOSS_MASKS
 from d1.rl.checks import UNSUPPORTED, check_names, check_off, check_settings, find_method, set_by_user, try_entries
+from d1.rl.hints import HINTS
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
 from d1.runs.cli import setting
@@ -230,6 +231,11 @@ class DiffuGRPOConfig(GRPOConfig):
     refills: Annotated[int, NATURAL] = setting(
         0, "right_share: at most this many more batches of prompts, sampled to replace those that are dropped."
     )
+    hints: str = setting(
+        "none",
+        f"In groups that are all wrong, sample again with parts of the row's solution given: {', '.join(HINTS)}.",
+    )
+    hint_rows: Count = setting(4, "hints: at most this many right completions with hints replace rows of such a group.")
     prompt_share: Annotated[float, Range(0, 1, open_low=True)] = setting(
         1.0,
         "Keep this share of a rollout's prompts: those whose rewards differ, then the solved, then the unsolved with "
@@ -539,12 +545,15 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     # In an update, the backward pass recomputes all views if they do not fit into one pass, and with gradient
     # checkpointing the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
+    sampling = args.sampling_settings().max_passes() * (2 if args.cfg_scale else 1)
     counts = {
-        "sampling": args.sampling_settings().max_passes() * (2 if args.cfg_scale else 1),
+        "sampling": sampling,
+        "sampling with hints": sampling if args.hints != "none" else 0,
         "old log-probs": before if args.needs_old_logps and not args.old_as_sampled else 0,
         "reference log-probs": before if args.loss_reads_reference else 0,
         "bounds that advantages read": bounds * len(ADVANTAGES[args.advantage].reads),
         "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,
+        "entropies of given tokens": views if args.hints != "none" and OBJECTIVES[args.objective].reads_given else 0,
         "rewards of states": every if args.state_reward else 0,
         "updates, forward": every * times,
         "updates, backward": every,

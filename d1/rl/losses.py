@@ -56,6 +56,10 @@ class LossInputs:
         sampling_weights: (rows, tokens), the weight of each token in the policy gradient (`truncated_weights`); None
             if `sampling_weight_cap` is None.
         turns: rows per completion: the turns of an episode are rows, with empty ones for an episode with fewer turns.
+        given: (rows, tokens) bool, the tokens that a rollout was given and did not sample (`hints`); None: there are
+            none in this rollout.
+        old_entropies: (rows, tokens), the entropy of each token's distribution in the views of the first update, under
+            the policy that sampled; None unless there are given tokens and `Objective.reads_given`.
     """
 
     view_logps: Tensor
@@ -75,6 +79,8 @@ class LossInputs:
     log_ratios: Tensor | None = None
     sampling_weights: Tensor | None = None
     turns: int = 1
+    given: Tensor | None = None
+    old_entropies: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.view_logps.shape:
@@ -204,6 +210,7 @@ class Objective:
         per_row: it has one ratio or one bound per row, which must be a whole completion: no turn of an episode.
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
+        reads_given: it reads `LossInputs.old_entropies` of given tokens; if False, these are not scored.
         loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
         settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
@@ -220,6 +227,7 @@ class Objective:
     per_row: bool = False
     linear: bool = True
     reads_steps: bool = False
+    reads_given: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None

@@ -40,6 +40,7 @@ from d1.rl.checks import (
     find_method,
 )
 from d1.rl.config import DiffuGRPOConfig, inactive_settings, plan
+from d1.rl.hints import TRACE
 from d1.rl.methods import Trained
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
@@ -95,6 +96,8 @@ def prepare(
     # The task, its rows and its rewards
     task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
     train_rows, eval_rows = load_problems(task, args)
+    if args.hints != "none":
+        train_rows = with_traces(task, train_rows, args)
     check_rewards(task, train_rows, args.dataset)
     weights = args.reward_weights or [1.0] * len(task.REWARDS)
     if len(weights) != len(task.REWARDS):
@@ -181,6 +184,19 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
     return with_shots(task, train, args.data_file, evaluation, args.few_shot)
+
+
+def with_traces(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> Dataset:
+    """The rows with a worked solution in the column `trace`, by default the one that the task demonstrates. Raises
+    ValueError for a task without any."""
+    if TRACE in rows.column_names:
+        return rows
+    if not callable(getattr(task, "demonstrate", None)):
+        raise ValueError(
+            f"--hints {args.hints} needs worked solutions: task {args.dataset} has no demonstrate(row), and its rows "
+            f"have no column {TRACE!r}"
+        )
+    return rows.add_column(TRACE, [task.demonstrate(row) for row in rows])
 
 
 class Tools:

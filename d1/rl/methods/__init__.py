@@ -1,14 +1,15 @@
 """The published RL methods: one file per method, in the format of a user's own method file.
 
 A file has the paper, the formula and what differs from the release; `METHOD`, with the source of each value; and what
-only this paper uses: entries of `ESTIMATORS`, `OBJECTIVES`, `PENALTIES` or `ADVANTAGES`, with the formula above the
-code. What several methods use is in `d1/rl/losses.py` and `d1/scoring/`. `METHOD` chooses
+only this paper uses: entries of `ESTIMATORS`, `OBJECTIVES`, `PENALTIES`, `ADVANTAGES` or `HINTS`, with the formula
+above the code. What several methods use is in `d1/rl/losses.py` and `d1/scoring/`. `METHOD` chooses
 
 - `estimator`: which views of a completion are scored, with which weights;
 - `scored_tokens`: which of its tokens count in the loss (`d1/rl/batch.py`);
 - `objective` and its `loss_type`, the divisor (`trl` is TRL's own loss);
 - `kl`: the penalty that `beta` weighs;
 - `advantage`: how TRL's advantages are changed;
+- `hints`: what rollouts of wrong groups are given (`d1/rl/hints.py`);
 - the number of updates per rollout, and the sampling temperature.
 
 `--method NAME` sets all values of the entry. A new method is a file here, a line of `MODULES`, its formula in
@@ -51,6 +52,7 @@ from d1.rl.methods import (
     espo,
     gdpo,
     gdsd,
+    igpo,
     just_grpo,
     just_grpo_blocks,
     just_grpo_fast,
@@ -95,6 +97,7 @@ MODULES: dict[str, ModuleType] = {
     "dipo": dipo,
     "ebpo": ebpo,
     "dmpo": dmpo,
+    "igpo": igpo,
     "trajectory": trajectory,
     "quick-replay": quick_replay,
     "reinforce": reinforce,
@@ -128,6 +131,6 @@ def pairs_of_papers() -> frozenset[frozenset[str]]:
     """The pairs of parts that may be chosen together although they belong to two papers."""
     pairs = [frozenset(pair) for pair in SHOWN_PAIRS]
     for method in METHODS.values():
-        parts = [method.values[kind] for kind in ("estimator", "objective", "kl", "advantage")]
+        parts = [method.values[kind] for kind in ("estimator", "objective", "kl", "advantage", "hints")]
         pairs += [frozenset(pair) for pair in combinations(parts, 2)]
     return frozenset(pairs)

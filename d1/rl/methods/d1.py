@@ -25,6 +25,7 @@ D1: dict[str, Any] = {
     "kl": "k3",  # to the reference, per token
     "beta": 0.04,  # train.yaml
     "advantage": "trl",
+    "hints": "none",
     "scale_rewards": "none",  # A = r - m, where m is the group's mean
     "num_iterations": 12,  # train.yaml [8 on Countdown and Sudoku]
     "split_views": False,

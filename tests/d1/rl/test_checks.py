@@ -238,6 +238,7 @@ REFUSED = [
     ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
     ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it; spg, stable"),
     ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it; trl, clipped_views, .* would"),
+    ({"hint_rows": 2}, "--hint_rows 2 would do nothing: it counts completions with hints, and hints is none"),
     ({"reward_temperature": 0.1}, "the advantage trl does not read it; tilted_softmax would"),
     ({"method": "agrpo", "kl": "k3_to_old"}, "--kl k3_to_old would do nothing: it says what beta weighs"),
 ]

@@ -161,6 +161,7 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
     values = {**METHODS[method].values, **changes}
     if values.get("num_views", 0) > 6:
         values["num_views"] = 6
+    values["hints"] = "none"  # they sample what a rollout asks for: `test_hints.py`
     blocks = values.pop("blocks", None)
     model_dir = tiny_block_dir if blocks else tiny_model_dir
     mu = min(2, values["num_iterations"])

@@ -249,7 +249,10 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
 @pytest.mark.parametrize(
     ("folder", "method"),
     [
-        *(("tiny_model_dir", name) for name in ("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf", "dmpo")),
+        *(
+            ("tiny_model_dir", name)
+            for name in ("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf", "dmpo", "igpo")
+        ),
         CAUSAL[0],
         ("tiny_canvas_dir", "cj-grpo"),
     ],

@@ -153,7 +153,7 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
 
 # A rollout of 12 rows per optimizer step: 1 x 12 (processes x accumulation) against 2 x 6 and 4 x 3. Rows are shuffled,
 # and groups of four lie in several micro-batches, some on two processes.
-ACCUMULATED = ("d1+accumulated", "espo+accumulated", "stable-drl+accumulated", "rldf+accumulated")
+ACCUMULATED = ("d1+accumulated", "espo+accumulated", "stable-drl+accumulated", "rldf+accumulated", "igpo+accumulated")
 # Two micro-batches of six rows, "+weights" with the sampler's log-probs; not for means over one micro-batch's tokens.
 TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weights", "d1+falling")
 # Of these, one of each advantage, of each draw that depends on rows of other processes, of what compares groups, and of

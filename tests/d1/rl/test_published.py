@@ -101,6 +101,8 @@ def rows_of(part, number, trainer):
             drawn=batch["view_weights"][row, update].double(),
             finished=finished(trainer, batch, row) if trainer.args.objective == "clipped_steps" else None,
             bounds={name: batch[f"bound_{name}"][row] for name in ("noise", "old", "ref") if f"bound_{name}" in batch},
+            given=batch["given"][row].nonzero().flatten().tolist() if "given" in batch else [],
+            old_entropies=batch["old_entropies"][row] if "old_entropies" in batch else None,
             l=part.logps[row],
             old=stored("old_view_logps"),
             ref=stored("ref_view_logps"),
@@ -523,6 +525,23 @@ def dmpo(rows):
     return total(losses) / len(groups_of(rows))
 
 
+def igpo(rows):
+    """Of n given tokens, max(1, floor(n / 5)) count, those of highest entropy; ratios are over all G tokens."""
+    set_advantages(rows, "r - m")
+    assert any(row.given for row in rows)
+
+    def kept(row):
+        by_entropy = sorted(row.given, key=lambda k: (-row.old_entropies[k].item(), k))
+        counted = by_entropy[: max(1, math.floor(0.2 * len(row.given)))]
+        return [k for k in range(G) if k not in row.given or k in counted]
+
+    def loss(row):
+        gain = ppo(torch.exp((row.l[0] - row.old[0]).sum() / G), row.A)
+        return total(0.01 * k3(row.l[0][k], row.ref[0][k]) - gain for k in kept(row))
+
+    return by_batch(rows, loss, lambda row: len(kept(row)))
+
+
 PUBLISHED = {
     "d1": d1,
     "wd1": wd1,
@@ -548,6 +567,7 @@ PUBLISHED = {
     "dipo": dipo,
     "ebpo": ebpo,
     "dmpo": dmpo,
+    "igpo": igpo,
 }
 OURS = {"trajectory", "reinforce", "quick-replay"}  # not published, see tests/d1/scoring and studies/leaderboard
 

@@ -457,6 +457,7 @@ def test_a_run_killed_within_an_episode_resumes_bit_for_bit(tiny_model_dir, tmp_
         ({"method": "espo"}, "the penalty k2_sequence"),
         ({"method": "espo", "beta": 0.0}, "importance_sampling_level sequence weighs whole rows"),
         ({"method": "spg"}, "the objective spg"),
+        ({"hints": "small_chunks"}, "--hints small_chunks are given on single canvases"),
         ({"method": "dmpo"}, "the advantage tilted_softmax would read bounds of single canvases"),
         ({"objective": "reinforce", "beta": 0.1, "kl": "k2_sequence"}, "the penalty k2_sequence"),
         ({"importance_sampling_level": "sequence"}, "weighs whole rows"),
@@ -475,7 +476,7 @@ def test_what_contradicts_turns_is_refused_by_name(tiny_model_dir, tmp_path, cha
     with pytest.raises(ValueError, match=said):
         make_trainer(tiny_model_dir, tmp_path, **of_trainer, **changes)
     assert {name for name, one in OBJECTIVES.items() if one.per_row} == {
-        *("clipped_sequences", "bgpo", "gdsd", "spg", "stable_drl")
+        *("clipped_sequences", "bgpo", "gdsd", "spg", "stable_drl", "igpo")
     }
     assert {name for name, one in PENALTIES.items() if one.per_row} == {"k2_sequence", "k2_draws"}
 
