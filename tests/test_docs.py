@@ -165,6 +165,7 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
 
 # One thing, one name (docs/concepts.md, "Words"). What these words meant has a name of its own now.
 OLD_NAMES = {"place", "places", "recorded", "slot", "slots"}
+OLD_NAMES |= {"body_and_head", "run_body", "left_padded", "feed", "feed_all", "feed_apart", "Columns", "leave_columns"}
 OLD_WORDS = re.compile(r"\ba row of (the|a) table|\ba line of (the|a) table|\bso many (?!.*\bthat\b)", re.IGNORECASE)
 
 
