@@ -89,7 +89,7 @@ def draw_chunks(
 
 # --- The loss, with the filter of given tokens ------------------------------------------------------------------------
 
-KEPT = 5  # of so many given tokens, one is kept: hint_filter .2
+KEPT = 5  # one of five given tokens is kept: hint_filter .2
 
 
 def kept_tokens(inputs: LossInputs) -> Tensor:
