@@ -108,8 +108,8 @@ def check_shapes(heading: str, record: object, sizes: dict[str, int], absent: se
         if name in absent:
             assert value is None, name
             assert said.endswith(" or None"), name
-        elif said == "int":
-            assert isinstance(value, int), name
+        elif said in ("int", "float"):
+            assert type(value).__name__ == said, name
         else:
             parts = re.fullmatch(r"\((.*?)\)(?: (\w+))?(?:,? or None)?", said)
             assert parts, said
@@ -121,7 +121,8 @@ def check_shapes(heading: str, record: object, sizes: dict[str, int], absent: se
 
 @pytest.mark.parametrize("kind", ["tiny_model_dir", "tiny_block_dir"])
 def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path, monkeypatch):
-    """A run that computes every field: three views, a reference, groups of two, state advantages, sampling weights."""
+    """A run that computes every field but those of trees: three views, a reference, groups of two, state advantages,
+    sampling weights."""
     seen: dict[str, object] = {}
 
     def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -151,13 +152,14 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     width = {"rows": 4, "prompt": sampled.prompt_ids.shape[1], "gen_length": 8, "tokens": 8, "views": 3, "group": 2}
     writes = {"write_ids", "write_steps", "write_entropies", "write_logps"}  # of samplers that edit
     blocks = {"blocks"} if kind == "tiny_model_dir" else set()
-    check_shapes("field of `SampledRows`", sampled, width, writes | blocks)
+    check_shapes("field of `SampledRows`", sampled, width, writes | blocks | {"start_steps"})
     optional = {"shown", "targets", "sampled_logps", "temperatures", "accepted"}
     check_shapes("field of `Views`", views, width, optional)
     assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]
-    check_shapes("field of `LossInputs`", inputs, width, {"given", "old_entropies"})  # of a rollout with hints
+    of_hints, of_trees = {"given", "old_entropies"}, {"sibling_advantages", "sibling_ids", "sibling_positions"}
+    check_shapes("field of `LossInputs`", inputs, width, of_hints | of_trees)
     check_shapes("field of `AdvantageInputs`", seen["groups"], width | {"groups": 2}, set())
     check_shapes("property of `LossInputs`", inputs, width, set())
     assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)

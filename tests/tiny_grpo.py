@@ -123,6 +123,8 @@ def method_settings(method):
     settings = {name: value for name, value in SETTINGS.items() if name not in own}
     settings |= {"method": method, "num_iterations": 2}
     settings |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    if "branches" in own:
+        settings["branches"] = [2, 2]  # of the tiny settings' four completions
     return settings | ({"num_views": 4} if own.get("num_views", 0) > 4 else {})
 
 

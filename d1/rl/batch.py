@@ -7,7 +7,8 @@ the canvas, W writes. To TRL's keys are added
 - `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown`, `view_targets`,
   `view_sampled_logps` R U V T. The views of update k are [:, k];
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
-- `view_advantages` R V, with `state_reward`;
+- `view_advantages` R V, with `state_reward` or a tree of rollouts; of a tree also `start_steps` R, and what
+  `d1/rl/tree.py` adds: `sibling_advantages` R V S, `sibling_ids` R V S T and `sibling_positions` R U;
 - after a rollout with hints, `given` R T and, for `Objective.reads_given`, `old_entropies` R T;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
 - `scoring_views`, `scored_pairs` and `repeated_tokens` R U and `active_rows` R: counts over the whole rollout, the same
@@ -55,6 +56,7 @@ class RolloutRecord(TypedDict, total=False):
     write_steps: Tensor  # R T W, int64; -1 where nothing was written
     write_logps: Tensor  # R T W, fp32
     write_entropies: Tensor  # R T W, fp32
+    start_steps: Tensor  # R, int64: as in `Rollout`
 
 
 class RankView(NamedTuple):
@@ -73,10 +75,10 @@ class RankView(NamedTuple):
         return gathered[self.rank_offset :][:rows]
 
 
-def pad_to_width(values: Tensor, width: int) -> Tensor:
-    """`values` (..., canvas) cut or zero-padded to `width` tokens: TRL pads completions to the longest of their batch,
-    and `pad_to_multiple_of` can make this wider than the canvas."""
-    return F.pad(values, (0, width - values.shape[-1]))
+def pad_to_width(values: Tensor, width: int, padding: int = 0) -> Tensor:
+    """`values` (..., canvas) cut to `width` tokens, or filled with `padding`: TRL pads completions to the longest of
+    their batch, and `pad_to_multiple_of` can make this wider than the canvas."""
+    return F.pad(values, (0, width - values.shape[-1]), value=padding)
 
 
 def strip_padding(ids: Tensor, mask: Tensor) -> list[list[int]]:
@@ -112,6 +114,8 @@ def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float],
             f"write_{name}": values[..., : int(most_writes.max())] for name, values in sampled.writes._asdict().items()
         }
         costs["sampling/edits"] = edits
+    if sampled.start_steps is not None:
+        record["start_steps"] = sampled.start_steps
     means = {name: values.float().mean().item() for name, values in costs.items()}
     return cast("RolloutRecord", record), means, passes.tolist()
 
@@ -323,13 +327,16 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
 
 
-def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | None = None) -> SampledRows:
+def sampled_rows(
+    batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | None = None, end_ids: Sequence[int] | None = None
+) -> SampledRows:
     """A batch as estimators see it, sampled by a model with these blocks. The special tokens of `protect_specials_of`,
-    a tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
+    a tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN. `end_ids` end a text."""
     maskable = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
-    unknown = torch.full(batch["canvas_ids"].shape, torch.nan, device=batch["canvas_ids"].device)
+    canvas = batch["canvas_ids"]
+    unknown = torch.full(canvas.shape, torch.nan, device=canvas.device)
     return SampledRows(
         prompt_ids=batch["prompt_ids"],
         attention_mask=batch["prompt_mask"],
@@ -341,6 +348,8 @@ def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | 
         entropies=batch.get("rollout_entropies", unknown),
         blocks=canvas_blocks(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
+        is_end=None if end_ids is None else torch.isin(canvas, torch.tensor(end_ids, device=canvas.device)),
+        start_steps=batch.get("start_steps"),
     )
 
 
@@ -367,7 +376,14 @@ def draw_updates(
         drawn = shared_out(views, updates, random.rows, before.tolist())
     else:
         draws = 1 if shared else updates
-        drawn = [estimator(sampled, random, settings) for _ in range(draws)] * (updates // draws)
+        state = random.shared.get_state()
+        drawn = []
+        for update in range(draws):
+            of_rollout = torch.Generator()
+            of_rollout.set_state(state)
+            of_update = replace(random, update=update, updates=draws, of_rollout=of_rollout)
+            drawn.append(estimator(sampled, of_update, settings))
+        drawn = drawn * (updates // draws)
     return {
         f"view_{name}": torch.stack([getattr(views, name) for views in drawn], dim=1).to(device, non_blocking=True)
         for name in VIEWS
@@ -415,26 +431,34 @@ def views_of(batch: Batch, update: int) -> Views:
     return Views(**{name: batch[f"view_{name}"][:, update] for name in VIEWS if f"view_{name}" in batch})
 
 
-def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
-    """Whether all updates have the same views, on all processes: with split weights, all processes must make the same
-    number of forward passes. Waits for the device."""
+def first_equal_updates(batch: Batch, gather: Callable[[Tensor], Tensor]) -> list[int]:
+    """For each update, the first of the updates before it that have the same views one after the other, on all
+    processes: with split weights, all processes must make the same number of forward passes. Waits for the device."""
     tensors = [batch[f"view_{name}"] for name in VIEWS if f"view_{name}" in batch]
-    alike = torch.stack([(tensor == tensor[:, :1]).all() for tensor in tensors]).all()
-    return bool(gather(alike.int()).all())
+    if tensors[0].shape[1] == 1:
+        return [0]
+    # (updates - 1,) whether an update has the views of the one before it
+    alike = torch.stack([(tensor[:, 1:] == tensor[:, :-1]).transpose(0, 1).flatten(1).all(1) for tensor in tensors])
+    repeats = gather(alike.all(0).int().unsqueeze(0)).amin(0).tolist()
+    firsts = [0]
+    for update, repeats_last in enumerate(repeats, start=1):
+        firsts.append(firsts[-1] if repeats_last else update)
+    return firsts
 
 
 # --- Scores and the inputs of the loss --------------------------------------------------------------------------------
 
 
 def score_updates(
-    model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
+    model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], firsts: Sequence[int]
 ) -> Tensor:
-    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout. With `only_first`, the first
-    update's are used for all."""
-    updates = batch["view_noise"].shape[1]
+    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout. Update k has those of update
+    `firsts[k]`."""
     with evaluating(model):
-        logps = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
-    return torch.stack(logps, dim=1).expand(-1, updates, *logps[0].shape[1:])
+        logps = {k: score_one(model, batch, views_of(batch, k)).view_logps for k in sorted({*firsts})}
+    if len(logps) == 1:
+        return logps[firsts[0]].unsqueeze(1).expand(-1, len(firsts), -1, -1)
+    return torch.stack([logps[k] for k in firsts], dim=1)
 
 
 def completion_bounds(view_logps: Tensor, batch: Batch) -> Tensor:
@@ -478,6 +502,7 @@ def loss_inputs(
     views_per_draw: int = 1,
     blocks: CanvasBlocks | None = None,
     turns: int = 1,
+    progress: float = 0.0,
 ) -> LossInputs:
     """The inputs of an objective in update number `update`: tensors as wide as the completions of `batch`.
 
@@ -488,6 +513,7 @@ def loss_inputs(
         views_per_draw: `Estimator.views_per_draw`.
         blocks: those of a model with blocks, where a view contains one step of every block.
         turns: rows per completion.
+        progress: the share of the run's optimizer steps that is done.
     """
     width = batch["completion_mask"].shape[1]
     of_canvas = canvas_blocks(batch["prompt_mask"], batch["reveal_steps"].shape[1], *(blocks or CanvasBlocks())[:2])
@@ -496,6 +522,7 @@ def loss_inputs(
     def stored(name: str) -> Tensor | None:
         return pad_to_width(batch[name][:, update], width) if name in batch else None
 
+    positions = batch.get("sibling_positions")
     repeats = batch.get("repeated_tokens")  # a rollout in a checkpoint of an earlier version has none
     view_logps, view_old = pad_to_width(scores.view_logps, width), stored("old_view_logps")
     if view_old is None and reads_old:
@@ -517,6 +544,10 @@ def loss_inputs(
         reveal_steps=pad_to_width(steps, width),
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
+        sibling_advantages=batch.get("sibling_advantages"),
+        sibling_ids=None if "sibling_ids" not in batch else pad_to_width(batch["sibling_ids"], width, -1),
+        sibling_positions=None if positions is None else positions[0, update].clamp(min=1) / parts,
+        progress=progress,
         turns=turns,
         given=pad_to_width(batch["given"], width) if "given" in batch else None,
         old_entropies=pad_to_width(batch["old_entropies"], width) if "old_entropies" in batch else None,

@@ -8,6 +8,7 @@ prompts and the trainer do not allow. Each message is next to its condition.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +45,7 @@ from d1.rl.losses import (
 )
 from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, parts_of_papers
 from d1.runs.record import OnResume, whole
-from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, refuse_scdd
+from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, check_start, refuse_scdd
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.entry import describe_function
 from d1.scoring.replay import DRAW_STEPS
@@ -463,6 +464,37 @@ def about_updates(s: Settings) -> Iterator[str]:
         yield "state_reward needs one draw of views for all updates: set --split_views true or --num_iterations 1"
 
 
+def about_trees(s: Settings) -> Iterator[str]:
+    """Rollouts that are trees."""
+    reads, objective = "branches" in (ESTIMATORS[s.estimator].settings or ()), OBJECTIVES[s.objective]
+    if s.branches is None:
+        if reads:
+            yield f"the estimator {s.estimator} scores the edges of a tree: set --branches, such as 4 4"
+        return
+    levels, leaves = len(s.branches), math.prod(s.branches)
+    text = " ".join(map(str, s.branches))
+    if s.num_generations != leaves:
+        yield (
+            f"--branches {text} gives each prompt {leaves} completions, and num_generations is {s.num_generations}: "
+            f"set --num_generations {leaves}, or branches whose product is {s.num_generations}"
+        )
+    if s.sampling_settings().steps < levels:
+        yield f"--branches {text} has {levels} levels, and diffusion_steps is {s.diffusion_steps}: raise it"
+    if not reads and not set_by_user(s, "branches"):  # `unused_settings` refuses one that was asked for
+        able = names(ESTIMATORS, lambda entry: "branches" in (entry.settings or ()))
+        yield f"branches {text} of method {s.method} samples trees, which {s.estimator} does not score: use {able}"
+    if reads and not objective.view_advantages:
+        able = names(OBJECTIVES, lambda entry: entry.view_advantages)
+        yield f"the edges of a tree have advantages of their own, which {s.objective} does not read: use {able}"
+    wrong = {
+        "state_reward gives views other advantages: set it to 0": s.state_reward,
+        "tools make rows of turns: leave them out": s.tools or (s.max_turns or 1) > 1,
+        "hints replace rows of a group: set --hints none": s.hints != "none",
+        "rollout_mode server cannot continue rollouts: leave it out": s.rollout_mode == "server",
+    }
+    yield from (f"--branches {text} makes trees of rollouts, and {why}" for why, is_wrong in wrong.items() if is_wrong)
+
+
 def about_loss(s: Settings) -> Iterator[str]:
     """The tokens, the mean, the penalty and the learning rate of a loss."""
     objective, penalty, schedule = OBJECTIVES[s.objective], PENALTIES[s.kl], str(s.lr_scheduler_type.value)
@@ -609,7 +641,7 @@ def against_turns(s: Settings) -> Iterator[str]:
 
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
-    *(about_merged_rollouts, about_servers, about_staleness, about_estimator, about_updates, about_loss),
+    *(about_merged_rollouts, about_servers, about_staleness, about_estimator, about_updates, about_trees, about_loss),
     *(about_advantages, about_hints, about_replay, about_turns, about_papers),
 ]
 
@@ -659,6 +691,7 @@ ON_RESUME = OnResume(
             *("num_generations", "num_iterations", "max_completion_length", "mask_id", "rollout_staleness"),
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
+            "branches",
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
             *("objective", "kl", "advantage", "scale_rewards", "right_share", "refills", "prompt_share"),
             *("hints", "hint_rows"),
@@ -724,6 +757,8 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     Returns the tokens per block of a model with blocks, which become `block_length` if it is not set."""
     sampling = args.sampling_settings(config)
     refuse_scdd(sampling, "rl")
+    if args.branches is not None:
+        check_trees(sampling, config)
     check_first_token(sampling, args)
     check_noise(config, args)
     if args.mask_id is not None and args.mask_id >= vocabulary(config):
@@ -733,6 +768,19 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     by_default = f" (its default is {args.max_completion_length})" if args.canvas_is_unset else ""
     check_room(config, prompt, int(args.max_completion_length or 0), f": lower --max_completion_length{by_default}")
     return sampling.block_length if has_causal_context(config) else block_size(config)
+
+
+def check_trees(sampling: SamplingSettings, config: Any) -> None:
+    """Raises ValueError for a sampler or a model that has no trees of rollouts."""
+    try:
+        check_start(sampling, config)
+    except ValueError as error:
+        raise ValueError(f"--branches: {error}") from error
+    if block_size(config) is not None:
+        raise ValueError(
+            f"--branches scores edges in the state of their parent, and this {config.model_type} sees finished blocks "
+            "instead of it: use a model with full attention"
+        )
 
 
 def check_first_token(sampling: SamplingSettings, args: Settings) -> None:

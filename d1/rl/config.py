@@ -213,6 +213,12 @@ class DiffuGRPOConfig(GRPOConfig):
     segment_steps: OptionalCount = setting(None, "replay: merge this number of steps into one; 1 suits fast samplers.")
     draw_steps: str = setting("uniform", f"replay with num_views: how steps are chosen: {', '.join(DRAW_STEPS)}.")
     mean_step: bool = setting(False, "replay with num_views: estimate the mean over steps instead of their sum.")
+    branches: Annotated[list[int] | None, replace(Range(2, integer=True), many=True) | None] = setting(
+        None, "Completions of a prompt are the leaves of a tree: children of a node of each level, such as 4 4."
+    )
+    sibling_weight: Amount = setting(
+        0.003, "clipped_edges: weight of the distillation of better siblings at the end of a run, from 0 at its start."
+    )
     split_views: bool = setting(False, "Divide a rollout's views among its num_iterations updates.")
     scored_tokens: str = setting("ended", f"Tokens in the loss (ended: up to the EOS): {', '.join(LOSS_MASKS)}.")
     score_as_sampled: bool = setting(

@@ -50,7 +50,7 @@ class LossInputs:
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first
             step of its block.
-        view_advantages: (rows, views), the advantage of each view's state; None without `state_reward`.
+        view_advantages: (rows, views), the advantage of each view's state; None without `state_reward` or a tree.
         log_ratios: (rows, completions per prompt), `sequence_log_ratios` of the rows of each row's prompt, under the
             policy before this update; None unless `Objective.over_group`.
         sampling_weights: (rows, tokens), the weight of each token in the policy gradient (`truncated_weights`); None
@@ -60,6 +60,13 @@ class LossInputs:
             none in this rollout.
         old_entropies: (rows, tokens), the entropy of each token's distribution in the views of the first update, under
             the policy that sampled; None unless there are given tokens and `Objective.reads_given`.
+        sibling_advantages: (rows, views, siblings), in a tree of rollouts, the advantages of all children of the node
+            whose state the view scores in; None without a tree.
+        sibling_ids: (rows, views, siblings, tokens), the tokens of these children that count, revealed between their
+            parent and them; -1 elsewhere, and where the view scores nothing in the row.
+        sibling_positions: positions where a child with an advantage above 0 has such a token, each once per parent, per
+            micro-batch, averaged over the whole rollout and all processes.
+        progress: the share of the run's optimizer steps that is done.
     """
 
     view_logps: Tensor
@@ -81,6 +88,10 @@ class LossInputs:
     turns: int = 1
     given: Tensor | None = None
     old_entropies: Tensor | None = None
+    sibling_advantages: Tensor | None = None
+    sibling_ids: Tensor | None = None
+    sibling_positions: Tensor | None = None
+    progress: float = 0.0
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.view_logps.shape:
@@ -211,6 +222,7 @@ class Objective:
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
         reads_given: it reads `LossInputs.old_entropies` of given tokens; if False, these are not scored.
+        view_advantages: it uses `LossInputs.view_advantages` where they are.
         loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
         settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
@@ -228,6 +240,7 @@ class Objective:
     linear: bool = True
     reads_steps: bool = False
     reads_given: bool = False
+    view_advantages: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
@@ -379,7 +392,8 @@ def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
     TRL's loss gets a weighted sum of log-probs instead, where a weight becomes an exponent of the ratio.
     """
     ratios_RVT = (inputs.view_logps - require_logps(inputs.view_old)).exp()
-    gains_RVT, clipped_RVT = clip(ratios_RVT, inputs.advantages[:, None, None], settings)
+    advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
+    gains_RVT, clipped_RVT = clip(ratios_RVT, advantages_RV.unsqueeze(-1), settings)
     counted_RVT = inputs.weights * inputs.counted.unsqueeze(1)
     loss = averaged(-(counted_RVT * gains_RVT).sum(-1), inputs, settings)
     return loss, share(clipped_RVT, inputs.scored)
@@ -417,7 +431,12 @@ OBJECTIVES: dict[str, Objective] = {
         reinforce, reads_old=False, loss_types=ROW_MEANS, settings=("loss_type", "sampling_weight_cap")
     ),
     "clipped_views": Objective(
-        clipped_views, per_view=True, by_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap"), idle=CLIP
+        clipped_views,
+        per_view=True,
+        by_view=True,
+        view_advantages=True,
+        settings=("loss_type", *CLIP, "sampling_weight_cap"),
+        idle=CLIP,
     ),
 }
 

@@ -2,7 +2,8 @@
 
 The trainer has one `RolloutSource`, and does not know which. `OwnModel` samples with the model that is trained. The
 others are outside the core: servers (`d1/serve/rollouts.py`), servers that sample ahead of the updates
-(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`).
+(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`). `TreeRollouts` (`d1/rl/tree.py`) asks another source
+to continue its rollouts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from d1 import rooms
 from d1.masking import keyed_generator
 from d1.models.merged import MergedCopy, against_copy, copied_bytes
-from d1.rl.batch import Batch, evaluating
+from d1.rl.batch import Batch, RankView, evaluating
 from d1.sampling import Rollout, RolloutStart, SamplingSettings, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
@@ -74,6 +75,9 @@ class RolloutSource(Protocol):
 
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if the rollout, with its prompts in `batch`, is not one of the policy."""
+
+    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+        """What the source adds to a rewarded batch with views. All processes call it together."""
 
     def close(self) -> None:
         """Called at the end of training, or after an error; training may begin again."""
@@ -143,6 +147,10 @@ class OwnModel:
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """The model's own rollouts need no check."""
 
+    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+        """Its rows are independent."""
+        return {}
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -157,12 +165,18 @@ def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | Non
     """The source that the arguments of a trainer choose, for a model of this config; it is not connected yet."""
     if rollout_func is not None and args.merged_rollouts:
         raise ValueError("--merged_rollouts true: a rollout_func samples, not the trainer: leave it out")
+    if rollout_func is not None and args.branches is not None:
+        raise ValueError("--branches continues rollouts, and a rollout_func cannot: let the trainer sample")
     if rollout_func is not None:
         return rooms.UserRollouts(rollout_func, args, config)
     if args.rollout_mode == "server":
         if args.rollout_staleness:
             return rooms.PrefetchedRollouts()
         return rooms.ServerRollouts()
+    if args.branches is not None:
+        from d1.rl.tree import TreeRollouts  # which imports this module
+
+        return TreeRollouts(OwnModel(), args.branches)
     return OwnModel()
 
 

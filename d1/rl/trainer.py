@@ -40,6 +40,7 @@ from d1.rl.batch import (
     count,
     draw_updates,
     evaluating,
+    first_equal_updates,
     keep_prompts,
     keep_share,
     largest_ratio,
@@ -61,7 +62,6 @@ from d1.rl.batch import (
     solve_rate_filter,
     strip_padding,
     transform_advantages,
-    updates_are_alike,
     view_logps_as_sampled,
     views_of,
 )
@@ -328,6 +328,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.draw_views(batch, ranks)
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, ranks)
+        batch |= self.source.columns(batch, ranks)
         self.score_rollout(batch)
         self.evaluation_rollouts += self.mode == "eval"
 
@@ -441,11 +442,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         bounds = {"lengths": batch["completion_mask"].sum(1).float()}
         with self.without_checkpointing():
             if "old" in ADVANTAGES[args.advantage].reads:
-                logps = score_updates(self.model, viewed, self.score_rows, only_first=True)
+                logps = score_updates(self.model, viewed, self.score_rows, [0])
                 bounds["old_bounds"] = completion_bounds(logps, viewed)
             if "reference" in ADVANTAGES[args.advantage].reads:
                 with self.reference() as model:
-                    logps = score_updates(model, viewed, self.score_rows, only_first=True)
+                    logps = score_updates(model, viewed, self.score_rows, [0])
                 bounds["reference_bounds"] = completion_bounds(logps, viewed)
         self.log_metric("seconds/bounds", time.perf_counter() - started)
         return bounds
@@ -481,7 +482,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def estimator_rows(self, batch: Batch) -> SampledRows:
         """A batch as estimators see it."""
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        return sampled_rows(batch, self.blocks, protected)
+        return sampled_rows(batch, self.blocks, protected, self.eos_token_ids)
 
     def randomness(self, rows: int, ranks: RankView, *purpose: int) -> Randomness:
         """The random numbers of a draw of views for `rows` rows of this process. A `purpose` gives other numbers than
@@ -530,17 +531,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batch.update(self.with_padded(batch))
 
         # Equal views have equal scores.
-        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
+        if self.mode == "eval":
+            firsts = [0] * self.num_iterations
+        else:
+            firsts = first_equal_updates(batch, self.accelerator.gather)
 
         # Old log-probs: those of the sampler, or of the policy before the first update. Then those of the reference.
         with self.without_checkpointing():
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)
             elif args.needs_old_logps:
-                batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
+                batch["old_view_logps"] = score_updates(self.model, batch, score_one, firsts)
             if args.loss_reads_reference:
                 with self.reference() as model:
-                    batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
+                    batch["ref_view_logps"] = score_updates(model, batch, score_one, firsts)
             if "given" in batch and OBJECTIVES[args.objective].reads_given:
                 with evaluating(self.model):
                     scores = self.score_rows(self.model, batch, views_of(batch, 0), with_entropies=True)
@@ -601,6 +605,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             views_per_draw=args.views_per_draw,
             blocks=self.blocks,
             turns=self.rows_per_completion,
+            progress=self.state.global_step / max(self.state.max_steps, 1),
         )
 
         # The objective: TRL's, whose mean is over completions, or ours. Trainer sums the micro-batches of a step, so

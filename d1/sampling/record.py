@@ -151,6 +151,9 @@ class Rollout:
     passes: Tensor  # (rows,) forward passes that the row took part in; with a `RolloutStart`, also those before it
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
     writes: Writes | None = None  # None without editing
+    # (rows,) the pass before which a row continued that of another row: tokens with an earlier step are the other's;
+    # 0: all are its own. None: no row did.
+    start_steps: Tensor | None = None
 
     @classmethod
     def from_record(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:

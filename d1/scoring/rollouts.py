@@ -28,6 +28,7 @@ class ViewSettings:
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
         segments, segment_steps, draw_steps, mean_step: see `replay.py`.
+        branches: of a tree of rollouts, the children of a node of each level; None: rollouts are no trees.
         sampling: all settings of the sampler (`sampler`).
     """
 
@@ -42,6 +43,7 @@ class ViewSettings:
     segment_steps: int | None = None
     draw_steps: str = "uniform"
     mean_step: bool = False
+    branches: Sequence[int] | None = None
     sampling: SamplingSettings | None = None
 
     @property
@@ -76,6 +78,8 @@ class SampledRows:
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
         write_ids, write_steps, write_entropies, write_logps: (rows, gen_length, writes), of a sampler that edits all
             that it wrote (`d1.sampling.record.Writes`), the last of which is in the tensors above; None for others.
+        is_end: (rows, gen_length) bool, the tokens that end a text, such as an EOS; None: not known.
+        start_steps: (rows,), as in `Rollout`: tokens with an earlier step belong to another row.
     """
 
     prompt_ids: Tensor
@@ -91,6 +95,8 @@ class SampledRows:
     write_steps: Tensor | None = None
     write_entropies: Tensor | None = None
     write_logps: Tensor | None = None
+    is_end: Tensor | None = None
+    start_steps: Tensor | None = None
 
     @property
     def block_numbers(self) -> Tensor:
@@ -178,12 +184,17 @@ class Randomness:
             the rows of this process.
         first_row: the number, within the rollout of all processes, of the first row of this process.
         total_rows: rows of the rollout, over all processes.
+        update, updates: the number, from 0, of the update for which the views are drawn, and the number of draws.
+        of_rollout: as `shared`, and in the same state in the draw of every update; None: there is one draw.
     """
 
     rows: Sequence[Generator]
     shared: Generator
     first_row: int
     total_rows: int
+    update: int = 0
+    updates: int = 1
+    of_rollout: Generator | None = None
 
     def evenly_spread(self, draws: int) -> Tensor:
         """(rows, draws) in [0, 1), fp64: each is uniform; those of the whole rollout are spread evenly (`strata`)."""

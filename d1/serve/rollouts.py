@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from d1.models.adapters import base_digest
 from d1.models.kinds import block_size, vocabulary
-from d1.rl.batch import Batch
+from d1.rl.batch import Batch, RankView
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.sources import RolloutRequest
 from d1.runs.cli import from_all, from_rank_0, together
@@ -320,6 +320,10 @@ class ServerRollouts:
             vocabulary=vocabulary(config),
             mask_token_id=trainer.mask_token_id,
         )
+
+    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+        """Its rows are independent."""
+        return {}
 
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Scores a row of the rollout again. All processes call it together."""

@@ -44,6 +44,7 @@ from d1.rl.methods import (
     coupled_grpo,
     d1,
     d2,
+    d_treerpo,
     dipo,
     dmpo,
     ebpo,
@@ -101,6 +102,7 @@ MODULES: dict[str, ModuleType] = {
     "trajectory": trajectory,
     "quick-replay": quick_replay,
     "reinforce": reinforce,
+    "d-treerpo": d_treerpo,
 }
 METHODS: dict[str, Method] = {name: module.METHOD for name, module in MODULES.items()}
 

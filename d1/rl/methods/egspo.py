@@ -41,7 +41,14 @@ def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:
 
 
 OBJECTIVES = {
-    "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=(*CLIP, "state_reward"), idle=CLIP),
+    "clipped_steps": Objective(
+        clipped_steps,
+        per_view=True,
+        by_view=True,
+        view_advantages=True,
+        settings=(*CLIP, "state_reward"),
+        idle=CLIP,
+    ),
 }
 PENALTIES = {"k3_steps": Penalty(k3_steps, settings=(), by_view=True)}
 

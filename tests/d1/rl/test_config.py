@@ -162,6 +162,8 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
     if values.get("num_views", 0) > 6:
         values["num_views"] = 6
     values["hints"] = "none"  # they sample what a rollout asks for: `test_hints.py`
+    if "branches" in values:
+        values["branches"] = [SHAPE["num_generations"] // 2, 2]
     blocks = values.pop("blocks", None)
     model_dir = tiny_block_dir if blocks else tiny_model_dir
     mu = min(2, values["num_iterations"])
@@ -183,6 +185,8 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
         del planned[BOUNDS]
         assert 0 < trainer.counts[BOUNDS] <= ROWS * passes(args, most)[BOUNDS]
         assert trainer.counts.pop(BOUNDS) == trainer.views_of_bounds
+    if "branches" in values:  # half of the leaves continue from the middle of another one
+        planned["sampling"] = planned["sampling"] * 3 // 4
     assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in planned.items()}
     assert views == most if method in FIXED else 0 < views <= most
     if method == "just-grpo":

@@ -33,11 +33,12 @@ OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in MET
 SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
 LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
 STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
-REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
+EDGES = "d-treerpo"  # scores the tokens of several steps in the state before them
+REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name not in (STATES, EDGES)]
 SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast")  # in all updates on a rollout
 ALL_KEPT = {"right_share": None, "prompt_share": 1.0}  # no prompt is dropped from the loss
 
-ON_BLOCKS = [name for name in METHODS if not {"block_length", "kv_cache"} & METHODS[name].values.keys()]
+ON_BLOCKS = [name for name in METHODS if not {"block_length", "kv_cache", "branches"} & METHODS[name].values.keys()]
 EACH = of_each_part()  # its other properties follow from its parts; its loss is tested in test_published.py
 MODELS = [("tiny_model_dir", name) for name in EACH]
 MODELS += [("tiny_block_dir", name) for name in EACH if name in ON_BLOCKS]
@@ -251,7 +252,7 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
     [
         *(
             ("tiny_model_dir", name)
-            for name in ("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf", "dmpo", "igpo")
+            for name in ("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf", "dmpo", "igpo", EDGES)
         ),
         CAUSAL[0],
         ("tiny_canvas_dir", "cj-grpo"),
@@ -319,8 +320,8 @@ def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, met
     before = weights(trainer.model)
     trainer.train()
     scored = rollout_buffer(trainer)[0]["completion_mask"].sum(1)
-    tokens = {"ended": {1}, "text": {0, 1}, "steps": {0}, "canvas": {8}, "unpadded": {*range(1, 9)}}[SCORED[method]]
-    assert {*scored.tolist()} <= tokens
+    tokens = {"ended": {1}, "text": {0, 1}, "steps": {0}, "canvas": {8}, "unpadded": {*range(1, 9)}, "drawn": {4}}
+    assert {*scored.tolist()} <= tokens[SCORED[method]]
     assert all(math.isfinite(entry["loss"]) for entry in logged(trainer))
     after = weights(trainer.model)
     assert all(torch.isfinite(value).all() for value in after.values())

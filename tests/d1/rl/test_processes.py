@@ -159,6 +159,7 @@ TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weig
 # Of these, one of each advantage, of each draw that depends on rows of other processes, of what compares groups, and of
 # what moves rows between processes.
 ACROSS = ("d1", "wd1", "espo", "agrpo", "tracerl", "bgpo", "stable-drl", "egspo", "gdsd", "reinforce", "dipo", "dmpo")
+ACROSS += ("d-treerpo",)
 ACROSS += TOGETHER[-2:]
 AGREE = ("reward", "learning_rate", "kl", "ratio_max", "prompts_kept", "sampling/logp_difference_abs")
 AGREE += ("sampling/weight_mean", "sampling/weight_capped")

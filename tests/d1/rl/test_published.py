@@ -94,6 +94,8 @@ def rows_of(part, number, trainer):
             text=[k for k in range(ends[0] + 1 if ends else G) if ids[k] != trainer.text_tokenizer.pad_token_id],
             unpadded=[k for k in range(G) if ids[k] != trainer.text_tokenizer.pad_token_id],
             steps=batch["reveal_steps"][row].tolist(),
+            start=int(batch["start_steps"][row]) if "start_steps" in batch else 0,
+            update=update,
             entropies=batch["rollout_entropies"][row].double(),
             surprisals=-batch["rollout_logps"][row].double(),
             hidden=[batch["view_noise"][row, update, v, -G:].nonzero().flatten().tolist() for v in used],
@@ -542,6 +544,71 @@ def igpo(rows):
     return by_batch(rows, loss, lambda row: len(kept(row)))
 
 
+def trees_of(rows):
+    """The completions of each prompt as a tree: for each child of the root, its first leaf and all of its leaves."""
+    for group in groups_of(rows):
+        nodes = []
+        for first in (row for row in group if row.start == 0):
+            early = [k for k in range(G) if 0 <= first.steps[k] < 2]
+            others = [
+                row
+                for row in group
+                if row.start == 2
+                if [(row.ids[k], row.steps[k]) for k in early] == [(first.ids[k], first.steps[k]) for k in early]
+            ]
+            nodes.append((first, [first, *others]))
+        assert [len(leaves) for _, leaves in nodes] == [2, 2]
+        yield nodes
+
+
+def revealed_by_edge(row, begin, end):
+    """The positions that the steps of an edge reveal, up to the first EOS of its child."""
+    there = [k for k in range(G) if 0 <= row.steps[k] < end]
+    ends = [k for k in there if row.ids[k] in ENDS]
+    return [k for k in there if row.steps[k] >= begin and (not ends or k <= ends[0])]
+
+
+def d_treerpo(rows):
+    """Trees of 2 x 2 leaves with 4 steps: the root and its two children are three parents, two of them in update 0."""
+    update = rows[0].update
+    progress, edges = update / 2, (4, 2)[update]
+    lam = 0.003 * (math.exp(2 * progress) - 1) / (math.exp(2) - 1)
+    tau = max(1e-6, 2 * (1 - progress) ** 0.7)
+    losses, divergences = [], []
+    for nodes in trees_of(rows):
+        values = [mean(leaf.reward for leaf in leaves) for _, leaves in nodes]
+        parents = [([first for first, _ in nodes], values, 0, 2)]
+        parents += [(leaves, [leaf.reward for leaf in leaves], 2, 4) for _, leaves in nodes]
+        taking_part = 0
+        for children, value, begin, end in parents:
+            view = begin // 2
+            of_edges = [revealed_by_edge(child, begin, end) for child in children]
+            scored = [child.drawn[view].nonzero().flatten().tolist() for child in children]
+            if not any(scored):  # not in this update, or nothing to score
+                continue
+            assert scored == of_edges
+            taking_part += 1
+            advantages = [value[0] - value[1], value[1] - value[0]]
+            for child, positions, advantage in zip(children, of_edges, advantages, strict=True):
+                new, old, ref = (values[view][positions] for values in (child.l, child.old, child.ref))
+                gain = ppo(torch.exp(new - old), advantage, 0.4, 0.4)
+                losses.append((-gain + 0.01 * k3(new, ref)).sum() / max(len(positions), 1))
+            better = [number for number in (0, 1) if advantages[number] > 0]
+            for k in sorted({k for number in better for k in of_edges[number]}):
+                here = [number for number in better if k in of_edges[number]]
+                powers = torch.stack([torch.exp(advantages[number] / tau) for number in here])
+                q = powers / powers.sum()
+                by_token = {}
+                for number, share in zip(here, q, strict=True):
+                    token = children[number].ids[k]
+                    by_token[token] = by_token.get(token, 0) + share
+                kl = total(share * torch.log(share) for share in by_token.values())
+                kl = kl - total(share * children[number].l[view][k] for number, share in zip(here, q, strict=True))
+                divergences.append(kl)
+        assert taking_part <= edges / 2
+    return total(losses) / edges / 2 + lam * mean(divergences)
+
+
 PUBLISHED = {
     "d1": d1,
     "wd1": wd1,
@@ -568,6 +635,7 @@ PUBLISHED = {
     "ebpo": ebpo,
     "dmpo": dmpo,
     "igpo": igpo,
+    "d-treerpo": d_treerpo,
 }
 OURS = {"trajectory", "reinforce", "quick-replay"}  # not published, see tests/d1/scoring and studies/leaderboard
 

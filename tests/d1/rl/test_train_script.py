@@ -592,7 +592,9 @@ def settings_of(script, tmp_path, words=(), **environment):
 
 
 # What `run.sh` does with a method depends on its name, the size of its groups, and whether it has a step per token.
-OF_RUN = {method.scale.get("num_generations"): name for name, method in METHODS.items()}
+OF_RUN = {
+    method.scale.get("num_generations"): name for name, method in METHODS.items() if "branches" not in method.values
+}
 OF_RUN = dict.fromkeys(["d1", "coupled-grpo", "just-grpo", *OF_RUN.values()])
 
 

@@ -47,6 +47,7 @@ CHOSEN = {  # estimator and settings: those of methods, and all ways to draw
     "tracerl": ("replay", {"segment_steps": 2}),
     "left_to_right": ("left_to_right", {}),
     "just-grpo-fast": ("left_to_right", {"num_views": 2}),
+    "one edge": ("edges", {}),  # of a tree: tests/d1/rl/test_tree.py
 }
 SIX = some_rows(SAMPLED, [0, 1, 2, 3, 0, 1])
 each = pytest.mark.parametrize("name", CHOSEN)
@@ -99,7 +100,7 @@ def test_padding_moves_no_view(name):
 @each
 def test_successive_draws_differ_unless_nothing_is_random(name):
     one, two, three = updates_of(name, SIX)
-    fixed = name in ("replay", "egspo", "tracerl", "left_to_right", "just-grpo-fast")
+    fixed = name in ("replay", "egspo", "tracerl", "left_to_right", "just-grpo-fast", "one edge")
     for a, b in ((one, two), (two, three), (one, three)):
         assert (torch.equal(a.noise, b.noise) and torch.equal(a.weights, b.weights)) == fixed
     other = updates_of(name, SIX, seed=5)[0]

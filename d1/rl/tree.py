@@ -1,0 +1,233 @@
+"""Trees of rollouts: the completions of a prompt share their first passes, and each node has several children.
+
+With `branches` (b_0, ..., b_n), the root of a tree, at level 0, is the canvas of mask tokens. A node of level l has b_l
+children, which continue it for an equal share of the run's passes with noise of their own. The leaves are the
+completions of a prompt, b_0 x ... x b_n of them, in the order in which a walk through the tree meets them. So the
+leaves below a node are neighbours, and each node is a state of the first of them.
+
+That first leaf also is the row of the edge from the node's parent: it is sampled, scored and counted there, once.
+`start_steps` is the pass at which a row's own edges begin, each of which is one view.
+
+The value of a leaf is its reward, that of another node the mean of its children's. The advantage of an edge is the
+value of its child minus the mean value of the other children of its parent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d1.rl.batch import Batch, RankView, pad_to_width
+from d1.rl.bridge import REWARD
+from d1.rl.checks import check_trees
+from d1.rl.sources import RolloutRequest, RolloutSource, require_continuing
+from d1.sampling import Rollout, RolloutStart
+
+if TYPE_CHECKING:
+    from d1.rl.trainer import DiffuGRPOTrainer
+
+
+# --- The shape of a tree ----------------------------------------------------------------------------------------------
+
+
+def leaves_below(branches: Sequence[int], level: int) -> int:
+    """The number of leaves below a node of a level; the root has level 0."""
+    return math.prod(branches[level:])
+
+
+def first_level(branches: Sequence[int], leaf: int) -> int:
+    """The level of the node at which a leaf's own edges begin: it is the first leaf of all nodes below."""
+    for level in range(len(branches)):
+        if leaf % leaves_below(branches, level + 1) == 0:
+            return level
+    raise ValueError(f"a tree with branches {[*branches]} has no leaf {leaf}")
+
+
+def level_steps(branches: Sequence[int], steps: int) -> list[int]:
+    """The forward pass at which each level's nodes are, from the root's 0 to the leaves' `steps`."""
+    levels = len(branches)
+    return [level * steps // levels for level in range(levels + 1)]
+
+
+# --- Values and advantages --------------------------------------------------------------------------------------------
+
+
+def edge_advantages(rewards: Tensor, branches: Sequence[int]) -> Tensor:
+    """(trees, leaves, levels), from the leaves' rewards (trees, leaves): the advantage of each leaf's edge to a node of
+    each level, from level 1 on. Leaves that share an edge have its advantage. NaN rewards are left out of means."""
+    advantages = []
+    for level, children in enumerate(branches):
+        below = leaves_below(branches, level + 1)
+        values = node_values(rewards, branches, level + 1).unflatten(1, (-1, children))
+        others = [[number for number in range(children) if number != child] for child in range(children)]
+        mean_of_others = values[..., torch.tensor(others, device=rewards.device)].nanmean(-1)
+        edges = (values - mean_of_others).nan_to_num(0.0)
+        advantages.append(edges.flatten(1).repeat_interleave(below, dim=1))
+    return torch.stack(advantages, dim=2)
+
+
+def node_values(rewards: Tensor, branches: Sequence[int], level: int) -> Tensor:
+    """(trees, nodes of the level) the values of nodes: means of their children's, over levels."""
+    values = rewards
+    for children in reversed(branches[level:]):
+        values = values.unflatten(1, (-1, children)).nanmean(-1)
+    return values
+
+
+def siblings(values: Tensor, branches: Sequence[int], level: int) -> Tensor:
+    """(trees, leaves, children, ...), from values (trees, leaves, ...): at each leaf, those of the rows of all edges
+    from its node of this level."""
+    children, below = branches[level], leaves_below(branches, level + 1)
+    of_edges = values[:, ::below].unflatten(1, (-1, children))  # an edge's row is the first leaf below it
+    return of_edges.repeat_interleave(children * below, dim=1)
+
+
+def tree_columns(batch: Batch, branches: Sequence[int], ranks: RankView) -> Batch:
+    """`view_advantages`, `sibling_advantages`, `sibling_ids` and `sibling_positions` (`d1/rl/batch.py`) of a batch
+    whose view v scores the edges from the nodes of level v."""
+    rows, leaves = len(batch["canvas_ids"]), leaves_below(branches, 0)
+    mask = pad_to_width(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool()
+    scored = batch["view_weights"].ne(0) & mask[:, None, None]  # (rows, updates, views, tokens)
+    counted = scored.any(1)
+    own_ids = torch.where(counted, batch["canvas_ids"].unsqueeze(1), -1)
+    rewards = ranks.all_gather(batch[REWARD]).view(-1, leaves)
+    ids = ranks.all_gather(own_ids).unflatten(0, (-1, leaves))
+    advantages = edge_advantages(rewards, branches)
+    # Siblings of a smaller family are padded with children that reveal nothing.
+    most = max(branches)
+    of_level: list[tuple[Tensor, Tensor]] = []
+    for level, children in enumerate(branches):
+        sibling_advantages = F.pad(siblings(advantages[:, :, level], branches, level), (0, most - children))
+        sibling_ids = siblings(ids[:, :, level], branches, level)
+        of_level.append((sibling_advantages, F.pad(sibling_ids, (0, 0, 0, most - children), value=-1)))
+    all_advantages, all_ids = (torch.stack(parts, dim=2).flatten(0, 1) for parts in zip(*of_level, strict=True))
+    view_advantages = ranks.local_slice(advantages.flatten(0, 1), rows)
+    sibling_advantages, sibling_ids = ranks.local_slice(all_advantages, rows), ranks.local_slice(all_ids, rows)
+    sibling_ids = torch.where(counted.any(-1)[..., None, None], sibling_ids, -1)
+    # A position counts once per parent: each of its children with a token there and A > 0 has an equal share of it.
+    positive = counted & (view_advantages > 0).unsqueeze(-1)
+    count = ((sibling_ids >= 0) & (sibling_advantages > 0).unsqueeze(-1)).sum(2)
+    shares = (positive / count.clamp(min=1)).double().sum(-1)  # (rows, views)
+    own_positions = (shares.unsqueeze(1) * scored.any(-1)).sum((0, 2))  # (updates,)
+    positions = ranks.all_gather(own_positions.unsqueeze(0)).sum(0).round().long()
+    return {
+        "view_advantages": view_advantages,
+        "sibling_advantages": sibling_advantages,
+        "sibling_ids": sibling_ids,
+        "sibling_positions": positions.expand(rows, -1),
+    }
+
+
+# --- The source -------------------------------------------------------------------------------------------------------
+
+
+class TreeRollouts:
+    """The source of a training rollout whose prompts have trees; it asks `source` to continue rollouts. Evaluations
+    sample independent completions."""
+
+    name = "a tree of rollouts"
+    rollout_func: Callable[..., dict[str, Any]] | None = None
+    can_continue = False
+    trainer: DiffuGRPOTrainer
+
+    def __init__(self, source: RolloutSource, branches: Sequence[int]) -> None:
+        self.source, self.branches = source, [*branches]
+        self.samples_here = source.samples_here
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        """ValueError if the source, the sampler or the model cannot continue rollouts."""
+        check_trees(trainer.sampling, trainer.model.config)
+        require_continuing(self.source, trainer.sampling, trainer.model.config, "--branches")
+        if trainer.samples_in_step:
+            raise ValueError(
+                "--branches: processes that each hold a part of the weights would make different numbers of forward "
+                "passes: use DDP, ZeRO-2, or ZeRO-3 with ds3_gather_for_generation"
+            )
+        self.trainer = trainer
+        self.source.connect(trainer)
+
+    def sample(self, request: RolloutRequest) -> Rollout:
+        if self.trainer.mode == "eval":
+            return self.source.sample(request)
+        trainer, rows = self.trainer, len(request.prompt_ids)
+        first, leaves = trainer.first_row(rows), leaves_below(self.branches, 0)
+        levels = [first_level(self.branches, (first + row) % leaves) for row in range(rows)]
+        steps = level_steps(self.branches, trainer.sampling.steps)
+        sampled = blank_rollout(request, trainer.sampling.gen_length)
+        for level in range(len(self.branches)):
+            chosen = [row for row, own in enumerate(levels) if own == level]
+            start = None
+            if level:
+                # A node may be a state of another process's row, so all processes gather, also those without a row.
+                # Their canvases, because prompts are padded to other widths there.
+                canvases = replace(sampled, ids=sampled.ids[:, -trainer.sampling.gen_length :].contiguous())
+                of_all = change_tensors(canvases, trainer.accelerator.gather)
+                below = leaves_below(self.branches, level)
+                nodes = [(first + row) // below * below for row in chosen]
+                parents = change_tensors(of_all, itemgetter(torch.tensor(nodes, dtype=torch.long)))
+                start = RolloutStart.from_rollout(parents, steps[level], trainer.mask_token_id)
+            if not chosen:
+                continue
+            continued = self.source.sample(
+                RolloutRequest(
+                    prompt_ids=request.prompt_ids[chosen],
+                    prompt_mask=request.prompt_mask[chosen],
+                    keys=[request.keys[row] for row in chosen],
+                    stops=request.stops,
+                    start=start,
+                )
+            )
+            continued = replace(continued, start_steps=torch.full_like(continued.passes, steps[level]))
+            for name, values in vars(sampled).items():
+                if values is not None:
+                    values[chosen] = getattr(continued, name)
+        return sampled
+
+    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+        """`view_advantages` and the siblings of each edge (`d1/rl/batch.py`)."""
+        if self.trainer.mode == "eval":
+            return {}
+        return tree_columns(batch, self.branches, ranks)
+
+    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
+        self.source.verify(batch, sampled, keys)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def save(self, folder: Path) -> None:
+        self.source.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.source.load(folder)
+
+
+def blank_rollout(request: RolloutRequest, gen_length: int) -> Rollout:
+    """A rollout of these prompts of which nothing is sampled yet."""
+    rows = len(request.prompt_ids)
+    numbers = torch.zeros(rows, dtype=torch.long, device=request.prompt_ids.device)
+    ids = torch.cat([request.prompt_ids, numbers.unsqueeze(1).expand(-1, gen_length)], dim=1)
+    values = torch.zeros(rows, gen_length, device=ids.device)
+    return Rollout(
+        ids=ids,
+        logps=values,
+        reveal_steps=torch.full_like(ids[:, -gen_length:], -1),
+        entropies=values.clone(),
+        passes=numbers,
+        forward_tokens=numbers.clone(),
+        start_steps=numbers.clone(),
+    )
+
+
+def change_tensors(sampled: Rollout, change: Callable[[Tensor], Tensor]) -> Rollout:
+    """A rollout without edits with each of its tensors changed."""
+    changed: dict[str, Any] = {name: change(values) for name, values in vars(sampled).items() if values is not None}
+    return Rollout(**changed)
