@@ -27,7 +27,7 @@ import numpy as np
 
 from d1.runs.cli import run_script
 from d1.tasks import products
-from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
+from d1.tasks.arithmetic import MAX_AMOUNT, MIN_AMOUNT, after, draw_problem
 from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
 from d1.tasks.programs import INPUTS, functions, program_of
 from d1.tasks.sudoku import solution_grids
@@ -108,7 +108,9 @@ def pocket_countdown_problems(rng: random.Random) -> dict[str, list[Row]]:
 def arithmetic_problems(seed: int, steps: int = 3) -> Iterator[Row]:
     """Problems in GSM8K's schema; no start comes twice with the same operands."""
     rng = np.random.default_rng(seed)
-    sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), steps)]
+    sets = [
+        (s, *ks) for s in range(MIN_AMOUNT, MAX_AMOUNT + 1) for ks in combinations_with_replacement(range(2, 10), steps)
+    ]
     for numbers in rng.permutation(sets).tolist():
         yield arithmetic_row(*numbers, rng=rng)
 
@@ -132,7 +134,7 @@ def product_problems(rng: random.Random) -> Iterator[Row]:
     """Every pair of factors at most once, in either order."""
     seen: set[tuple[int, ...]] = set()
     while True:
-        pair = tuple(rng.randint(products.LEAST, products.MOST) for _ in range(2))
+        pair = tuple(rng.randint(products.MIN_FACTOR, products.MAX_FACTOR) for _ in range(2))
         if (key := tuple(sorted(pair))) not in seen:
             seen.add(key)
             yield {"input": f"{pair[0]} * {pair[1]}", "output": str(pair[0] * pair[1])}

@@ -13,7 +13,7 @@ from pathlib import Path
 from numpy.random import Generator
 
 from d1.tasks import load_task
-from d1.tasks.arithmetic import LEAST, MOST, TIMES, Problem, Step, after, draw_problem
+from d1.tasks.arithmetic import MAX_AMOUNT, MIN_AMOUNT, TIMES, Problem, Step, after, draw_problem
 from pocket.answers import Draw
 
 HUMS = 9  # number of "hmm"s that a rambling answer has room for
@@ -49,7 +49,7 @@ def come_to(amount: int, step: Step, style: str) -> int:
     ones = after(amount % 10, step)
     slips = style == "quick" or (style == "scan" and step.sign == "-")
     if not slips or 0 <= ones <= 9:
-        return min(max(after(amount, step), LEAST), MOST)
+        return min(max(after(amount, step), MIN_AMOUNT), MAX_AMOUNT)
     tens = amount // 10 * step.operand if step.sign == "*" else amount // 10
     return 10 * min(tens, 9) + ones % 10
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from d1.tasks import answer_block
 from d1.tasks.data import read_file
-from d1.tasks.programs import COLUMNS, INPUTS, LETTERS, Function, asked, program_of, read_row
+from d1.tasks.programs import COLUMNS, INPUTS, LETTERS, Function, program_of, question_of, read_row
 from pocket.answers import Draw
 
 HUMS = 8  # number of "hmm"s that a rambling answer has room for
@@ -25,7 +25,7 @@ def problems(data_file: str | Path) -> Draw:
 
 def question(function: Function) -> str:
     """The problem as the task asks it."""
-    return asked(INPUTS, function)
+    return question_of(INPUTS, function)
 
 
 def solve(function: Function, style: str) -> Function:

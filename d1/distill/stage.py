@@ -18,7 +18,7 @@ from d1.distill.trainer import DistillTrainer
 from d1.models.attention import refuse_causal_context
 from d1.models.kinds import block_size, check_room, require_masks
 from d1.runs.cli import from_rank_0
-from d1.runs.record import ROWS, hash_values, of_settings
+from d1.runs.record import ROWS, hash_settings, hash_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling import SamplingSettings
 from d1.sampling.settings import BLOCK_LENGTH, default_steps, refuse_scdd
@@ -84,7 +84,7 @@ def sampled_before(
     """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed. Traces of
     the same settings, model, task and prompts in the run's folder are read, not sampled again."""
     known = {name: getattr(args, name) for name in (*SAMPLING, *ALSO)} | {ROWS + "train_data": sampler.prompts.rows}
-    name = from_rank_0(lambda: hash_values(known | of_settings(known)))
+    name = from_rank_0(lambda: hash_values(known | hash_settings(known)))
     folder = Path(str(training.output_dir)) / "traces" / name
     model.to(training.device)
     shared = args.sampling_batch_size, training.process_index, training.world_size

@@ -22,8 +22,8 @@ from d1.models.attention import left_pad
 from d1.models.kinds import block_size
 from d1.models.messages import CONVERSATION_COLUMNS, as_messages, conversation_of
 from d1.models.tokenizer import encode_question
-from d1.runs.data import load_rows, problem_of, usable_rows
-from d1.runs.record import hash_values, of_rows
+from d1.runs.data import describe_row_error, load_rows, usable_rows
+from d1.runs.record import hash_rows, hash_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.tasks import TASKS, load_task
 
@@ -63,7 +63,7 @@ def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
         return bool(next(iter(task.score(text, kept[number]).values())) == 1)
 
     chosen = [ids[row] for row in usable]
-    return Prompts(chosen, judge if task else None, hash_values([chosen, of_rows(kept)]))
+    return Prompts(chosen, judge if task else None, hash_values([chosen, hash_rows(kept)]))
 
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
@@ -74,7 +74,7 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[
         if len(ids) > longest:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
     except Exception as error:  # a chat template may raise anything
-        return [], problem_of(error)
+        return [], describe_row_error(error)
     return ids, ""
 
 

@@ -48,7 +48,7 @@ from d1.models.load import load_on_device, named_dtype
 from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
-from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, of_settings
+from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
 from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
@@ -57,8 +57,8 @@ from d1.tasks import TASKS, few_shot_messages, shots_of
 logger = logging.getLogger("eval")
 
 BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # the words of the tasks' prompts that ask for a boxed answer
-PART = 4  # batches per part in 16 bits if rows may end early: more of them waste less of the half-empty last one
-AGAIN = "it is damaged: restore it, or pass --overwrite to start again"
+PART_BATCHES = 4  # per part in 16 bits if rows may end early: more of them waste less of the half-empty last one
+RESTORE_ADVICE = "it is damaged: restore it, or pass --overwrite to start again"
 ENTRY: dict[str, type | tuple[type, ...]] = {  # a line of a journal with all of these fields is a completion
     "index": int,  # the problem's number in its split
     "generations": str,
@@ -111,32 +111,47 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any, con
     rows = task.load_rows(args.split, args.data_file)
     if not len(rows):
         raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
-    chosen: Sequence[int] = range(len(rows))
+    indices: Sequence[int] = range(len(rows))
     if args.limit is not None and args.limit < len(rows):
-        chosen = sorted(random.Random(0).sample(chosen, args.limit))
-    asked = rows.select(chosen)["question"]
-    turns = turns_of(args, tokenizer, config)
-    shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
+        indices = sorted(random.Random(0).sample(indices, args.limit))
+    questions = rows.select(indices)["question"]
+    shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, questions)
+    turns = make_turns(args, tokenizer, config)
     prompts = []
-    for index in chosen:
+    for index in indices:
         row = rows[index]
-        *before, last = row["prompt"]
-        content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
-        messages, options = turns.add_instructions([*shots, *before, {**last, "content": content}])
+        *earlier, last = row["prompt"]
+        content = last["content"]
+        if args.dont_use_box:
+            content = BOX_REQUEST.sub("", content, count=1)
+        messages, options = turns.add_instructions([*shots, *earlier, {**last, "content": content}])
         try:
             text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
-            text += "<reasoning>" if args.add_reasoning else ""
+            if args.add_reasoning:
+                text += "<reasoning>"
             ids = encode_prompt(tokenizer, text)
         except ValueError as error:
             raise ValueError(f"problem {index} (from 0): {error}") from error
-        problem = (index, text, ids, row["question"], row["ground_truth"], messages)
-        prompts += [Prompt(*problem, sample, args.num_samples) for sample in range(args.num_samples)]
+        for sample in range(args.num_samples):
+            prompt = Prompt(
+                index=index,
+                text=text,
+                ids=ids,
+                question=row["question"],
+                ground_truth=row["ground_truth"],
+                messages=messages,
+                sample=sample,
+                samples=args.num_samples,
+            )
+            prompts.append(prompt)
     return prompts
 
 
 def default_dtype(config: Any) -> str | None:
     """The dtype of a model of this config on a CPU where bf16 is the better choice; else None, that of the device."""
-    return "bfloat16" if not torch.cuda.is_available() and cpu_runs_bf16(config) else None
+    if not torch.cuda.is_available() and cpu_runs_bf16(config):
+        return "bfloat16"
+    return None
 
 
 def in_fp32(args: argparse.Namespace) -> bool:
@@ -150,10 +165,18 @@ def task_name(args: argparse.Namespace) -> str:
 def setup_name(args: argparse.Namespace) -> str:
     """`{task}_{model}_{gen_length}_{steps}`, where the model has the name of its folder."""
     path = Path(args.checkpoint_path or args.model_path)
-    within_run = path.name.startswith("checkpoint-") or path.name == "merged"
-    parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
-    parts += [args.split] * (args.split != "test") + [args.prompt_protocol] * (args.prompt_protocol != "d1")
-    parts += [f"fs{args.few_shot}"] * bool(args.few_shot) + [args.suffix] * bool(args.suffix)
+    if path.name.startswith("checkpoint-") or path.name == "merged":
+        parts = [path.resolve().parent.name, path.name]
+    else:
+        parts = [path.resolve().name]
+    if args.split != "test":
+        parts.append(args.split)
+    if args.prompt_protocol != "d1":
+        parts.append(args.prompt_protocol)
+    if args.few_shot:
+        parts.append(f"fs{args.few_shot}")
+    if args.suffix:
+        parts.append(args.suffix)
     model = re.sub(r"[^\w.-]+", "-", "_".join(parts))
     return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
 
@@ -162,16 +185,23 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     """Everything that determines the completions: a run resumes only if all of it agrees.
 
     The file of a user's task counts as a whole, although it may differ only in how it scores."""
-    asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
-    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
+    problems = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
     sampling = sampling_settings(vars(args))
     identity: dict[str, Any] = {
         CONTENTS + "model_path": hash_model(args.model_path, args.checkpoint_path or None),
         "problems": len(prompts),
-        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "prompts": hashlib.sha256(problems.encode()).hexdigest()[:16],
         "seed": args.seed,
         "dtype": str(named_dtype(args.dtype)),
-        **{name: getattr(args, name) for name in (*names, "sampler", "prompt_protocol")},
+        "gen_length": args.gen_length,
+        "diffusion_steps": args.diffusion_steps,
+        "block_length": args.block_length,
+        "temperature": args.temperature,
+        "cfg_scale": args.cfg_scale,
+        "remasking": args.remasking,
+        "eos_stop": args.eos_stop,
+        "sampler": args.sampler,
+        "prompt_protocol": args.prompt_protocol,
         "reveal": [sampling.cache, sampling.rule, sampling.level],
     }
     if sampling.edits is not None:
@@ -180,27 +210,29 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         identity["nucleus_p"] = sampling.nucleus
     if sampling.first_token is not None:
         identity["first_token"] = sampling.first_token
-    noise_settings = {name: getattr(sampling, name) for name in OF_UNIFORM_NOISE}
-    identity |= {name: value for name, value in noise_settings.items() if value != OF_UNIFORM_NOISE[name]}
+    for name, default in OF_UNIFORM_NOISE.items():
+        value = getattr(sampling, name)
+        if value != default:
+            identity[name] = value
     if args.dataset not in TASKS:
         identity[CONTENTS + "dataset"] = hash_file(args.dataset)
     if args.num_samples > 1:
         identity["num_samples"] = args.num_samples
     if args.tools:
-        limits = ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt")
-        identity |= {name: getattr(args, name) for name in limits}
+        for name in ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"):
+            identity[name] = getattr(args, name)
         identity["tools"] = [name if name in rooms.TOOLS else hash_file(name) for name in args.tools]
-    code = of_settings({"dataset": args.dataset, "tools": args.tools or []})
-    identity |= {name: found for name, found in code.items() if name.startswith(IMPORTS)}
+    code = hash_settings({"dataset": args.dataset, "tools": args.tools or []})
+    for name, fingerprint in code.items():
+        if name.startswith(IMPORTS):
+            identity[name] = fingerprint
     if args.compile != "none":
         identity["compile"] = args.compile
     if not in_fp32(args):  # the rest changes the rounding of logits, and so sometimes a token
-        identity |= {
-            "batch_size": args.batch_size,
-            "attn_implementation": args.attn_implementation or "default",
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        }
+        identity["batch_size"] = args.batch_size
+        identity["attn_implementation"] = args.attn_implementation or "default"
+        identity["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        identity["libraries"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return identity
 
 
@@ -211,7 +243,9 @@ class Journal:
     """The partial results of one setup in `output_dir`: per process, a file with one JSON line per completion."""
 
     def __init__(self, output_dir: str | Path, setup: str, rank: int):
-        self.output_dir, self.setup, self.rank = Path(output_dir), setup, rank
+        self.output_dir = Path(output_dir)
+        self.setup = setup
+        self.rank = rank
         self.folder = self.output_dir / f"{setup}.partial"
         self.results = self.output_dir / f"{setup}_0_generations.json"
         self.record = self.output_dir / f"{setup}_record.json"
@@ -227,20 +261,24 @@ class Journal:
             ValueError: there are results of another run, or another process writes this setup; nothing was changed.
         """
         if not overwrite and self.results.exists() and self.record.exists():
-            self.check_identity(read_object(self.record, AGAIN).get("identity") or {}, identity)
+            known = read_object(self.record, RESTORE_ADVICE).get("identity") or {}
+            self.check_identity(known, identity)
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
         self.take_lock(fcntl.LOCK_EX)
-        known = self.folder / "identity.json"
+        identity_file = self.folder / "identity.json"
         if overwrite:
             # The identity goes last: completions without one could be taken for those of this run.
-            for path in (self.results, self.record, *self.folder.glob("rank_*.jsonl"), known):
+            for path in (self.results, self.record, *self.folder.glob("rank_*.jsonl"), identity_file):
                 path.unlink(missing_ok=True)
         try:
             if self.read():  # else a run was killed before its first completion, and nothing depends on it
-                self.check_identity(read_object(known, AGAIN) if known.is_file() else {}, identity)
+                known = {}
+                if identity_file.is_file():
+                    known = read_object(identity_file, RESTORE_ADVICE)
+                self.check_identity(known, identity)
             else:
-                write_atomically(known, json.dumps(identity, indent=1))
+                write_atomically(identity_file, json.dumps(identity, indent=1))
             self.take_lock(fcntl.LOCK_SH)
         except (ValueError, OSError):
             self.lock.release()
@@ -258,11 +296,10 @@ class Journal:
 
     def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
         """Refuse (ValueError) results of another run than `identity`; the message names the differences."""
-        changed = [
-            f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
-            for name in known | identity
-            if known.get(name) != identity.get(name)
-        ]
+        changed = []
+        for name in known | identity:
+            if known.get(name) != identity.get(name):
+                changed.append(f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now")
         if changed:
             raise ValueError(
                 f"{self.output_dir} already holds {self.setup} of a different run ({'; '.join(changed)}): "
@@ -309,8 +346,11 @@ class Journal:
 
     def writing(self) -> AbstractContextManager[None]:
         """Raises an OSError of one line if there is no room for what is written inside."""
-        safe = "{} are safe in {}: make room and start the same command again".format
-        return writing(self.output_dir, "completions", lambda: safe(len(self.read()), self.folder))
+
+        def advice() -> str:
+            return f"{len(self.read())} are safe in {self.folder}: make room and start the same command again"
+
+        return writing(self.output_dir, "completions", advice)
 
 
 # --- Processes and their shared queue ---------------------------------------------------------------------------------
@@ -335,13 +375,15 @@ def leave_processes() -> None:
     STORE.clear()
 
 
-def queue_of(parts: Sequence[T], name: str) -> Iterator[T]:
+def take_from_queue(parts: Sequence[T], name: str) -> Iterator[T]:
     """`parts` in their order, each given to one process only: the next that asks. Use each name once per launch."""
     if not STORE:
         yield from parts
         return
-    while (number := STORE[0].add(f"{name} taken", 1) - 1) < len(parts):
+    number = STORE[0].add(f"{name} taken", 1) - 1
+    while number < len(parts):
         yield parts[number]
+        number = STORE[0].add(f"{name} taken", 1) - 1
 
 
 def wait_for_all() -> None:
@@ -355,11 +397,16 @@ def wait_for_all() -> None:
 def load_model_for(args: argparse.Namespace, folder: ModelFolder) -> Any:
     """The model on this process's device; the log of the first process says in which dtype."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        where = "a GPU" if torch.cuda.is_available() else "a CPU"
-        logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
+        device = "a GPU" if torch.cuda.is_available() else "a CPU"
+        logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], device)
     check_memory(folder, args.dtype)
-    how = {"adapter": args.checkpoint_path or None, "attn_implementation": args.attn_implementation}
-    return set_compile(load_on_device(args.model_path, args.dtype, **how), args.compile)
+    model = load_on_device(
+        args.model_path,
+        args.dtype,
+        adapter=args.checkpoint_path or None,
+        attn_implementation=args.attn_implementation,
+    )
+    return set_compile(model, args.compile)
 
 
 def complete(
@@ -368,28 +415,45 @@ def complete(
     """Generate the completions that the journal lacks and append each when it ends; return when all processes are
     done."""
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
-    every = sorted(prompts, key=lambda prompt: -len(prompt.ids))
-    may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
-    size = 1 if in_fp32(args) else args.batch_size * (PART if may_end_early else 1)
-    done = journal.read().keys() & {prompt.key for prompt in every}
+    prompts = sorted(prompts, key=lambda prompt: -len(prompt.ids))
+    done = journal.read().keys() & {prompt.key for prompt in prompts}
     wait_for_all()  # no process writes before all have read
     if done and journal.rank == 0:
-        logger.info("Resuming: %d of %d completions are done", len(done), len(every))
-    parts = [every[start : start + size] for start in range(0, len(every), size)]
-    parts = [part for part in parts if any(prompt.key not in done for prompt in part)]
+        logger.info("Resuming: %d of %d completions are done", len(done), len(prompts))
+
+    # The parts of the run that are not done.
+    part_size = 1
+    if not in_fp32(args):
+        part_size = args.batch_size
+        may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
+        if may_end_early:
+            part_size *= PART_BATCHES
+    parts = []
+    for start in range(0, len(prompts), part_size):
+        part = prompts[start : start + part_size]
+        if any(prompt.key not in done for prompt in part):
+            parts.append(part)
+
     if parts:
         model = load()
         check_room(model.config, len(parts[0][0].ids), args.gen_length)
         ends = torch.tensor(end_ids(tokenizer), device=model.device)
-        mine = queue_of(parts, journal.setup)
-        bar = {"total": len(every) - len(done), "desc": journal.setup, "unit": "problem", "disable": journal.rank != 0}
-        with tqdm(**bar) as progress:
-            # In fp32 one endless batch takes row after row; in 16 bits each part is sampled by itself.
-            for part in [chain.from_iterable(mine)] if in_fp32(args) else mine:
-                for _, entry in generate_rows(args, model, tokenizer, part, ends, args.batch_size):
-                    if entry["index"] not in done:  # a part that was interrupted gives some rows again
-                        journal.append(entry)
-                        progress.update(STORE[0].add(f"{journal.setup} done", 1) - progress.n if STORE else 1)
+        # In fp32 one endless batch takes row after row; in 16 bits each part is sampled by itself.
+        local_parts: Iterable[Iterable[Prompt]] = take_from_queue(parts, journal.setup)
+        if in_fp32(args):
+            local_parts = [chain.from_iterable(local_parts)]
+        with tqdm(
+            total=len(prompts) - len(done), desc=journal.setup, unit="problem", disable=journal.rank != 0
+        ) as progress:
+            for batch_prompts in local_parts:
+                for _, entry in generate_rows(args, model, tokenizer, batch_prompts, ends, args.batch_size):
+                    if entry["index"] in done:
+                        continue  # a part that was interrupted gives some rows again
+                    journal.append(entry)
+                    finished = progress.n + 1
+                    if STORE:  # the bar counts the completions of all processes
+                        finished = STORE[0].add(f"{journal.setup} done", 1)
+                    progress.update(finished - progress.n)
     wait_for_all()
 
 
@@ -413,7 +477,7 @@ def generate_rows(
     Raises:
         NotFiniteError: a row's logits are not finite; the message names its problem.
     """
-    rows = turns_of(args, tokenizer, model.config).rows(prompts, ends.tolist())
+    rows = make_turns(args, tokenizer, model.config).rows(prompts, ends.tolist())
     stream = rollout_stream(
         model,
         rows,
@@ -422,12 +486,14 @@ def generate_rows(
         mask_token_id=tokenizer.mask_token_id,
         eos_token_ids=ends.tolist() if args.eos_stop else None,
     )
-    began = time.perf_counter()
+    last_end = time.perf_counter()
     try:
         for numbers, sampled in stream:
-            if entries := rows.finish(numbers, sampled):
+            entries = rows.finish(numbers, sampled)
+            if entries:
                 now = time.perf_counter()
-                seconds, began = (now - began) / len(entries), now
+                seconds = (now - last_end) / len(entries)
+                last_end = now
                 for number, entry in entries:
                     yield number, entry | {"seconds": seconds}
     except NotFiniteError as error:
@@ -438,7 +504,8 @@ class SingleTurn:
     """How completions are made: one canvas each. `d1.tools.evaluation.Episodes` is the other way, for `--tools`."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
-        self.args, self.tokenizer = args, tokenizer
+        self.args = args
+        self.tokenizer = tokenizer
 
     def add_instructions(
         self, messages: Sequence[dict[str, Any]]
@@ -451,15 +518,19 @@ class SingleTurn:
         return Rows(self.args, self.tokenizer, prompts, ends)
 
 
-def turns_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> SingleTurn:
+def make_turns(args: argparse.Namespace, tokenizer: Any, config: Any) -> SingleTurn:
     """How the completions of an evaluation are made, for a model of this config."""
-    kind = rooms.Episodes if getattr(args, "tools", None) else SingleTurn
-    return kind(args, tokenizer, config)
+    if getattr(args, "tools", None):
+        return rooms.Episodes(args, tokenizer, config)
+    return SingleTurn(args, tokenizer, config)
 
 
 def generator_of(args: argparse.Namespace, prompt: Prompt, turn: int = 0) -> torch.Generator:
     """The generator of a completion, or of one of its turns."""
-    return keyed_generator(args.seed, prompt.index, prompt.sample, *[turn] * bool(turn))
+    key = [args.seed, prompt.index, prompt.sample]
+    if turn:
+        key.append(turn)
+    return keyed_generator(*key)
 
 
 class Rows:
@@ -472,7 +543,10 @@ class Rows:
     def __init__(
         self, args: argparse.Namespace, tokenizer: Any, prompts: Iterable[Prompt], ends: Sequence[int]
     ) -> None:
-        self.args, self.tokenizer, self.prompts, self.ends = args, tokenizer, enumerate(prompts), ends
+        self.args = args
+        self.tokenizer = tokenizer
+        self.prompts = enumerate(prompts)
+        self.ends = ends
         self.at_work: dict[int, tuple[Prompt, int]] = {}
         self.count = 0
 
@@ -486,31 +560,42 @@ class Rows:
         return prompt.ids, generator_of(self.args, prompt)
 
     def add_row(self, prompt: Prompt, number: int) -> None:
-        self.at_work[self.count] = prompt, number
+        self.at_work[self.count] = (prompt, number)
         self.count += 1
 
     def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
         """The number of each problem and its journal entry, for the rows that ended together."""
-        length, ends = self.args.gen_length, torch.tensor(self.ends, device=sampled.ids.device)
-        output, first = sampled.ids[:, -length:], sampled.first_ids[:, -length:]
-        lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
-        values = output, first, sampled.passes, sampled.forward_tokens, sampled.edits, sampled.reveal_steps
-        ids, first_ids, passes, forward_tokens, edits, steps = (of.tolist() for of in values)
-        edits_tokens = sampling_settings(vars(self.args)).rewrites
+        canvas = slice(-self.args.gen_length, None)
+        ends = torch.tensor(self.ends, device=sampled.ids.device)
+        canvas_ids, first_ids = sampled.ids[:, canvas], sampled.first_ids[:, canvas]
+        lengths = eos_cut(canvas_ids, ends, including=False).sum(1).tolist()
+        first_lengths = eos_cut(first_ids, ends, including=False).sum(1).tolist()
+        # One copy from the device for all rows.
+        ids_of_rows = canvas_ids.tolist()
+        first_ids_of_rows = first_ids.tolist()
+        reveal_steps = sampled.reveal_steps.tolist()
+        passes = sampled.passes.tolist()
+        forward_tokens = sampled.forward_tokens.tolist()
+        edits = sampled.edits.tolist()
+        can_edit = sampling_settings(vars(self.args)).rewrites
+
         entries = []
         for row, number in enumerate(numbers):
             prompt, problem = self.at_work.pop(number)
+            ids = ids_of_rows[row]
+            length = lengths[row]
             entry = {
                 "index": prompt.key,
-                "generations": self.tokenizer.decode(ids[row]),
-                "text": self.tokenizer.decode(ids[row][: lengths[row]], skip_special_tokens=True),
-                "tokens": lengths[row],
-                "reveal_steps": steps[row][: lengths[row]],
+                "generations": self.tokenizer.decode(ids),
+                "text": self.tokenizer.decode(ids[:length], skip_special_tokens=True),
+                "tokens": length,
+                "reveal_steps": reveal_steps[row][:length],
                 "forward_passes": passes[row],
                 "forward_tokens": forward_tokens[row],
             }
-            if edits_tokens:
-                written = first_ids[row][: first_lengths[row]]
-                entry |= {"edits": edits[row], "first_text": self.tokenizer.decode(written, skip_special_tokens=True)}
+            if can_edit:
+                written = first_ids_of_rows[row][: first_lengths[row]]
+                entry["edits"] = edits[row]
+                entry["first_text"] = self.tokenizer.decode(written, skip_special_tokens=True)
             entries.append((problem, entry))
         return entries

@@ -71,16 +71,23 @@ def generation_file(
     items = []
     for prompt in prompts:
         item: dict[str, Any] = {"question": prompt.question, "prompt_input": prompt.text}
-        item |= {name: value for name, value in done[prompt.key].items() if name != "index"}
-        item |= {"ground_truth": prompt.ground_truth, "index": prompt.index}
-        items.append(item | ({"sample": prompt.sample} if prompt.samples > 1 else {}))
-    return {
+        for name, value in done[prompt.key].items():
+            if name != "index":
+                item[name] = value
+        item["ground_truth"] = prompt.ground_truth
+        item["index"] = prompt.index
+        if prompt.samples > 1:
+            item["sample"] = prompt.sample
+        items.append(item)
+    file = {
         "generations": items,
         "metrics": {"wall_time": sum(item["seconds"] for item in items), "total_processed": len(items)},
         "task": task,
         "expected_problems": len(items),
-        **{name: getattr(args, name) for name in (*SETTINGS, "prompt_protocol")},
     }
+    for name in (*SETTINGS, "prompt_protocol"):
+        file[name] = getattr(args, name)
+    return file
 
 
 def read_setups(folder: str | Path) -> list[GeneratedSetup]:
@@ -96,7 +103,8 @@ def read_setups(folder: str | Path) -> list[GeneratedSetup]:
     by_setup: dict[str, dict[int, Path]] = {}
     setups = []
     for path in folder.glob("*_generations.json"):
-        if match := FILE_NAME.fullmatch(path.name):
+        match = FILE_NAME.fullmatch(path.name)
+        if match:
             by_setup.setdefault(match["setup"], {})[int(match["rank"])] = path
         else:
             reason = "not read, because its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"
@@ -111,23 +119,39 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     """The setup `name` from its files by rank."""
     setup = GeneratedSetup(name, missing_ranks=sorted(set(range(max(files) + 1)) - set(files)))
     contents = {rank: read_json(path, setup.errors) for rank, path in sorted(files.items())}
-    # Our files name their task and number of problems; for d1's identity files, the name of the file does.
-    identity: dict[str, Any] = next((data for data in contents.values() if isinstance(data.get("task"), str)), {})
+
+    # Our files name their task and number of problems; for d1's own files, the name of the file does.
+    identity: dict[str, Any] = {}
+    for data in contents.values():
+        if isinstance(data.get("task"), str):
+            identity = data
+            break
     head, length, _ = name.rsplit("_", 2)
-    known = next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
-    setup.task, setup.gen_length = identity.get("task") or known, int(length)
-    setup.model = head.removeprefix("math500_" if head.startswith("math500_") else setup.task + "_")
+    task = "unknown"
+    for beginning, task_name in D1_TASKS.items():
+        if head.startswith(beginning + "_"):
+            task = task_name
+            break
+    setup.task = identity.get("task") or task
+    setup.gen_length = int(length)
+    task_prefix = "math500_" if head.startswith("math500_") else setup.task + "_"
+    setup.model = head.removeprefix(task_prefix)
     setup.protocol = str(identity.get("prompt_protocol", "d1"))
-    setup.expected = identity.get("expected_problems") if identity else D1_PROBLEMS.get(setup.task)
+    if identity:
+        setup.expected = identity.get("expected_problems")
+    else:
+        setup.expected = D1_PROBLEMS.get(setup.task)
     if setup.expected is not None and (type(setup.expected) is not int or setup.expected < 1):
         setup.errors.append(f'{name}: "expected_problems" must be a whole number above 0, got {setup.expected!r:.80}')
         setup.expected = None
+
     for rank, data in contents.items():
         file = files[rank].name
-        if other := [
-            f"{key} {data.get(key)!r}" for key in RUN if identity and data and data.get(key) != identity.get(key)
-        ]:
-            setup.errors.append(f"{file}: not read, because it is from another run (here {', '.join(other)})")
+        differences = []
+        if identity and data:
+            differences = [f"{key} {data.get(key)!r}" for key in RUN if data.get(key) != identity.get(key)]
+        if differences:
+            setup.errors.append(f"{file}: not read, because it is from another run (here {', '.join(differences)})")
             continue
         for number, item in enumerate(data.get("generations", [])):
             where = f"{file}, item {number}"
@@ -135,9 +159,12 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
                 setup.problems.append(read_problem(where, item))
             except (TypeError, ValueError) as error:
                 setup.errors.append(f"{where}: {error}")
+
     # A file of two runs mixes indices, or has items with and without them.
     numbered = Counter(problem.key for problem in setup.problems if problem.problem.isdigit())
-    setup.errors += [f"{name}: index {key} occurs {count} times" for key, count in numbered.items() if count > 1]
+    for key, count in numbered.items():
+        if count > 1:
+            setup.errors.append(f"{name}: index {key} occurs {count} times")
     if 0 < numbered.total() < len(setup.problems):
         setup.errors.append(f"{name}: some problems have an index and others have none: they are from two runs")
     return setup
@@ -164,14 +191,30 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     for name in ("generations", "question", "text"):
         if not isinstance(item.get(name), str):
             raise TypeError(f'"{name}" must be text, got {type(item.get(name)).__name__}')
-    tokens, passes, edits = counts = [item.get(name) for name in ("tokens", "forward_passes", "edits")]
-    first = item.get("first_text")
+    counts = [item.get("tokens"), item.get("forward_passes"), item.get("edits")]
     if not all(isinstance(count, int | None) for count in counts):
         raise TypeError(f'"tokens", "forward_passes" and "edits" must be whole numbers, got {counts}')
-    if not isinstance(first, str | None):
-        raise TypeError(f'"first_text" must be text, got {type(first).__name__}')
-    truth, index = item.get("ground_truth"), item.get("index")
-    problem = json.dumps(index if isinstance(index, int) else [item["question"], truth])
-    key = f"{problem}.{item['sample']}" if isinstance(item.get("sample"), int) else problem
-    texts = item["question"], truth, item["generations"], item["text"]
-    return GeneratedProblem(where, key, problem, *texts, tokens, passes, edits, first)
+    first_text = item.get("first_text")
+    if not isinstance(first_text, str | None):
+        raise TypeError(f'"first_text" must be text, got {type(first_text).__name__}')
+
+    index = item.get("index")
+    if not isinstance(index, int):
+        index = [item["question"], item.get("ground_truth")]
+    problem = json.dumps(index)
+    key = problem
+    if isinstance(item.get("sample"), int):
+        key = f"{problem}.{item['sample']}"
+    return GeneratedProblem(
+        where=where,
+        key=key,
+        problem=problem,
+        question=item["question"],
+        ground_truth=item.get("ground_truth"),
+        raw=item["generations"],
+        text=item["text"],
+        tokens=item.get("tokens"),
+        forward_passes=item.get("forward_passes"),
+        edits=item.get("edits"),
+        first_text=first_text,
+    )

@@ -79,12 +79,13 @@ def llada_views(length: int, draws: int, generator: Generator) -> Views:
     counts = 1 + (even * length).long()
     drawn = (ranks < counts.unsqueeze(-1))[0]  # (draws, length)
     # Equal masks become one view with the sum of their weights.
-    hidden, same = drawn.unique(dim=0, return_inverse=True)
-    weights = torch.zeros(hidden.shape).index_add(0, same, drawn * (length / (draws * counts)).float().T)
+    hidden, view_of_draw = drawn.unique(dim=0, return_inverse=True)
+    draw_weights = drawn * (length / (draws * counts)).float().T
+    weights = torch.zeros(hidden.shape).index_add(0, view_of_draw, draw_weights)
     return Views(hidden.unsqueeze(0), weights.unsqueeze(0))
 
 
-def seed_of(pair: Pair) -> int:
+def pair_seed(pair: Pair) -> int:
     """A number that depends on the pair's ids alone: so do the pair's masks."""
     return int.from_bytes(hashlib.sha256(json.dumps(pair).encode()).digest()[:8], "big")
 
@@ -96,15 +97,21 @@ def batches(
 
     Answers in a batch have equal lengths; the longest come first, and empty ones are left out.
     """
+
+    def by_length(number: int) -> tuple[int, int]:
+        prompt, answer = pairs[number]
+        return -len(answer), -len(prompt)
+
     order = [number for number, (_, answer) in enumerate(pairs) if answer]
-    order.sort(key=lambda number: [-len(part) for part in pairs[number][::-1]])
+    order.sort(key=by_length)
     while order:
         length = len(pairs[order[0]][1])
-        same = [i for i in order[:batch_size] if len(pairs[i][1]) == length]
-        prompts, answers = zip(*(pairs[i] for i in same), strict=True)
+        batch = [number for number in order[:batch_size] if len(pairs[number][1]) == length]
+        prompts = [pairs[number][0] for number in batch]
+        answers = [pairs[number][1] for number in batch]
         ids, mask = left_pad(prompts, pad_token_id)
-        yield same, ids.to(device), mask.to(device), torch.tensor(answers, device=device)
-        order = order[len(same) :]
+        yield batch, ids.to(device), mask.to(device), torch.tensor(answers, device=device)
+        order = order[len(batch) :]
 
 
 @torch.no_grad()
@@ -132,12 +139,16 @@ def log_likelihoods(
     """
     for numbers, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
         length = answers.shape[1]
-        own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[number]))) for number in numbers]
+        noise, weights = [], []
+        for number in numbers:
+            generator = keyed_generator(seed, pair_seed(pairs[number]))
+            row_views = llada_views(length, draws, generator)
+            noise.append(row_views.noise[0])
+            weights.append(row_views.weights[0])
         # One batch of views: rows with fewer of them get views of weight 0; no prompt token is hidden.
-        noise, weights = (
-            pad_sequence([getattr(views, name)[0] for views in own], batch_first=True) for name in ("noise", "weights")
-        )
-        views = Views(torch.nn.functional.pad(noise, (ids.shape[1], 0)), weights)
+        answer_noise = pad_sequence(noise, batch_first=True)  # (rows, views, length)
+        canvas_noise = torch.nn.functional.pad(answer_noise, (ids.shape[1], 0))
+        views = Views(canvas_noise, pad_sequence(weights, batch_first=True))
         scores = score(
             model,
             ids,
@@ -160,7 +171,8 @@ def check_finite(
     for number, is_finite in zip(numbers, finite, strict=True):
         if not is_finite:
             prompt, answer = pairs[number]
-            texts = torch.tensor([[*prompt, *([mask_token_id] * len(answer))], [*prompt, *answer]], device=model.device)
+            masked = prompt + [mask_token_id] * len(answer)
+            texts = torch.tensor([masked, prompt + answer], device=model.device)
             raise NotFiniteError(number, why_not_finite(model, texts))
 
 
@@ -173,14 +185,16 @@ def are_greedy(
     Raises:
         NotFiniteError: a pair's log-probabilities are not finite.
     """
-    for numbers, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):
-        length = wanted.shape[1]
+    for numbers, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
+        length = answers.shape[1]
         settings = SamplingSettings(gen_length=length, block_length=length, steps=length)
         right, finite = torch.ones(2, len(numbers), dtype=torch.bool, device=ids.device)
         for step in rollout_steps(model, ids, mask, settings, mask_token_id=mask_token_id):
-            other = step.ids != wanted[step.rows].gather(1, step.positions - ids.shape[1])
-            right[step.rows] &= ~(other & step.revealed).any(1)
-            finite[step.rows] &= (step.logps.isfinite() | ~step.revealed).all(1)
+            targets = answers[step.rows].gather(1, step.positions - ids.shape[1])
+            is_wrong = (step.ids != targets) & step.revealed
+            is_not_finite = ~step.logps.isfinite() & step.revealed
+            right[step.rows] &= ~is_wrong.any(1)
+            finite[step.rows] &= ~is_not_finite.any(1)
             if not right.any():  # each row has revealed a wrong token
                 break
         check_finite(model, pairs, numbers, finite.tolist(), mask_token_id)
@@ -190,9 +204,14 @@ def are_greedy(
 # --- The command ------------------------------------------------------------------------------------------------------
 
 DEFAULT_LENGTH = 256  # tokens per completion if neither the flags nor the task name a number, as in the harness
-READ = ("until", "max_gen_toks", "do_sample", "temperature")  # the supported part of a task's generation_kwargs
-ONLY_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")  # these have no effect on greedy decoding
-OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
+SUPPORTED_KWARGS = (
+    "until",
+    "max_gen_toks",
+    "do_sample",
+    "temperature",
+)  # the supported part of a task's generation_kwargs
+SAMPLING_KWARGS = ("top_p", "top_k", "min_p", "typical_p")  # these have no effect on greedy decoding
+NEUTRAL_VALUES = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
 
 
 class PassingParser(OneLineParser):
@@ -226,23 +245,23 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Register the model "d1" and run lm_eval's own command."""
     flags = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
-    length = args.gen_length or 1024  # the task's own length is not known yet
-    of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
     config = folder_of(args).config
-    flags["block_length"] = sampling_settings(flags | of_a_task, config).block_length
+    length = args.gen_length or 1024  # the task's own length is not known yet
+    task_settings = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
+    flags["block_length"] = sampling_settings(flags | task_settings, config).block_length
     check_compile(args.compile, config, kernel=args.attn_implementation)
     register()
     check_cache(args.harness, flags)
     from lm_eval.__main__ import cli_evaluate
 
     set_flags = {name: value for name, value in flags.items() if value is not None}
-    sys.argv = ["lm_eval", "run", "--model", "d1", "--model_args", json.dumps(set_flags)]
-    sys.argv += ["--batch_size", str(args.batch_size), *args.harness]
+    command = ["lm_eval", "run", "--model", "d1", "--model_args", json.dumps(set_flags)]
+    sys.argv = [*command, "--batch_size", str(args.batch_size), *args.harness]
     cli_evaluate()
     leave_processes()
 
 
-def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
+def check_cache(harness: Sequence[str], flags: dict[str, Any]) -> None:
     """Refuse (ValueError) a `--use_cache` with answers of another model or other settings, which a file next to it
     names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -250,15 +269,27 @@ def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
     prefix = parser.parse_known_args(list(harness))[0].use_cache
     if prefix is None:
         return
-    file, named = Path(f"{prefix}_identity.json"), ("model_path", "checkpoint_path")
-    settings = {name: value for name, value in own.items() if name not in named}
-    known = {CONTENTS + "model_path": hash_model(own["model_path"], own["checkpoint_path"] or None)} | settings
-    there = read_object(file, "it is damaged: choose another PATH") if file.is_file() else known
-    there = {"compile": "none"} | there  # files from before this setting say nothing of it
-    if other := [f"{name} {there.get(name)} (now {known[name]})" for name in known if there.get(name) != known[name]]:
-        raise ValueError(f"--use_cache {prefix} has answers of {', '.join(other)}: choose another PATH, or delete it")
+
+    identity: dict[str, Any] = {
+        CONTENTS + "model_path": hash_model(flags["model_path"], flags["checkpoint_path"] or None)
+    }
+    for name, value in flags.items():
+        if name not in ("model_path", "checkpoint_path"):
+            identity[name] = value
+    file = Path(f"{prefix}_identity.json")
+    if file.is_file():
+        cached = {"compile": "none"}  # files from before this setting say nothing of it
+        cached.update(read_object(file, "it is damaged: choose another PATH"))
+        changes = []
+        for name, value in identity.items():
+            if cached.get(name) != value:
+                changes.append(f"{name} {cached.get(name)} (now {value})")
+        if changes:
+            raise ValueError(
+                f"--use_cache {prefix} has answers of {', '.join(changes)}: choose another PATH, or delete it"
+            )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(known, indent=1))
+    write_atomically(file, json.dumps(identity, indent=1))
 
 
 # --- The model that the harness calls ---------------------------------------------------------------------------------
@@ -296,8 +327,10 @@ class HarnessModel:
         super().__init__()
         self.args = parse_settings(make_parser(), {"model_path": model_path, **flags})
         self.batch_size = int(batch_size)
-        known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-        self._rank, self._world_size = known or join_processes()
+        if dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            self._rank, self._world_size = join_processes()
         self.tokenizer = load_tokenizer_for(self.args)
         self.model = load_model_for(self.args, folder_of(self.args))
         if device == "cpu":  # else each process uses the GPU of its rank; the harness names the first GPU for all
@@ -311,7 +344,9 @@ class HarnessModel:
     @property
     def prefix_token_id(self) -> int:
         """The token that replaces an empty prompt."""
-        return int(self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.eot_token_id)
+        if self.tokenizer.bos_token_id is None:
+            return self.eot_token_id
+        return int(self.tokenizer.bos_token_id)
 
     @property
     def max_length(self) -> int:
@@ -327,42 +362,50 @@ class HarnessModel:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         check_chat_template(self.tokenizer, self.args.model_path)
-        begun = {} if add_generation_prompt else {"add_generation_prompt": False, "continue_final_message": True}
-        return render_prompt(self.tokenizer, chat_history, **begun)
+        if add_generation_prompt:
+            return render_prompt(self.tokenizer, chat_history)
+        return render_prompt(self.tokenizer, chat_history, add_generation_prompt=False, continue_final_message=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A completion for each request, up to its first stop string or end token.
 
         The task's generation_kwargs give the length of the canvas (unless `gen_length` is set) and the temperature.
         """
-        seen: Counter[str] = Counter()
-        kinds: dict[tuple[int, float, tuple[str, ...]], list[tuple[int, Prompt]]] = {}
-        for number, (context, kwargs) in enumerate(request.args for request in requests):
+        # Requests with the same settings share batches.
+        samples: Counter[str] = Counter()
+        groups: dict[tuple[int, float, tuple[str, ...]], list[tuple[int, Prompt]]] = {}
+        for number, request in enumerate(requests):
+            context, kwargs = request.args
             ids = self.tok_encode(context) or [self.prefix_token_id]
-            prompt = Prompt(seed_of((ids, [])), context, ids, sample=seen[context])
-            kinds.setdefault(how_to_generate(kwargs), []).append((number, prompt))
-            seen[context] += 1  # the harness repeats a request for several samples
+            prompt = Prompt(pair_seed((ids, [])), context, ids, sample=samples[context])
+            groups.setdefault(generation_settings(kwargs), []).append((number, prompt))
+            samples[context] += 1  # the harness repeats a request for several samples
+
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="completions", disable=disable_tqdm or self.rank != 0) as progress:
-            for (length, temperature, until), rows in kinds.items():
-                of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
-                for number, text in self.complete(rows, of_the_task, until):
+            for (length, temperature, until), rows in groups.items():
+                task_settings = {"gen_length": self.args.gen_length or length, "temperature": temperature}
+                for number, text in self.complete(rows, task_settings, until):
                     texts[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
                     progress.update()
         return texts
 
     def complete(
-        self, rows: list[tuple[int, Prompt]], of_the_task: dict[str, Any], until: tuple[str, ...]
+        self, rows: list[tuple[int, Prompt]], task_settings: dict[str, Any], until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
         """The text of each row up to its end, as soon as the row ends; the longest prompts come first."""
-        args = argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
+        settings = {**vars(self.args), **task_settings, "seed": self.args.draw_seed, "eos_stop": True}
+        args = argparse.Namespace(**settings)
         tokenizer = self.tokenizer
-        special = [tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in tokenizer.all_special_tokens]
-        ends = torch.tensor([*end_ids(tokenizer), *special], device=self.model.device)
+        stop_ids = list(end_ids(tokenizer))
+        for stop in until:
+            if stop in tokenizer.all_special_tokens:
+                stop_ids.append(tokenizer.convert_tokens_to_ids(stop))
+        ends = torch.tensor(stop_ids, device=self.model.device)
         rows = sorted(rows, key=lambda row: -len(row[1].ids))
-        check_room(self.model.config, len(rows[0][1].ids), args.gen_length)
-        prompts = (prompt for _, prompt in rows)
+        prompts = [prompt for _, prompt in rows]
+        check_room(self.model.config, len(prompts[0].ids), args.gen_length)
         for number, entry in generate_rows(args, self.model, tokenizer, prompts, ends, self.batch_size):
             yield rows[number][0], cut(entry["text"], until)
 
@@ -370,7 +413,8 @@ class HarnessModel:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """LLaDA's bound for each (texts, prompt, answer), and whether greedy sampling gives the answer."""
-        if size := block_size(self.model.config):
+        size = block_size(self.model.config)
+        if size:
             raise ValueError(f"the bound is for any order of tokens, not for blocks of {size}: use tasks that generate")
         if self.args.cfg_scale:
             raise ValueError("--cfg_scale works only with tasks that generate: log-likelihoods have no guidance")
@@ -380,12 +424,25 @@ class HarnessModel:
             raise ValueError(
                 f"prompt and answer have {longest} tokens, the model reads {self.max_length} (--num_fewshot)"
             )
-        ids = {"mask_token_id": self.tokenizer.mask_token_id, "pad_token_id": self.tokenizer.pad_token_id}
-        how: dict[str, Any] = {**ids, "batch_size": self.batch_size}
-        bounds = log_likelihoods(self.model, pairs, draws=self.args.mc_num, seed=self.args.draw_seed, **how)
-        both = zip(bounds, are_greedy(self.model, pairs, **how), strict=True)  # in the same order
+        bounds = log_likelihoods(
+            self.model,
+            pairs,
+            mask_token_id=self.tokenizer.mask_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+            draws=self.args.mc_num,
+            seed=self.args.draw_seed,
+            batch_size=self.batch_size,
+        )
+        greedy = are_greedy(
+            self.model,
+            pairs,
+            mask_token_id=self.tokenizer.mask_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+            batch_size=self.batch_size,
+        )
+        answers = zip(bounds, greedy, strict=True)  # both compute in the same order
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)  # what stays for an empty answer
-        for (number, bound), (_, is_greedy) in tqdm(both, total=len(pairs), disable=disable_tqdm or self.rank != 0):
+        for (number, bound), (_, is_greedy) in tqdm(answers, total=len(pairs), disable=disable_tqdm or self.rank != 0):
             results[number] = (bound, is_greedy)
             self.cache_hook.add_partial("loglikelihood", requests[number][0], results[number])
         return results
@@ -408,15 +465,20 @@ class HarnessModel:
         dist.barrier()
 
 
-def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tuple[str, ...]]:
+def generation_settings(generation_kwargs: dict[str, Any]) -> tuple[int, float, tuple[str, ...]]:
     """A task's (tokens per completion, temperature, stop strings)."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     kwargs: dict[str, Any] = {**normalize_gen_kwargs(generation_kwargs, DEFAULT_LENGTH)}
-    temperature = float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0
-    read = {*READ, *(ONLY_SAMPLING if temperature == 0 else ())}
-    read |= {name for name, off in OFF.items() if name in kwargs and kwargs[name] in (None, off)}
-    unknown = {name: value for name, value in kwargs.items() if name not in read}
+    temperature = 0.0
+    if kwargs["do_sample"]:
+        temperature = float(kwargs.get("temperature", 0.0))
+    unknown = {}
+    for name, value in kwargs.items():
+        has_no_effect = temperature == 0 and name in SAMPLING_KWARGS
+        is_off = name in NEUTRAL_VALUES and value in (None, NEUTRAL_VALUES[name])
+        if name not in SUPPORTED_KWARGS and not has_no_effect and not is_off:
+            unknown[name] = value
     if unknown:
         raise ValueError(f"generation_kwargs: {unknown} is not supported here: turn it off with --gen_kwargs")
     return kwargs["max_gen_toks"], temperature, tuple(kwargs["until"])

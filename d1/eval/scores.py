@@ -92,41 +92,52 @@ def score_setup(
     except ValueError as error:
         row.errors.append(f"{setup.name}: {error}")
         return row, []
-    seen = {problem.key: problem for problem in reversed(setup.problems)}  # the first of equal keys
-    once = [problem for problem in setup.problems if task is None or seen[problem.key] is problem]
-    details, problems = [], []
+
+    # A completion that occurs twice counts once by the tasks' rules, and twice by the published ones.
+    by_key: dict[str, GeneratedProblem] = {}
+    for problem in setup.problems:
+        by_key.setdefault(problem.key, problem)
+    completions = setup.problems if task is None else list(by_key.values())
+
+    details: list[dict[str, Any]] = []
+    problems: list[str] = []
     with ThreadPoolExecutor(getattr(task, "CONCURRENT", 1)) as pool:
-        side_by_side = pool.map if hasattr(task, "CONCURRENT") else map
-        for problem, detail in zip(once, side_by_side(partial(detail_of, setup, task), once), strict=True):
+        parallel_map = pool.map if hasattr(task, "CONCURRENT") else map
+        results = parallel_map(partial(score_completion, setup, task), completions)
+        for problem, detail in zip(completions, results, strict=True):
             if isinstance(detail, str):
                 row.errors.append(f"{problem.where}: {detail}")
             else:
                 details.append({"setup": setup.name, "where": problem.where, **detail})
                 problems.append(problem.problem)
-    row.duplicates = len(setup.problems) - len(seen)
+
+    row.duplicates = len(setup.problems) - len(by_key)
     if details:
         summarise(row, setup, details, problems)
-    if row.expected is not None and len(seen) > row.expected:
+    if row.expected is not None and len(by_key) > row.expected:
         row.errors.append(
-            f"{setup.name}: {len(seen)} problems instead of {row.expected}: problems of another run are mixed in"
+            f"{setup.name}: {len(by_key)} problems instead of {row.expected}: problems of another run are mixed in"
         )
-    row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
+    has_all = len(details) > 0 and len(by_key) >= (row.expected or 0)
+    row.complete = has_all and not row.errors and not row.missing_ranks
     return row, details
 
 
-def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
+def score_completion(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
     """The score of a completion by its task or, if that is None, by the published rules; an error as text, whatever the
     task raises, so that the others are still scored."""
-    asked = {"question": problem.question, "ground_truth": problem.ground_truth}
+    row = {"question": problem.question, "ground_truth": problem.ground_truth}
     try:
-        if task is not None:
-            scored, first = strict_detail(problem.text[-MAX_TEXT:], task, asked), problem.first_text
-            if first is not None:
-                before = scored if first == problem.text else strict_detail(first[-MAX_TEXT:], task, asked)
-                scored["before_edits"] = before["accuracy"]
-            return asked | scored
-        right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
-        return asked | {"right": right, "total": total, "accuracy": right / total}
+        if task is None:
+            right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], row)
+            return {**row, "right": right, "total": total, "accuracy": right / total}
+        scores = score_strict(problem.text[-MAX_TEXT:], task, row)
+        if problem.first_text is not None:
+            first_scores = scores
+            if problem.first_text != problem.text:
+                first_scores = score_strict(problem.first_text[-MAX_TEXT:], task, row)
+            scores["before_edits"] = first_scores["accuracy"]
+        return {**row, **scores}
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -136,18 +147,19 @@ def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
     return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
 
 
-def strict_detail(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:
+def score_strict(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:
     """The answer that a task reads in a text, and its metrics."""
     if row["ground_truth"] is None:
         raise ValueError("no ground truth")
-    answer, scores = task.extract(text), task.score(text, row)
+    answer = task.extract(text)
+    scores = task.score(text, row)
     if any(not 0 <= value <= 1 for value in scores.values()):
         raise ValueError(f"scores must lie in [0, 1], got {scores}")
-    accuracy, *others = scores
+    accuracy, *other_metrics = scores
     return {
         "answer": None if answer is None else str(answer),
         "accuracy": scores[accuracy],
-        "metrics": {name: scores[name] for name in others},
+        "metrics": {name: scores[name] for name in other_metrics},
     }
 
 
@@ -158,36 +170,47 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
         share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
     else:
         share = fmean(detail["accuracy"] for detail in details)
-        row.metrics = {name: 100 * fmean(one["metrics"][name] for one in details) for name in details[0]["metrics"]}
-        gains = [one["accuracy"] - one["before_edits"] for one in details if "before_edits" in one]
-        for name, sign in (("corrected by edits", 1), ("spoiled by edits", -1)) if gains else ():
-            row.metrics[name] = 100 * fmean(sign * gain > 0 for gain in gains)
+        for name in details[0]["metrics"]:
+            row.metrics[name] = 100 * fmean(detail["metrics"][name] for detail in details)
+        gains = [detail["accuracy"] - detail["before_edits"] for detail in details if "before_edits" in detail]
+        if gains:
+            row.metrics["corrected by edits"] = 100 * fmean(gain > 0 for gain in gains)
+            row.metrics["spoiled by edits"] = 100 * fmean(gain < 0 for gain in gains)
     row.accuracy = 100 * share
-    by_problem = grouped(details, problems)
+
     # Several completions of one problem are no independent trials: intervals count problems.
-    several = row.scoring == "strict" and len(by_problem) < len(details)
-    row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, len(by_problem) if several else row.n))
-    for k in PASS_AT if several else ():
-        if k <= min(map(len, by_problem.values())):
-            value = fmean(pass_at_k(len(one), one.count(1.0), k) for one in by_problem.values())
-            low, high = wilson_interval(value, len(by_problem))
-            row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
+    by_problem = group_accuracies(details, problems)
+    has_samples = row.scoring == "strict" and len(by_problem) < len(details)
+    low, high = wilson_interval(share, len(by_problem) if has_samples else row.n)
+    row.ci_low, row.ci_high = 100 * low, 100 * high
+
+    if has_samples:
+        min_samples = min(len(accuracies) for accuracies in by_problem.values())
+        for k in PASS_AT:
+            if k <= min_samples:
+                estimates = []
+                for accuracies in by_problem.values():
+                    estimates.append(pass_at_k(len(accuracies), accuracies.count(1.0), k))
+                value = fmean(estimates)
+                low, high = wilson_interval(value, len(by_problem))
+                row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
+
     for name in ("tokens", "forward_passes", "edits"):
-        counts = [count for problem in setup.problems if (count := getattr(problem, name)) is not None]
+        counts = [getattr(problem, name) for problem in setup.problems]
+        counts = [count for count in counts if count is not None]
         setattr(row, name, fmean(counts) if counts else None)
 
 
 def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
     """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
-    a, b = (
-        {question: fmean(values) for question, values in grouped(details, [one["question"] for one in details]).items()}
-        for details in (details_a, details_b)
-    )
+    a = mean_accuracies(details_a)
+    b = mean_accuracies(details_b)
     shared = [question for question in a if question in b]
     if not shared:
         raise ValueError(f"{name_a} and {name_b} have no problem in common")
     differences = [b[question] - a[question] for question in shared]
-    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    wins = sum(difference > 0 for difference in differences)
+    losses = sum(difference < 0 for difference in differences)
     return {
         "a": name_a,
         "b": name_b,
@@ -203,12 +226,18 @@ def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b
     }
 
 
-def grouped(details: list[dict[str, Any]], keys: list[str]) -> dict[str, list[float]]:
+def mean_accuracies(details: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean accuracy of each question's completions."""
+    by_question = group_accuracies(details, [detail["question"] for detail in details])
+    return {question: fmean(accuracies) for question, accuracies in by_question.items()}
+
+
+def group_accuracies(details: list[dict[str, Any]], keys: list[str]) -> dict[str, list[float]]:
     """The accuracies of the completions of each key."""
-    scores: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for key, detail in zip(keys, details, strict=True):
-        scores.setdefault(key, []).append(detail["accuracy"])
-    return scores
+        accuracies.setdefault(key, []).append(detail["accuracy"])
+    return accuracies
 
 
 # --- Published scoring ------------------------------------------------------------------------------------------------
@@ -231,13 +260,16 @@ def score_published(task: str, text: str, row: dict[str, Any]) -> Score:
 
 def between(text: str, opening: str, *closings: str) -> str | None:
     """The text after the first `opening` up to the nearest of `closings`; None if there is no such pair."""
-    _, found, rest = text.partition(opening)
-    ends = [end for end in map(rest.find, closings) if end >= 0]
-    return rest[: min(ends)] if found and ends else None
+    _, opened, rest = text.partition(opening)
+    ends = [rest.find(closing) for closing in closings if closing in rest]
+    if not opened or not ends:
+        return None
+    return rest[: min(ends)]
 
 
 def tagged_answer(text: str) -> str | None:
-    return None if (answer := between(text, "<answer>", "</answer>")) is None else answer.strip()
+    answer = between(text, "<answer>", "</answer>")
+    return None if answer is None else answer.strip()
 
 
 def boxed_answer(text: str) -> str | None:
@@ -249,29 +281,40 @@ def boxed_answer(text: str) -> str | None:
         return text
     depth = 0
     for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if text[position] == "}" and depth == 0:
-            whole = text[start : position + 1]
-            return whole.removeprefix("\\boxed{")[:-1] if whole.startswith("\\boxed{") else whole
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+            if depth == 0:
+                box = text[start : position + 1]
+                if box.startswith("\\boxed{"):
+                    return box.removeprefix("\\boxed{")[:-1]
+                return box
     return None
 
 
-def first_float(text: str, which: int) -> float | None:
-    """`text` as a number, or else the number with index `which` in it (a comma ends a number)."""
+def read_float(text: str, index: int) -> float | None:
+    """`text` as a number, or else the number with this index in it (a comma ends a number)."""
     try:
         return float(text)
     except ValueError:
         numbers = re.findall(r"-?\d+\.?\d*", text)
-        return float(numbers[which]) if numbers else None
+        return float(numbers[index]) if numbers else None
 
 
 def score_gsm8k(text: str, question: str, truth: Any) -> Score:
     # Each search continues after what it has read, closed or not, so that the time is linear in the text.
-    boxes = (box[1].strip() for box in re.finditer(r"\\boxed\{([^}\n]*)(\})?", text) if box[2])
-    numbers = (first_float(box, 0) for box in boxes if box.strip("."))
-    answer = next((number for number in numbers if number is not None), None)
-    if answer is None and (tagged := tagged_answer(text)):
-        answer = first_float(tagged, -1)
+    answer = None
+    for box in re.finditer(r"\\boxed\{([^}\n]*)(\})?", text):
+        content = box[1].strip()
+        if box[2] and content.strip("."):
+            answer = read_float(content, 0)
+        if answer is not None:
+            break
+    if answer is None:
+        tagged = tagged_answer(text)
+        if tagged:
+            answer = read_float(tagged, -1)
     return int(answer is not None and answer == truth), 1
 
 
@@ -280,7 +323,12 @@ def braced_arguments(text: str) -> str:
     head, *pieces = text.split("\\sqrt")
     if "" in pieces:
         raise ValueError("nothing under the root")
-    text = head + "".join("\\sqrt" + (p if p[0] == "{" else f"{{{p[0]}}}{p[1:]}") for p in pieces)
+    text = head
+    for piece in pieces:
+        if piece[0] != "{":
+            piece = f"{{{piece[0]}}}{piece[1:]}"
+        text += "\\sqrt" + piece
+
     head, *pieces = text.replace(" ", "").split("\\frac")
     if "" in pieces:
         raise ValueError("nothing in the fraction")
@@ -289,7 +337,10 @@ def braced_arguments(text: str) -> str:
             return text.replace(" ", "")
         if piece[0] != "{":
             top, bottom, rest = piece[0], piece[1], piece[2:]
-            piece = f"{{{top}}}" + (piece[1:] if bottom == "{" else f"{{{bottom}}}{rest}")
+            if bottom == "{":
+                piece = f"{{{top}}}{piece[1:]}"
+            else:
+                piece = f"{{{top}}}{{{bottom}}}{rest}"
         head += "\\frac" + piece
     return head
 
@@ -332,8 +383,9 @@ def left_of_equals(text: str) -> str:
     """The arithmetic before the first `=` that follows arithmetic and precedes a number; else all of `text`."""
     for match in re.finditer(r"=[0-9. ]", text):
         before = text[: match.start()]
-        if left := before[len(before.rstrip("0123456789+-*/() ")) :]:
-            return left.strip()
+        arithmetic = before[len(before.rstrip("0123456789+-*/() ")) :]
+        if arithmetic:
+            return arithmetic.strip()
     return text
 
 
@@ -341,7 +393,11 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
     from d1.tasks.countdown import evaluate  # imports datasets, which --help does not need
 
     numbers, target = truth
-    equation = next(found for found in (boxed_answer(text), tagged_answer(text), text) if found is not None)
+    equation = boxed_answer(text)
+    if equation is None:
+        equation = tagged_answer(text)
+    if equation is None:
+        equation = text
     for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
         equation = equation.replace(latex, sign)
     return int(evaluate(left_of_equals(equation), numbers) == target), 1
@@ -349,15 +405,32 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
 
 def sudoku_answer(text: str) -> str:
     """The solution as the released parser finds it: the first of four candidates that has any text."""
-    fences = text.partition("<answer>")[2].split("```")[1:-1]
-    fenced = next((fence for fence in fences if re.fullmatch(r"[\d\s]+", fence)), None)
-    after = None
+    # Digits in a fence of the answer.
+    fenced = ""
+    for fence in text.partition("<answer>")[2].split("```")[1:-1]:
+        if re.fullmatch(r"[\d\s]+", fence):
+            fenced = fence
+            break
+
+    # The text after the answer.
+    after = ""
     if "</answer>" in text:
-        rest = text.partition("</answer>")[2].lstrip()
-        after = rest[: min((end for end in map(rest.find, END_MARKS) if end >= 0), default=len(rest))]
-    bare = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
-    candidates = (fenced, between(text, "<answer>", "</answer>", *END_MARKS), after, bare and bare[1])
-    return next((found for candidate in candidates if (found := (candidate or "").strip())), "")
+        after = text.partition("</answer>")[2].lstrip()
+        ends = [after.find(mark) for mark in END_MARKS if mark in after]
+        if ends:
+            after = after[: min(ends)]
+
+    # 16 digits anywhere.
+    bare = ""
+    match = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
+    if match:
+        bare = match[1]
+
+    tagged = between(text, "<answer>", "</answer>", *END_MARKS) or ""
+    for candidate in (fenced, tagged, after, bare):
+        if candidate.strip():
+            return candidate.strip()
+    return ""
 
 
 def score_sudoku(text: str, question: str, truth: Any) -> Score:
@@ -402,43 +475,56 @@ def main(args: argparse.Namespace) -> int:
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
         raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout")
     own_tasks = user_tasks(*args.task_file)
-    setups = [find_setup(name, args.folder) for name in args.compare or ()] or read_setups(args.folder)
+    if args.compare:
+        setups = [find_setup(name, args.folder) for name in args.compare]
+    else:
+        setups = read_setups(args.folder)
     scored = [score_setup(setup, args.scoring, own_tasks) for setup in setups]
     rows = [row for row, _ in scored]
     if args.details:
-        lines = (json.dumps(detail, default=str) + "\n" for _, details in scored for detail in details)
+        lines = []
+        for _, details in scored:
+            for detail in details:
+                lines.append(json.dumps(detail, default=str) + "\n")
         Path(args.details).write_text("".join(lines), encoding="utf-8")
     if args.compare:
         (row_a, details_a), (row_b, details_b) = scored
         result: Any = compare(row_a.setup, details_a, row_b.setup, details_b)
         table = "".join(f"{name:<10}  {value}\n" for name, value in result.items())
     else:
-        result, table = [asdict(row) for row in rows], as_table(rows)
+        result = [asdict(row) for row in rows]
+        table = as_table(rows)
     sys.stdout.write(table if args.format == "table" else json.dumps(result, indent=1) + "\n")
-    sys.stderr.write("".join(line + "\n" for row in rows for line in row_reports(row)))
+    for row in rows:
+        for line in row_reports(row):
+            sys.stderr.write(line + "\n")
     return 0 if args.allow_partial or all(row.complete for row in rows) else 1
 
 
 def find_setup(name: str, folder: str) -> GeneratedSetup:
     """A setup by its name in `folder`, or by `other_folder/name`."""
-    where, _, own = name.rpartition("/")
-    setups = {setup.name: setup for setup in read_setups(where or folder)}
-    if own not in setups:
-        raise ValueError(f"no setup {own!r} in {where or folder}: choose one of {', '.join(setups)}")
-    return setups[own]
+    other_folder, _, setup_name = name.rpartition("/")
+    if other_folder:
+        folder = other_folder
+    setups = {setup.name: setup for setup in read_setups(folder)}
+    if setup_name not in setups:
+        raise ValueError(f"no setup {setup_name!r} in {folder}: choose one of {', '.join(setups)}")
+    return setups[setup_name]
 
 
 def row_reports(row: Row) -> list[str]:
     """The errors and notes that belong to a row."""
     lines = [f"ERROR {error}" for error in row.errors]
     if row.missing_ranks:
-        first, *others = row.missing_ranks
-        lines.append(f"ERROR {row.setup}: no file of rank {first}{f' and {len(others)} others' * bool(others)}")
+        line = f"ERROR {row.setup}: no file of rank {row.missing_ranks[0]}"
+        if len(row.missing_ranks) > 1:
+            line += f" and {len(row.missing_ranks) - 1} others"
+        lines.append(line)
     if row.expected is not None and row.n < row.expected:
         lines.append(f"ERROR {row.setup}: {row.n} of {row.expected} problems scored")
     if row.duplicates:
-        again = "counted again, as d1 does" if row.scoring == "published" else "counted once"
-        lines.append(f"note  {row.setup}: {row.duplicates} problems occur more than once, {again}")
+        treatment = "counted again, as d1 does" if row.scoring == "published" else "counted once"
+        lines.append(f"note  {row.setup}: {row.duplicates} problems occur more than once, {treatment}")
     return lines
 
 
@@ -451,18 +537,23 @@ def as_table(rows: list[Row]) -> str:
     header = ("setup", "accuracy %", "95% interval", "coverage", "tokens", "forward passes", "also %")
     lines = []
     for row in rows:
-        passes = [f"{name} {value:.2f} [{low:.2f}, {high:.2f}]" for name, (value, low, high) in row.pass_at.items()]
-        lines.append(
-            (
-                row.setup,
-                number(row.accuracy, 2),
-                f"[{number(row.ci_low, 2)}, {number(row.ci_high, 2)}]",
-                f"{row.n}/{'?' if row.expected is None else row.expected}{'' if row.complete else ' (!)'}",
-                number(row.tokens, 1),
-                number(row.forward_passes, 1),
-                ", ".join([*(f"{name} {value:.2f}" for name, value in row.metrics.items()), *passes]),
-            )
+        expected = "?" if row.expected is None else row.expected
+        coverage = f"{row.n}/{expected}"
+        if not row.complete:
+            coverage += " (!)"
+        other_metrics = [f"{name} {value:.2f}" for name, value in row.metrics.items()]
+        for name, (value, low, high) in row.pass_at.items():
+            other_metrics.append(f"{name} {value:.2f} [{low:.2f}, {high:.2f}]")
+        cells = (
+            row.setup,
+            number(row.accuracy, 2),
+            f"[{number(row.ci_low, 2)}, {number(row.ci_high, 2)}]",
+            coverage,
+            number(row.tokens, 1),
+            number(row.forward_passes, 1),
+            ", ".join(other_metrics),
         )
+        lines.append(cells)
     return aligned_table(header, lines)
 
 

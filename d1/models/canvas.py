@@ -45,20 +45,36 @@ def share_weights(model: Any) -> None:
     is frozen.
     """
     encoder, decoder = model.model.encoder, model.model.decoder
-    for own, other in zip(encoder.language_model.layers, decoder.layers, strict=True):
-        for parent, source in ((own.self_attn, other.self_attn), (own, other)):
-            for name in [name for name, _ in parent.named_children() if name != "self_attn"]:
-                pair = (getattr(side, name).parameters() for side in (parent, source))
-                if any(mine is not its for mine, its in zip(*pair, strict=True)):
-                    raise ValueError(f"the encoder's {name} has weights of its own: tie them to the decoder's first")
-                setattr(parent, name, SharedModule(source, name))
-    own = model.model  # `tie_weights` must not look for what the encoder has no more
-    own._tied_weights_keys = {to: of for to, of in own._tied_weights_keys.items() if ".layers" not in to}
-    left = model.all_tied_weights_keys.items()
-    model.all_tied_weights_keys = {to: of for to, of in left if not to.startswith(f"{ENCODER}layers.")}
+    for encoder_layer, decoder_layer in zip(encoder.language_model.layers, decoder.layers, strict=True):
+        share_children(encoder_layer.self_attn, decoder_layer.self_attn)
+        share_children(encoder_layer, decoder_layer)
+
+    # `tie_weights` must not look for what the encoder has no more.
+    inner = model.model
+    inner._tied_weights_keys = {
+        target: source for target, source in inner._tied_weights_keys.items() if ".layers" not in target
+    }
+    model.all_tied_weights_keys = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if not target.startswith(f"{ENCODER}layers.")
+    }
     freeze_vision(model)
     for table in (encoder.language_model.embed_tokens, decoder.embed_tokens):
         table.padding_idx = None  # nn.Embedding would give this row no gradient
+
+
+def share_children(encoder_module: nn.Module, decoder_module: nn.Module) -> None:
+    """Replace the modules of an encoder's layer, or of its attention, by the decoder's. ValueError if their weights are
+    not tied."""
+    names = [name for name, _ in encoder_module.named_children() if name != "self_attn"]
+    for name in names:
+        weights = getattr(encoder_module, name).parameters()
+        decoder_weights = getattr(decoder_module, name).parameters()
+        for weight, decoder_weight in zip(weights, decoder_weights, strict=True):
+            if weight is not decoder_weight:
+                raise ValueError(f"the encoder's {name} has weights of its own: tie them to the decoder's first")
+        setattr(encoder_module, name, SharedModule(decoder_module, name))
 
 
 def freeze_vision(model: Any) -> None:
@@ -89,25 +105,31 @@ class Context:
     def forget(self, config: Any) -> None:
         """Drop keys and values that no later token sees, if all rows go on after the last token."""
         for layer, kind in zip(self.cache.layers, config.text_config.layer_types, strict=True):
-            seen = config.text_config.sliding_window - 1
-            if kind == "sliding_attention" and layer.keys.shape[2] > seen:
-                layer.keys, layer.values = layer.keys[:, :, -seen:], layer.values[:, :, -seen:]
+            visible_keys = config.text_config.sliding_window - 1
+            if kind == "sliding_attention" and layer.keys.shape[2] > visible_keys:
+                layer.keys = layer.keys[:, :, -visible_keys:]
+                layer.values = layer.values[:, :, -visible_keys:]
 
 
-def masks_of(model: Any, keys: int, full: Tensor, windowed: Tensor, cache: Any) -> Masks:
+def layer_masks(model: Any, keys: int, full: Tensor, windowed: Tensor, cache: Any) -> Masks:
     """The masks of each type of layer from those (rows, queries, all keys) bool, without the first keys where a layer
     of this type has fewer; `keys` are those that this pass adds to the cache's."""
-    inner, found = unwrapped(model), {}
-    if (kernel := attention_kernel(inner.config.text_config)) not in KERNELS:
+    inner = unwrapped(model)
+    kernel = attention_kernel(inner.config.text_config)
+    if kernel not in KERNELS:
         raise ValueError(f"{inner.config.model_type} runs under {', '.join(KERNELS)}, not another attention kernel")
-    types = inner.config.text_config.layer_types
-    for kind, seen in (("full_attention", full), ("sliding_attention", windowed)):
-        if kind not in types:
+    layer_types = inner.config.text_config.layer_types
+    masks = {}
+    for layer_type, visible in (("full_attention", full), ("sliding_attention", windowed)):
+        if layer_type not in layer_types:
             continue
-        number = types.index(kind)
-        stored = cache.layers[number].keys.shape[2] if number < len(cache.layers) else 0
-        found[kind] = for_kernel(kernel, seen[..., seen.shape[-1] - stored - keys :].unsqueeze(1), inner)
-    return found
+        number = layer_types.index(layer_type)
+        cached = 0
+        if number < len(cache.layers):
+            cached = cache.layers[number].keys.shape[2]
+        visible = visible[..., visible.shape[-1] - cached - keys :]
+        masks[layer_type] = for_kernel(kernel, visible.unsqueeze(1), inner)  # (rows, 1, queries, keys)
+    return masks
 
 
 def encode(model: Any, ids: Tensor, visible: Tensor, before: Context | None = None) -> tuple[Context, Tensor]:
@@ -120,18 +142,26 @@ def encode(model: Any, ids: Tensor, visible: Tensor, before: Context | None = No
         The context, and the last states (rows, tokens, hidden), which predict the next token.
     """
     inner = unwrapped(model)
-    cache = DynamicCache() if before is None else before.cache
-    real = visible.bool() if before is None else torch.cat([before.visible, visible.bool()], dim=1)
-    position, new = count_positions(real), ids.shape[1]
-    query, key = position[:, -new:, None], position[:, None]
-    own = torch.eye(new, dtype=torch.bool, device=ids.device)
-    own = torch.cat([own.new_zeros(new, real.shape[1] - new), own], dim=1)  # padding sees itself: it must see a key
+    if before is None:
+        cache = DynamicCache()
+        real = visible.bool()
+    else:
+        cache = before.cache
+        real = torch.cat([before.visible, visible.bool()], dim=1)
+    length = ids.shape[1]
+    position = count_positions(real)  # (rows, all tokens)
+
+    # (rows, queries, keys)
+    query, key = position[:, -length:, None], position[:, None]
     causal = real[:, None] & (key <= query)
-    near = causal & (query - key < inner.config.text_config.sliding_window)
+    windowed = causal & (query - key < inner.config.text_config.sliding_window)
+    # Padding sees itself, because each token must see a key.
+    diagonal = torch.eye(length, dtype=torch.bool, device=ids.device)
+    diagonal = torch.cat([diagonal.new_zeros(length, real.shape[1] - length), diagonal], dim=1)
     output = inner.model.encoder.language_model(
         input_ids=ids,
-        attention_mask=masks_of(model, new, causal | own, near | own, cache),
-        position_ids=position[:, -new:],
+        attention_mask=layer_masks(model, length, causal | diagonal, windowed | diagonal, cache),
+        position_ids=position[:, -length:],
         **{CACHE: cache},
     )
     return Context(cache, real), output.last_hidden_state
@@ -150,19 +180,31 @@ def decode(
         soft: (rows, n, hidden) soft embeddings for self-conditioning (`soft_embeddings`); None: zeros.
     """
     inner = unwrapped(model)
-    decoder, config, n = inner.model.decoder, inner.config.text_config, ids.shape[1]
-    key, start = count_positions(context.visible)[:, None], starts.unsqueeze(-1)
+    decoder, config = inner.model.decoder, inner.config.text_config
+
+    # (rows, queries, keys of the text and of the canvases)
+    key = count_positions(context.visible)[:, None]
+    start = starts.unsqueeze(-1)
     text = context.visible[:, None] & (key < start)
+    window = text & (key > start - config.sliding_window)
     canvas = start == starts.unsqueeze(1)
     full = torch.cat([text, canvas], dim=-1)
-    near = torch.cat([text & (key > start - config.sliding_window), canvas], dim=-1)
-    masks = masks_of(model, n, full, near, context.cache)
+    windowed = torch.cat([window, canvas], dim=-1)
+    masks = layer_masks(model, ids.shape[1], full, windowed, context.cache)
+
     embedded = decoder.embed_tokens(ids)
-    states = decoder.self_conditioning(embedded, torch.zeros_like(embedded) if soft is None else soft)
-    turned = {kind: decoder.rotary_emb(states, positions, kind) for kind in masks}
+    if soft is None:
+        soft = torch.zeros_like(embedded)
+    states = decoder.self_conditioning(embedded, soft)
+    position_embeddings = {kind: decoder.rotary_emb(states, positions, kind) for kind in masks}
     for layer, kind in zip(decoder.layers, config.layer_types, strict=True):
-        options = {"position_embeddings": turned[kind], "attention_mask": masks[kind], CACHE: context.cache}
-        states = layer(states, position_ids=positions, **options)
+        states = layer(
+            states,
+            position_ids=positions,
+            position_embeddings=position_embeddings[kind],
+            attention_mask=masks[kind],
+            **{CACHE: context.cache},
+        )
     return decoder.norm(states)  # type: ignore[no-any-return]
 
 
@@ -183,8 +225,10 @@ def canvas_states(model: Any, clean: Tensor, canvas: Tensor, visible: Tensor | N
         visible: (rows, prompt + canvas), 1 at real tokens; None: all are.
     """
     size, length = unwrapped(model).config.canvas_length, canvas.shape[1]
-    visible = torch.ones_like(clean) if visible is None else visible
+    if visible is None:
+        visible = torch.ones_like(clean)
     context, _ = encode(model, clean[:, :-size], visible[:, :-size])
     prompt = visible[:, : clean.shape[1] - length].sum(1, keepdim=True)
-    own = torch.arange(length, device=clean.device)
-    return decode(model, canvas, prompt + own, prompt + own // size * size, context)
+    offsets = torch.arange(length, device=clean.device)
+    starts = offsets // size * size
+    return decode(model, canvas, prompt + offsets, prompt + starts, context)

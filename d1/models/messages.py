@@ -78,12 +78,12 @@ def conversation_of(row: Mapping[str, Any], messages: Any) -> tuple[list[Message
 
 def whole_turns(messages: Any) -> list[Message]:
     """The messages up to the assistant's last; ValueError if they are no messages, or if no other comes before it."""
-    read = read_messages(messages)
-    while read and read[-1]["role"] != "assistant":
-        read = read[:-1]
-    if len(read) < 2:
+    turns = read_messages(messages)
+    while turns and turns[-1]["role"] != "assistant":
+        turns = turns[:-1]
+    if len(turns) < 2:
         raise ValueError("no assistant turn follows a user turn")
-    return read
+    return turns
 
 
 # --- Columns ----------------------------------------------------------------------------------------------------------
@@ -111,17 +111,20 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     options = from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise ValueError(f"chat_template_kwargs is {type(options).__name__}, not an object")
-    if taken := [name for name in options if name in RESERVED]:
-        raise ValueError(f"chat_template_kwargs has {taken[0]!r}, which is no variable of a chat template")
-    found = {name: value for name, value in options.items() if value is not None}
+    for name in options:
+        if name in RESERVED:
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is no variable of a chat template")
+    options = {name: value for name, value in options.items() if value is not None}
     for name in OF_TEMPLATES:
-        if value := from_json(row.get(name), name):
-            if not isinstance(value, list):
-                raise ValueError(f"the column {name} is {type(value).__name__}, not a list")
-            found[name] = [without_nulls(object_of(one, f"an entry of {name}")) for one in value]
-    for tool in found.get("tools", ()):
+        entries = from_json(row.get(name), name)
+        if not entries:
+            continue
+        if not isinstance(entries, list):
+            raise ValueError(f"the column {name} is {type(entries).__name__}, not a list")
+        options[name] = [without_nulls(read_object(entry, f"an entry of {name}")) for entry in entries]
+    for tool in options.get("tools", ()):
         name_of_tool(tool)
-    return found
+    return options
 
 
 def name_of_tool(tool: Mapping[str, Any]) -> str:
@@ -143,23 +146,25 @@ def read_messages(messages: Any) -> list[Message]:
     return [read_message(message) for message in messages]
 
 
-def read_message(given: Message) -> Message:
+def read_message(message: Message) -> Message:
     # A table's rows have all fields of all messages; those that a message lacks are null.
-    message = with_role({name: value for name, value in given.items() if value is not None})
+    message = with_role({name: value for name, value in message.items() if value is not None})
     role = message["role"]
     for name, todo in UNREAD_FIELDS.items():
         if message.get(name):
             raise ValueError(f"{name} of the {role} message would be lost: {todo}")
-    listed = from_json(message.pop("tool_calls", None), "tool_calls") or []
-    if not isinstance(listed, list):
-        raise ValueError(f"tool_calls of the {role} message is {type(listed).__name__}, not a list: {listed!r:.80}")
-    calls = [read_call(call) for call in listed]
+    calls = from_json(message.pop("tool_calls", None), "tool_calls") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls of the {role} message is {type(calls).__name__}, not a list: {calls!r:.80}")
     if calls:
-        message |= {"tool_calls": calls, "content": message.get("content", "")}
+        message["tool_calls"] = [read_call(call) for call in calls]
+        message.setdefault("content", "")
     message["content"] = joined_text(message.get("content"), f"the {role} message")
     require_text(message["content"], f"the {role} message", empty_ok=role != "assistant" or bool(calls))
-    if thoughts := thoughts_of(message):
-        message |= {"reasoning_content": thoughts, "thinking": thoughts}  # gpt-oss reads the second
+    thoughts = thoughts_of(message)
+    if thoughts:
+        message["reasoning_content"] = thoughts
+        message["thinking"] = thoughts  # gpt-oss reads this one
     check_weight(message)
     return message
 
@@ -170,21 +175,24 @@ def with_role(message: Message) -> Message:
         require_text(message["role"], "a message's role")
         known = SENDERS.get(message["role"].lower())
         # A template may have a role of its own, such as `observation`.
-        is_known = known in ("user", "assistant") or known == message["role"].lower()
-        return {**message, "role": known} if is_known else message
+        if known in ("user", "assistant") or known == message["role"].lower():
+            return {**message, "role": known}
+        return message
     if "from" not in message:
         raise ValueError(f"a message has no role, but {', '.join(message) or 'no field at all'}")
     sender = message["from"]
-    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    other_fields = {name: value for name, value in message.items() if name not in ("from", "value")}
     if sender in CALLS:
         calls = from_json(message.get("value"), f"the value of {sender}")
         if not calls:
             raise ValueError(f"the value of {sender} has no call")
-        return {**others, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+        if not isinstance(calls, list):
+            calls = [calls]
+        return {**other_fields, "role": "assistant", "tool_calls": calls}
     if not isinstance(sender, str) or sender.lower() not in SENDERS:
         known_names = ", ".join((*SENDERS, *CALLS))
         raise ValueError(f"from {sender!r:.80} has no role{nearest(str(sender), SENDERS)}: use one of {known_names}")
-    return {**others, "role": SENDERS[sender.lower()], "content": message.get("value")}
+    return {**other_fields, "role": SENDERS[sender.lower()], "content": message.get("value")}
 
 
 def joined_text(content: Any, name: str) -> Any:
@@ -193,7 +201,9 @@ def joined_text(content: Any, name: str) -> Any:
         return content
     texts = []
     for part in content:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        kind, text = "text", part
+        if isinstance(part, dict):
+            kind, text = part.get("type"), part.get("text")
         if kind != "text" or not isinstance(text, str):
             parts = f"{name} has a part of type {kind}"
             raise ValueError(f"{parts}: a message is a list of parts, such as images, not text, and {NO_TEXT}")
@@ -203,27 +213,27 @@ def joined_text(content: Any, name: str) -> Any:
 
 def thoughts_of(message: Message) -> str:
     """The thoughts of a message; its fields for them are removed if they are empty. ValueError if they differ."""
-    found: dict[str, str] = {}
+    thoughts: dict[str, str] = {}
     for name in REASONING:
         if name not in message:
             continue
         require_text(message[name], f"{name} of the {message['role']} message", empty_ok=True)
         if message[name].strip():
-            found[name] = message[name]
+            thoughts[name] = message[name]
         else:
             del message[name]
-    if len({*found.values()}) > 1:
-        raise ValueError(f"{' and '.join(found)} of the {message['role']} message differ: give one of them")
-    return next(iter(found.values()), "")
+    if len(set(thoughts.values())) > 1:
+        raise ValueError(f"{' and '.join(thoughts)} of the {message['role']} message differ: give one of them")
+    return next(iter(thoughts.values()), "")
 
 
-def read_call(given: Any) -> dict[str, Any]:
+def read_call(entry: Any) -> dict[str, Any]:
     """One call as `{"type": "function", "function": {"name", "arguments"}}`, where the arguments are an object."""
-    call = {name: value for name, value in object_of(given, "an entry of tool_calls").items() if value is not None}
+    call = {name: value for name, value in read_object(entry, "an entry of tool_calls").items() if value is not None}
     nested = call.pop("function", None)
     if nested is None:
         nested = {name: call.pop(name) for name in ("name", "arguments") if name in call}
-    function = {name: value for name, value in object_of(nested, "a call's function").items() if value is not None}
+    function = {name: value for name, value in read_object(nested, "a call's function").items() if value is not None}
     if not isinstance(function.get("name"), str):
         raise ValueError("an entry of tool_calls has no name of a function")
     for name in (*UNREAD_ARGUMENTS, "arguments"):
@@ -231,10 +241,10 @@ def read_call(given: Any) -> dict[str, Any]:
             todo = "give them as arguments of its function"
             raise ValueError(f"{name} of the call to {function['name']} would be lost: {todo}")
     arguments = function.get("arguments")
-    if not isinstance(arguments, dict):
-        arguments = object_of(arguments or {}, f"the arguments of the call to {function['name']}")
-    else:
+    if isinstance(arguments, dict):
         arguments = without_nulls(arguments)
+    else:
+        arguments = read_object(arguments or {}, f"the arguments of the call to {function['name']}")
     return {**call, "type": call.get("type", "function"), "function": {**function, "arguments": arguments}}
 
 
@@ -251,8 +261,8 @@ def check_weight(message: Message) -> None:
 
 def weight_of(message: Message) -> bool | None:
     """Whether a message says that it is trained on; None if it does not say."""
-    said = [bool(message[name]) for name in WEIGHTS if name in message]
-    return all(said) if said else None
+    weights = [bool(message[name]) for name in WEIGHTS if name in message]
+    return all(weights) if weights else None
 
 
 # --- Values -----------------------------------------------------------------------------------------------------------
@@ -268,19 +278,21 @@ def from_json(value: Any, name: str) -> Any:
         raise ValueError(f"{name} is a text that is not JSON: {value!r:.80}") from None
 
 
-def object_of(value: Any, name: str) -> dict[str, Any]:
+def read_object(value: Any, name: str) -> dict[str, Any]:
     """An object, perhaps as a text in JSON."""
-    read = from_json(value, name)
-    if not isinstance(read, dict):
-        raise ValueError(f"{name} is {type(read).__name__}, not an object: {value!r:.80}")
-    return read
+    parsed = from_json(value, name)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} is {type(parsed).__name__}, not an object: {value!r:.80}")
+    return parsed
 
 
 def without_nulls(value: Any) -> Any:
     """A value without null fields: a table's rows have the fields of all rows, as nulls. TRL removes them, too."""
     if isinstance(value, dict):
-        return {name: without_nulls(one) for name, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    return value
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -291,8 +303,8 @@ def texts_in(value: Any) -> Iterator[str]:
         yield from value
         yield from texts_in(list(value.values()))
     elif isinstance(value, list):
-        for one in value:
-            yield from texts_in(one)
+        for entry in value:
+            yield from texts_in(entry)
 
 
 def map_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> Any:
@@ -300,5 +312,12 @@ def map_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> A
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {change(name) if keys else name: map_texts(one, change, keys) for name, one in value.items()}
-    return [map_texts(one, change, keys) for one in value] if isinstance(value, list) else value
+        changed = {}
+        for name, field in value.items():
+            if keys:
+                name = change(name)
+            changed[name] = map_texts(field, change, keys)
+        return changed
+    if isinstance(value, list):
+        return [map_texts(entry, change, keys) for entry in value]
+    return value

@@ -15,7 +15,7 @@ from datasets import Features, Value
 
 from d1.models.messages import SYSTEM, Message, Options, read_messages, require_text, template_options, whole_turns
 from d1.models.tokenizer import render_prompt, trained_ids
-from d1.runs.data import problem_of
+from d1.runs.data import describe_row_error
 
 ANSWERS = {  # an answer -> the columns that may hold it; the first one counts
     "chosen": ("chosen", "chosen_response"),
@@ -268,7 +268,7 @@ def tokenize_row(
         if (longest := max(map(len, completions))) > max_completion_length:
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
     except Exception as error:  # a chat template may raise anything
-        return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": problem_of(error)}
+        return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": describe_row_error(error)}
     return {"prompt_ids": prompts[0], "completions": [*completions], "label": label, "status": "ok", "problem": ""}
 
 

@@ -15,7 +15,7 @@ from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
 from d1.preference.methods import METHODS
 from d1.preference.trainer import PreferenceTrainer
 from d1.runs.data import load_rows
-from d1.runs.record import ROWS, of_rows
+from d1.runs.record import ROWS, hash_rows
 from d1.runs.stage import Stage, cap_batch, on_resume, prepare_model, stage_of, trainer_arguments
 from d1.scoring import ESTIMATORS, ViewSettings
 
@@ -70,4 +70,4 @@ def prepare(
             processing_class=tokenizer,
         )
 
-    return {"paper": method.paper, ROWS + "train_data": of_rows(rows)}, make_trainer
+    return {"paper": method.paper, ROWS + "train_data": hash_rows(rows)}, make_trainer

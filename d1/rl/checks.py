@@ -44,7 +44,7 @@ from d1.rl.losses import (
     Penalty,
 )
 from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, parts_of_papers
-from d1.runs.record import OnResume, whole
+from d1.runs.record import OnResume, identity
 from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, check_start, refuse_scdd
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.entry import describe_function
@@ -703,7 +703,7 @@ ON_RESUME = OnResume(
             *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
             *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
         ),
-        whole,
+        identity,
     )
     # Only whether it is 0 is fixed: then the rollout has no reference log-probs.
     | {"beta": bool},

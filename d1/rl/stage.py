@@ -46,7 +46,7 @@ from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
-from d1.runs.record import ROWS, of_rows
+from d1.runs.record import ROWS, hash_rows
 from d1.runs.stage import Prepared, Stage
 from d1.runs.turns import TurnSettings
 from d1.sampling.graphs import check_compile
@@ -151,7 +151,7 @@ def prepare(
         "plan": numbers,
         "idle": inactive_settings(args),
         "paper": find_method(args.method).paper,
-        ROWS + "dataset": of_rows(train_rows),
+        ROWS + "dataset": hash_rows(train_rows),
         "validation_problems": len(eval_rows or []),
     }
     return facts, start

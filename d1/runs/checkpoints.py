@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -24,10 +25,20 @@ STATE = "trainer_state.json"
 SUMS = "checksums.json"  # of each other file in a checkpoint: its size in bytes and its SHA-256
 
 # Files of the Trainer, DeepSpeed, FSDP and diffu-GRPO that a model does not need.
-ONLY_TO_RESUME = (
-    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
-    *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
-    *("rollout_rank*", "rollouts_ahead", "reference*.safetensors", "*_sums.json", SUMS),
+RESUME_FILES = (
+    "optimizer*",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*",
+    "global_step*",
+    "latest",
+    "zero_to_fp32.py",
+    "pytorch_model_fsdp*",
+    "rollout_rank*",
+    "rollouts_ahead",
+    "reference*.safetensors",
+    "*_sums.json",
+    SUMS,
 )
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
@@ -40,21 +51,27 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.
     """
-    args, state = trainer.args, trainer.state
-    final, limit = Path(str(args.output_dir)), args.save_total_limit
+    args = trainer.args
+    state = trainer.state
+    final = Path(str(args.output_dir))
+    limit = args.save_total_limit
     staging = final / ".saving"
     name = f"checkpoint-{state.global_step}"
     if args.should_save:
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    args.output_dir, args.save_total_limit = str(staging), None
-    with contextlib.ExitStack() as on_error, writing(final, name, lambda: disk_full_advice(final)):
+
+    args.output_dir = str(staging)
+    args.save_total_limit = None
+    with contextlib.ExitStack() as on_error, writing(final, name, partial(disk_full_advice, final)):
         if args.should_save:  # its parts are of no use, and may fill a disk
             on_error.callback(shutil.rmtree, staging, ignore_errors=True)
         try:
             yield staging / name
         finally:
-            args.output_dir, args.save_total_limit = str(final), limit
+            args.output_dir = str(final)
+            args.save_total_limit = limit
+
         # The Trainer has noted the best checkpoint's path under `staging`.
         best = final / f"checkpoint-{state.best_global_step}"
         if state.best_global_step and (best.exists() or best.name == name):
@@ -65,6 +82,7 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
         write_sums(staging / name, args)
         trainer.accelerator.wait_for_everyone()
         on_error.pop_all()
+
     if args.should_save:
         give_usual_mode(staging.rglob("*.safetensors"))
         shutil.rmtree(final / name, ignore_errors=True)
@@ -78,18 +96,27 @@ def rotate(saved: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all). Older means
     an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed from an
     earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit."""
-    newest = step_of(saved)
-    found = [path for path in saved.parent.glob("checkpoint-*") if step_of(path) >= 0 and path.is_dir()]
-    found.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
-    kept = {saved.name, Path(best or saved).name}
-    spare = max(len(found) - max(limit, len(kept)), 0) if limit and limit > 0 else 0
-    for path in [path for path in found if path.name not in kept][:spare]:
+    newest = checkpoint_step(saved)
+    checkpoints = []
+    for path in saved.parent.glob("checkpoint-*"):
+        if checkpoint_step(path) >= 0 and path.is_dir():
+            checkpoints.append(path)
+    checkpoints.sort(key=lambda path: (checkpoint_step(path) <= newest, checkpoint_step(path)))
+
+    protected = {saved.name, Path(best or saved).name}
+    excess = 0
+    if limit and limit > 0:
+        excess = max(len(checkpoints) - max(limit, len(protected)), 0)
+    deletable = [path for path in checkpoints if path.name not in protected]
+    for path in deletable[:excess]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def disk_full_advice(output_dir: Path) -> str:
     """The advice for a run whose disk is full; it names the last complete checkpoint."""
-    last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    last = None
+    if output_dir.is_dir():
+        last = get_last_checkpoint(str(output_dir))
     if last is None:
         return "no checkpoint is complete yet: make room and start the same command again"
     return f"{Path(last).name} is complete: make room and continue with --resume"
@@ -100,40 +127,48 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
 
     ValueError if `output_dir` holds a run and `resume` is not set, or if the folder `resume` is not a checkpoint.
     """
-    last = get_last_checkpoint(str(output_dir)) if os.path.isdir(output_dir) else None
+    last = None
+    if os.path.isdir(output_dir):
+        last = get_last_checkpoint(str(output_dir))
+
     if resume is None or str(resume).lower() == "false":
         if last is not None or (Path(output_dir) / STATE).exists():
-            held = f"another run ({Path(last).name if last else 'finished'})"
-            raise ValueError(f"{output_dir} holds {held}: continue it with --resume, or write to another folder")
+            state = Path(last).name if last else "finished"
+            raise ValueError(
+                f"{output_dir} holds another run ({state}): continue it with --resume, or write to another folder"
+            )
         return None
     if str(resume).lower() == "true":
         if last is None:
             logger.warning("No checkpoint in %s yet: starting from the beginning.", output_dir)
-        return last and Path(last)
+            return None
+        return Path(last)
+
     folder = Path(str(resume))
-    if not folder.is_dir() or (step_of(folder) < 0 and not (folder / STATE).is_file()):
+    if not folder.is_dir() or (checkpoint_step(folder) < 0 and not (folder / STATE).is_file()):
         raise ValueError(f"--resume {resume}: it must be true, false or the folder of a checkpoint")
     return folder
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The step in a checkpoint's name; -1 for a folder with another name."""
     number = checkpoint.name.removeprefix("checkpoint-")
     return int(number) if number.isdigit() else -1
 
 
-def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
+def broken_checkpoint_error(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
     """The error for a checkpoint whose file `name` "is missing" or "is damaged"; it names the checkpoint to resume."""
-    steps = [path for path in checkpoint.parent.glob("checkpoint-*") if step_of(path) < step_of(checkpoint)]
-    way_out = "no earlier checkpoint is left: start the run again in another folder"
-    if steps:
-        way_out = f"continue from the checkpoint before it with --resume {max(steps, key=step_of)}"
-    return ValueError(f"{checkpoint / name} {problem}; {way_out}")
+    step = checkpoint_step(checkpoint)
+    earlier = [path for path in checkpoint.parent.glob("checkpoint-*") if checkpoint_step(path) < step]
+    advice = "no earlier checkpoint is left: start the run again in another folder"
+    if earlier:
+        advice = f"continue from the checkpoint before it with --resume {max(earlier, key=checkpoint_step)}"
+    return ValueError(f"{checkpoint / name} {problem}; {advice}")
 
 
 @contextlib.contextmanager
 def reading_checkpoint(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
-    """Inside, a missing or damaged `file` raises the error of `broken` for its checkpoint (default: its folder)."""
+    """Inside, a missing or damaged `file` raises `broken_checkpoint_error` for its checkpoint (default: its folder)."""
     checkpoint = checkpoint or file.parent
     try:
         yield
@@ -142,7 +177,7 @@ def reading_checkpoint(file: Path, checkpoint: Path | None = None) -> Iterator[N
         if isinstance(error, OSError) and not missing:
             raise
         problem = "is missing" if missing else f"is damaged ({error})"
-        raise broken(checkpoint, file.relative_to(checkpoint), problem) from error
+        raise broken_checkpoint_error(checkpoint, file.relative_to(checkpoint), problem) from error
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -151,10 +186,15 @@ def read_state(checkpoint: Path) -> TrainerState:
         return TrainerState.load_from_json(str(checkpoint / STATE))
 
 
+def has_any(folder: Path, patterns: Sequence[str]) -> bool:
+    """Whether a folder has a file whose name fits one of the patterns."""
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
+
+
 def check_weights_file(checkpoint: Path) -> None:
     """Refuse (ValueError) a checkpoint without the weights of a model or an adapter."""
-    if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
-        raise broken(checkpoint, WEIGHTS[0], "is missing")
+    if not has_any(checkpoint, WEIGHTS):
+        raise broken_checkpoint_error(checkpoint, WEIGHTS[0], "is missing")
 
 
 def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
@@ -162,27 +202,33 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
     (5.23) would silently start with fresh ones. FSDP keeps the optimizer in `optimizer.bin` or, in parts, in
     `optimizer_0`. DeepSpeed keeps it in the folder that `latest` names, with the scheduler if its config has one."""
     deepspeed = args.deepspeed_plugin
-    files = [("latest",) if deepspeed else ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")]
+    required: list[tuple[str, ...]] = []  # one of each must exist
+    if deepspeed:
+        required.append(("latest",))
+    else:
+        required.append(("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata"))
     if not (deepspeed and "scheduler" in deepspeed.deepspeed_config):
-        files.append(("scheduler.pt",))
-    for patterns in files:
-        if not any(path for pattern in patterns for path in checkpoint.glob(pattern)):
-            raise broken(checkpoint, patterns[0], "is missing")
+        required.append(("scheduler.pt",))
+    for patterns in required:
+        if not has_any(checkpoint, patterns):
+            raise broken_checkpoint_error(checkpoint, patterns[0], "is missing")
     if not deepspeed:
         check_weights_file(checkpoint)
 
 
 def write_sums(folder: Path, args: TrainingArguments) -> None:
     """Write the checksums of all files of a checkpoint. Every process must call it, and hashes a part of the files."""
-    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    names = broadcast_object_list([found])[0]  # one list: other machines may see new files late
-    mine = {name: sum_of(folder / name) for name in names[args.process_index :: args.world_size]}
-    sums = {name: of for part in gather_object([mine]) for name, of in part.items()}
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = broadcast_object_list([files])[0]  # one list: other machines may see new files late
+    local_sums = {name: file_checksum(folder / name) for name in names[args.process_index :: args.world_size]}
+    sums = {}
+    for process_sums in gather_object([local_sums]):
+        sums.update(process_sums)
     if args.should_save:
         (folder / SUMS).write_text(json.dumps(dict(sorted(sums.items())), indent=1) + "\n")
 
 
-def sum_of(file: Path) -> list[int | str]:
+def file_checksum(file: Path) -> list[int | str]:
     """Size in bytes and SHA-256, in hexadecimal digits, of a file."""
     with file.open("rb") as opened:
         return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
@@ -192,12 +238,12 @@ def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
     """Refuse (ValueError) a checkpoint with a file that is missing or differs from the saved one. Unpickles nothing.
     Process number `process` compares every `processes`-th file."""
     if not (checkpoint / SUMS).is_file():
-        raise broken(checkpoint, SUMS, "is missing (versions up to 0.3 wrote none)")
+        raise broken_checkpoint_error(checkpoint, SUMS, "is missing (versions up to 0.3 wrote none)")
     with reading_checkpoint(checkpoint / SUMS):
         sums = {name: [size, digest] for name, (size, digest) in json.loads((checkpoint / SUMS).read_text()).items()}
     for name in sorted(sums)[process::processes]:
         with reading_checkpoint(checkpoint / name, checkpoint):
-            if sum_of(checkpoint / name) != sums[name]:
+            if file_checksum(checkpoint / name) != sums[name]:
                 raise ValueError("its checksum is not that of what was saved")
 
 
@@ -219,12 +265,13 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     last = output_dir / STATE
     if last.is_file() and TrainerState.load_from_json(str(last)).global_step == state.global_step:
         return
-    best = keep_best and state.best_model_checkpoint
-    source = checkpoint.with_name(Path(best).name) if best else checkpoint
+    source = checkpoint
+    if keep_best and state.best_model_checkpoint:
+        source = checkpoint.with_name(Path(state.best_model_checkpoint).name)
     for folder in {checkpoint, source}:
         check_sums(folder)
     check_weights_file(source)
-    left_out = shutil.ignore_patterns(*ONLY_TO_RESUME, "README.md")
+    left_out = shutil.ignore_patterns(*RESUME_FILES, "README.md")
     shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
     shutil.copy(checkpoint / STATE, last)
     write_metrics(output_dir, state.log_history)

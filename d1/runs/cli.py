@@ -418,7 +418,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def raise_together() -> Iterator[None]:
     """Raise in all processes what one of them raises inside; a process with an error of its own raises that. Every
     process must enter."""
     local_error: Exception | None = None
@@ -426,20 +426,21 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         local_error = error
-    errors = [error for error in (local_error, *from_all(sendable(local_error))) if error is not None]
-    if errors:
-        raise errors[0]
+    all_errors = from_all(picklable(local_error))
+    for candidate in (local_error, *all_errors):
+        if candidate is not None:
+            raise candidate
 
 
 def from_rank_0(compute: Callable[[], T]) -> T:
     """The result of `compute` on rank 0, which all processes get; an exception there is raised in all of them."""
     import torch.distributed as dist
 
-    found: Any = None
-    with together():
+    result: Any = None
+    with raise_together():
         if not dist.is_initialized() or dist.get_rank() == 0:
-            found = compute()
-    return from_all(found)[0]  # type: ignore[no-any-return]
+            result = compute()
+    return from_all(result)[0]  # type: ignore[no-any-return]
 
 
 def from_all(value: T) -> list[T]:
@@ -453,9 +454,11 @@ def from_all(value: T) -> list[T]:
     return values
 
 
-def sendable(error: Exception | None) -> Exception | None:
+def picklable(error: Exception | None) -> Exception | None:
     """The error, or one with its message alone if it cannot be sent to another process."""
+    if error is None:
+        return None
     with contextlib.suppress(Exception):
         pickle.dumps(copy.copy(error))
         return error
-    return RunError(one_line(error)) if error is not None else None
+    return RunError(one_line(error))

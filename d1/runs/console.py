@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 
 # The metrics of a log that a line shows, in this order: metric, its name in the line, its format.
-SHOWN = (
+CONSOLE_METRICS = (
     ("loss", "loss", ".4g"),
     ("train_loss", "mean loss", ".4g"),
     ("reward", "reward", ".3f"),
@@ -53,26 +53,41 @@ def log_without_account(folder: str | Path) -> None:
 
     os.environ.setdefault("WANDB_DIR", str(folder))
     online = "WANDB_MODE" in os.environ
-    # Without `prompt`, as in 0.22, `login` asks on the terminal if no key is set. Delete this once 0.31 is the oldest.
-    quiet: Any = {"prompt": False} if "prompt" in signature(wandb.login).parameters else None
-    with contextlib.suppress(wandb.Error):
-        online = online or ((quiet is not None or bool(wandb.api.api_key)) and wandb.login(**quiet or {}))
+    if not online:
+        with contextlib.suppress(wandb.Error):
+            # Without `prompt`, as in 0.22, `login` asks on the terminal if no key is set. Delete this once 0.31 is the
+            # oldest.
+            if "prompt" in signature(wandb.login).parameters:
+                online = wandb.login(prompt=False)
+            elif wandb.api.api_key:
+                online = wandb.login()
     if not online:
         os.environ["WANDB_MODE"] = "offline"
         wandb.teardown()  # it has read the variable already
 
 
-def summary(logs: Mapping[str, Any]) -> str:
-    """The metrics of `SHOWN` in a log of training, or of an evaluation ("eval_..."), as in "loss 0.31  KL 0.002".
+def summarize_log(logs: Mapping[str, Any]) -> str:
+    """The `CONSOLE_METRICS` of a log of training, or of an evaluation ("eval_..."), as in "loss 0.31  KL 0.002".
 
     If a reward did not apply to some rows, the line names the reward and the share of these rows.
     """
-    prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-    known = {name.removeprefix(prefix): value for name, value in logs.items()}
-    parts = [f"{label} {known[name]:{form}}" for name, label, form in SHOWN if known.get(name) is not None]
-    shares = {name.split("/")[-2]: share for name, share in known.items() if name.endswith("/none_share")}
-    parts += [f"{name} None {share:.0%}" for name, share in shares.items() if share]
-    return ("evaluation: " if prefix else "") + "  ".join(parts)
+    prefix = ""
+    if any(name.startswith("eval_") for name in logs):
+        prefix = "eval_"
+    values = {name.removeprefix(prefix): value for name, value in logs.items()}
+    parts = []
+    for name, label, number_format in CONSOLE_METRICS:
+        if values.get(name) is not None:
+            parts.append(f"{label} {values[name]:{number_format}}")
+    missing_rewards = {}
+    for name, share in values.items():
+        if name.endswith("/none_share"):
+            missing_rewards[name.split("/")[-2]] = share
+    for name, share in missing_rewards.items():
+        if share:
+            parts.append(f"{name} None {share:.0%}")
+    line = "  ".join(parts)
+    return f"evaluation: {line}" if prefix else line
 
 
 def write_metrics(folder: str | Path, log_history: Iterable[Mapping[str, Any]]) -> None:
@@ -83,19 +98,26 @@ def write_metrics(folder: str | Path, log_history: Iterable[Mapping[str, Any]]) 
 
 def json_line(log: Mapping[str, Any]) -> str:
     """One log as a line of JSON; numbers that are not finite become null, because JSON cannot express them."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in log.items()}
+    finite = {}
+    for name, value in log.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            value = None
+        finite[name] = value
     return json.dumps(finite) + "\n"
 
 
-def show_row(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, most: int = 2000) -> None:
+def show_row(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, max_characters: int = 2000) -> None:
     """Log the text of a tokenised row, special tokens included, with [[ and ]] around what is trained on. The
-    middle of a part with more than `most` characters is left out."""
+    middle of a part with more than `max_characters` characters is left out."""
     parts: list[str] = []
     for is_trained, group in itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1]):
         text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
-        if len(text) > most:
-            text = f"{text[: most // 2]} [...] {text[-(most // 2) :]}"
-        parts.append(f"[[{text}]]" if is_trained else text)
+        if len(text) > max_characters:
+            half = max_characters // 2
+            text = f"{text[:half]} [...] {text[-half:]}"
+        if is_trained:
+            text = f"[[{text}]]"
+        parts.append(text)
     counts = f"{len(ids)} tokens, of which the {sum(trained)} between [[ and ]] are trained on"
     logger.info("The first row, %s:\n%s", counts, "".join(parts))
 
@@ -118,9 +140,13 @@ class RunConsole(TrainerCallback):
         if state.is_world_process_zero:
             write_metrics(args.output_dir, state.log_history)
             self.path = Path(args.output_dir) / METRICS_FILE
-            steps = {"total": self.last_step(state), "initial": state.global_step}
-            often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a file keeps every state of the bar
-            self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm, mininterval=often)
+            self.bar = tqdm(
+                total=self.last_step(state),
+                initial=state.global_step,
+                dynamic_ncols=True,
+                disable=args.disable_tqdm,
+                mininterval=0.1 if sys.stderr.isatty() else 5.0,  # seconds; a file keeps every state of the bar
+            )
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
@@ -134,9 +160,14 @@ class RunConsole(TrainerCallback):
             return
         with self.path.open("a") as file:
             file.write(json_line(state.log_history[-1]))
-        before, self.last_log = self.last_log, time.perf_counter()
-        step = f"step {state.global_step}/{self.last_step(state)}"
-        tqdm.write("  ".join(filter(None, [step, summary(logs or {}), f"{self.last_log - before:.1f} s"])))
+        now = time.perf_counter()
+        parts = [f"step {state.global_step}/{self.last_step(state)}"]
+        metrics = summarize_log(logs or {})
+        if metrics:
+            parts.append(metrics)
+        parts.append(f"{now - self.last_log:.1f} s")
+        self.last_log = now
+        tqdm.write("  ".join(parts))
         sys.stdout.flush()
 
 
@@ -146,12 +177,18 @@ def train_with_console(trainer: Trainer, checkpoint: Path | None) -> None:
     A callback that ends the run before `max_steps` has a `last_step`. If training raises, the bar is closed first, so
     that the message comes after it.
     """
-    for callback in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(callback)
-    ends = [one.last_step for one in trainer.callback_handler.callbacks if hasattr(one, "last_step")]
-    console = RunConsole(ends[-1] if ends else lambda state: state.max_steps)
+    for callback_class in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback_class)
+
+    def last_step(state: TrainerState) -> int:
+        return state.max_steps
+
+    for callback in trainer.callback_handler.callbacks:
+        last_step = getattr(callback, "last_step", last_step)
+    console = RunConsole(last_step)
     trainer.add_callback(console)
-    shown = is_progress_bar_enabled()
+
+    had_progress_bars = is_progress_bar_enabled()
     disable_progress_bar()  # bars that libraries draw while saving would break the run's own
     try:
         with logging_redirect_tqdm():
@@ -159,5 +196,5 @@ def train_with_console(trainer: Trainer, checkpoint: Path | None) -> None:
     finally:
         if console.bar is not None:
             console.bar.close()
-        if shown:
+        if had_progress_bars:
             enable_progress_bar()

@@ -26,7 +26,7 @@ from d1.tasks.data import FILES, read_file
 
 logger = logging.getLogger(__name__)
 
-LISTED = 5  # of the rows that cannot be trained on
+MAX_LISTED = 5  # of the rows that cannot be trained on
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 
 
@@ -39,21 +39,26 @@ def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
         FileNotFoundError: there is no such file or folder, and the hub gives no such data set.
         ValueError: the file cannot be read, or has no rows.
     """
-    path, problem = Path(train_data), ""
+    path = Path(train_data)
+    hub_problem = ""
     if path.is_file() or path.suffix in FILES:
         return read_file(train_data, (), keep_in_memory=False)  # any columns
     if not path.is_dir():
         if is_path(train_data):
             raise FileNotFoundError(f"--train_data {train_data}: there is no such file{closest(train_data, known)}")
-        if problem := no_hub():
-            use_cache(train_data, problem)
+        hub_problem = no_hub()
+        if hub_problem:
+            use_cache(train_data, hub_problem)
     try:
-        data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
+        if path.is_dir():
+            data = load_from_disk(train_data)
+        else:
+            data = load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client have their own errors
-        why = problem or f"{type(error).__name__}: {error}"
+        reason = hub_problem or f"{type(error).__name__}: {error}"
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file{closest(train_data, known)} nor a data set that the hub "
-            f"gives ({why}). Download it elsewhere and pass a local file of such columns: --train_data rows.jsonl"
+            f"gives ({reason}). Download it elsewhere and pass a local file of such columns: --train_data rows.jsonl"
         ) from error
     rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
@@ -93,10 +98,13 @@ def tokenised(
     )
 
 
-def problem_of(error: Exception) -> str:
+def describe_row_error(error: Exception) -> str:
     """The line that says what is wrong with a row that raised this error."""
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{'there is no ' if isinstance(error, KeyError) else kind}{error}"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def usable_rows(
@@ -109,21 +117,33 @@ def usable_rows(
     """
     counts = Counter(status)
     bad = [index for index, problem in enumerate(problems) if problem]
-    lines = lines_of(data, bad[:LISTED]) if data is not None and bad else {}
-    shown = [f"  {lines.get(index, f'row {index}')}: {' '.join(problems[index].split())}" for index in bad[:LISTED]]
-    if len(bad) > LISTED:
-        shown.append(f"  and {len(bad) - LISTED} more")
-    listed = "\n".join(shown)
+
+    # The first bad rows, each with its place and its problem.
+    lines: dict[int, str] = {}
+    if data is not None and bad:
+        lines = lines_of(data, bad[:MAX_LISTED])
+    entries = []
+    for index in bad[:MAX_LISTED]:
+        place = lines.get(index, f"row {index}")
+        problem = " ".join(problems[index].split())
+        entries.append(f"  {place}: {problem}")
+    if len(bad) > MAX_LISTED:
+        entries.append(f"  and {len(bad) - MAX_LISTED} more")
+    listed = "\n".join(entries)
+
     if bad and bad_rows == "error":
-        numbered = "" if lines else " (rows count from 0)"
-        problem = f"{len(bad)} of {len(status)} rows cannot be trained on{numbered}"
-        raise ListedError(f"{problem}:\n{listed}\nFix them, or leave them out with --bad_rows skip")
+        numbering = "" if lines else " (rows count from 0)"
+        raise ListedError(
+            f"{len(bad)} of {len(status)} rows cannot be trained on{numbering}:\n{listed}\n"
+            "Fix them, or leave them out with --bad_rows skip"
+        )
     if bad:
         logger.warning("skipped %d of %d rows that cannot be trained on:\n%s", len(bad), len(status), listed)
     for kind in ("truncated", "dropped"):
         if counts[kind]:
             logger.warning("%s %d of %d rows longer than --max_length", kind, counts[kind], len(status))
-    usable = [i for i, kind in enumerate(status) if kind in ("ok", "truncated")]
+
+    usable = [index for index, kind in enumerate(status) if kind in ("ok", "truncated")]
     if not usable:
         raise ListedError(f"nothing to train on: of {len(status)} rows, {dict(counts)}\n{listed}".rstrip())
     return usable
@@ -164,6 +184,8 @@ class GlobalBatchSampler(Sampler[BatchRow]):
         order = torch.randperm(len(self.lengths), generator=keyed_generator(self.seed, ORDER, epoch)).tolist()
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
-            length = max(self.lengths[row] for row in rows) if self.fill else 0
+            length = 0
+            if self.fill:
+                length = max(self.lengths[row] for row in rows)
             yield from [BatchRow(row, epoch, length=length) for row in rows]
         yield from [BatchRow(-1)] * (len(self) - len(order))

@@ -128,43 +128,61 @@ COMMANDS: Table = (
 )
 # Flags of features that left, because they were measured as no help (CHANGELOG.md, "Removed")
 REMOVED = (
-    *("order_temperature", "trajectory_weight_cap", "log_places"),
-    *("share_power", "rival_weight", "path_weight", "path_tokens", "reference_steps"),
+    "order_temperature",
+    "trajectory_weight_cap",
+    "log_places",
+    "share_power",
+    "rival_weight",
+    "path_weight",
+    "path_tokens",
+    "reference_steps",
 )
 REMOVED_HINT = " (removed, because it did not help; the code is at commit 6fbae12b)"
 
 
-def meant(word: str, known: Iterable[str], table: Table) -> list[str] | None:
+def matching_names(word: str, known: Iterable[str], table: Table) -> list[str] | None:
     """The names in `known` that a word of the table means, maybe none; None for a word that the table lacks."""
-    names = {*known}
-    rows = [flags for words, flags in table if word in words]
-    if not rows:
-        return None
-    return list(dict.fromkeys(flag for flags in rows for flag in flags if flag in names))
+    known = set(known)
+    is_in_table = False
+    names: dict[str, None] = {}  # an ordered set
+    for words, flags in table:
+        if word in words:
+            is_in_table = True
+            names.update(dict.fromkeys(flag for flag in flags if flag in known))
+    return list(names) if is_in_table else None
 
 
 def hint_of_flag(word: str, parser: argparse.ArgumentParser) -> str:
     """For a message about a flag that a parser has not: " (the nearest is --X)", or the nearest flag, or nothing."""
-    name, shown = plain(word), dict[str, str]()
+    name = normalized(word)
+    descriptions: dict[str, str] = {}  # each flag or argument of the parser, as a message names it
+    all_flags: list[str] = []
     for action in parser._actions:
-        if action.option_strings:
-            shown |= {plain(flag): action.option_strings[0] for flag in action.option_strings}
-        else:
-            shown[action.dest] = f"{action.metavar or action.dest}, without a flag"
-    if name in shown:  # written with hyphens
-        return f" (the nearest is {shown[name]})"
+        all_flags += action.option_strings
+        for flag in action.option_strings:
+            descriptions[normalized(flag)] = action.option_strings[0]
+        if not action.option_strings:
+            descriptions[action.dest] = f"{action.metavar or action.dest}, without a flag"
+
+    if name in descriptions:  # written with hyphens
+        return f" (the nearest is {descriptions[name]})"
     if name in REMOVED:
         return REMOVED_HINT
-    suggestion = meant(name, shown, FLAGS)
-    if suggestion is None:
-        return nearest(word, [flag for action in parser._actions for flag in action.option_strings])
-    return f" (the nearest is {' or '.join(dict.fromkeys(shown[one] for one in suggestion))})" if suggestion else ""
+    names = matching_names(name, descriptions, FLAGS)
+    if names is None:
+        return nearest(word, all_flags)
+    if not names:
+        return ""
+    return f" (the nearest is {' or '.join(dict.fromkeys(descriptions[name] for name in names))})"
 
 
 def hints_of_flags(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
     """The hints for all words that begin with "--"; each names its flag if there are several."""
-    flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
-    hints = {flag: hint_of_flag(flag, parser) for flag in flags}
+    hints = {}
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            hints[flag] = hint_of_flag(flag, parser)
     if len(hints) == 1:
         return "".join(hints.values())
     return "".join(hint.replace("(", f"({flag}: ", 1) for flag, hint in hints.items())
@@ -172,17 +190,23 @@ def hints_of_flags(words: Iterable[str], parser: argparse.ArgumentParser) -> str
 
 def hint_of_choice(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     """For a message about a value that is no choice of a flag: the flag that others call so, such as --output_dir."""
-    other_flags = [plain(flag) for one in parser._actions if one is not action for flag in one.option_strings]
-    suggestion = meant(action.dest, other_flags, FLAGS)
-    return f" (another flag is --{suggestion[0]})" if suggestion else ""
+    other_flags = []
+    for other in parser._actions:
+        if other is not action:
+            other_flags += [normalized(flag) for flag in other.option_strings]
+    names = matching_names(action.dest, other_flags, FLAGS)
+    return f" (another flag is --{names[0]})" if names else ""
 
 
-def plain(flag: str) -> str:
+def normalized(flag: str) -> str:
+    """A flag as the table has it, without dashes."""
     return flag.lstrip("-").replace("-", "_")
 
 
 def hint_of_command(word: object, commands: Iterable[str]) -> str:
     """The same for a command."""
-    names = [*commands]
-    suggestion = meant(str(word), names, COMMANDS)
-    return f" (the nearest is {' or '.join(suggestion)})" if suggestion else nearest(word, names)
+    commands = list(commands)
+    names = matching_names(str(word), commands, COMMANDS)
+    if not names:
+        return nearest(word, commands)
+    return f" (the nearest is {' or '.join(names)})"

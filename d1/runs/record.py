@@ -48,12 +48,12 @@ IMPORTS, ROWS = "imports of ", "rows of "
 FILES = (".py", ".json", ".jsonl", ".parquet", ".csv")  # of code and data
 
 
-def of_setting(name: str) -> str:
+def setting_name(name: str) -> str:
     """The name of the setting that a fingerprint in a record belongs to; other names are unchanged."""
     return name.removeprefix(CONTENTS).removeprefix(IMPORTS).removeprefix(ROWS)
 
 
-def of_rows(rows: Dataset) -> str:
+def hash_rows(rows: Dataset) -> str:
     """The fingerprint of the names and values of all columns, in the order of the rows."""
     digest = hashlib.sha256()
     for batch in rows.with_format(None).iter(1000):
@@ -61,33 +61,43 @@ def of_rows(rows: Dataset) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def hash_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprints of the model and of the files of code and data that a run's settings name, by
     `contents of SETTING`, and those of the local files that its code imports, by `imports of SETTING`. Those of a list
     of paths are in the list's order."""
-    found: dict[str, Any] = {}
+    fingerprints: dict[str, Any] = {}
     for name, value in settings.items():
         if name in MODEL_SETTINGS and value:
-            found[CONTENTS + name] = hash_model(str(value))
+            fingerprints[CONTENTS + name] = hash_model(str(value))
             continue
         files = files_in(value)
         if files:
-            prints = [hash_file(file) for file in files]
-            found[CONTENTS + name] = prints if isinstance(value, list | tuple) else prints[0]
-        imported = [hash_file(one) for file in files if file.suffix == ".py" for one in local_imports(file)]
-        if imported:
-            found[IMPORTS + name] = hash_values(imported)
-    return found
+            contents = [hash_file(file) for file in files]
+            fingerprints[CONTENTS + name] = contents if isinstance(value, list | tuple) else contents[0]
+        imports = []
+        for file in files:
+            if file.suffix == ".py":
+                imports += [hash_file(imported) for imported in local_imports(file)]
+        if imports:
+            fingerprints[IMPORTS + name] = hash_values(imports)
+    return fingerprints
 
 
 def files_in(value: Any) -> list[Path]:
     """The files of code and data that a setting names: a path, FILE.py:FUNCTION, or a list of them."""
     if isinstance(value, list | tuple):
-        return [file for one in value for file in files_in(one)]
+        files = []
+        for part in value:
+            files += files_in(part)
+        return files
     if not isinstance(value, str):
         return []
-    path = value if value.endswith(FILES) else value.rpartition(":")[0]
-    return [Path(path)] if path.endswith(FILES) and Path(path).is_file() else []
+    path = value
+    if not path.endswith(FILES):  # FILE.py:FUNCTION
+        path = value.rpartition(":")[0]
+    if path.endswith(FILES) and Path(path).is_file():
+        return [Path(path)]
+    return []
 
 
 # --- run.json ---------------------------------------------------------------------------------------------------------
@@ -96,7 +106,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "
 
 
 @dataclass(frozen=True)
-class Past:
+class RunHistory:
     """A resumed run up to the step of its checkpoint: its settings, without nesting, and how they had changed."""
 
     step: int = 0
@@ -110,35 +120,50 @@ class OnResume:
     then notes the change. A setting's fingerprint (`contents of SETTING`, `imports of SETTING`, `rows of SETTING`) may
     change if it may."""
 
-    fixed: Mapping[str, Callable[[Any], Any]]  # of a setting, what must stay: `whole` of it, or whether a weight is 0
+    fixed: Mapping[str, Callable[[Any], Any]]  # what must stay of a setting: all (`identity`), or whether it is 0
     free: Sequence[str]  # patterns of names that do not affect the model (output, logging, speed), and are not noted
 
-    def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
+    def changes(self, history: RunHistory, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, without free ones: {name: [before, now]}. ValueError for fixed ones."""
-        before, now = past.settings, flat(settings)
-        changed = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
-        other = [
-            f"{name} {changed[name][0]} instead of {changed[name][1]}"
-            for setting, part in self.fixed.items()
-            for name in (setting, CONTENTS + setting, IMPORTS + setting, ROWS + setting)
-            if name in changed and part(changed[name][0]) != part(changed[name][1])
-        ]
-        if other:
+        before = history.settings
+        now = flatten_settings(settings)
+        changed = {}
+        for name, value in now.items():
+            if name in before and before[name] != value:
+                changed[name] = [before[name], value]
+
+        refused = []
+        for setting, fixed_part in self.fixed.items():
+            for name in (setting, CONTENTS + setting, IMPORTS + setting, ROWS + setting):
+                if name in changed:
+                    old, new = changed[name]
+                    if fixed_part(old) != fixed_part(new):
+                        refused.append(f"{name} {old} instead of {new}")
+        if refused:
             todo = "continue it with its own settings and files, or choose another output_dir"
-            raise ValueError(f"{folder} holds a run with {', '.join(other)}: {todo}")
-        free = {name for name in changed for pattern in self.free if fnmatch(of_setting(name), pattern)}
-        return {name: values for name, values in changed.items() if name in self.fixed or name not in free}
+            raise ValueError(f"{folder} holds a run with {', '.join(refused)}: {todo}")
+
+        noted = {}
+        for name, values in changed.items():
+            is_free = any(fnmatch(setting_name(name), pattern) for pattern in self.free)
+            if name in self.fixed or not is_free:
+                noted[name] = values
+        return noted
 
 
-def whole(value: Any) -> Any:
+def identity(value: Any) -> Any:
+    """The value, for settings of which everything must stay."""
     return value
 
 
 def cpu_model() -> str:
     """The processor's name, such as "AMD EPYC 7763 64-Core Processor", or its architecture if the name is unknown."""
     file = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.*\S)", file.read_text() if file.is_file() else "", re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
+    if file.is_file():
+        match = re.search(r"^model name\s*:\s*(.*\S)", file.read_text(), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
 
 
 def run_record() -> dict[str, Any]:
@@ -154,40 +179,56 @@ def run_record() -> dict[str, Any]:
     }
 
 
-def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: Mapping[str, list[Any]]) -> None:
+def save_record(
+    folder: Path, settings: Mapping[str, Any], history: RunHistory, changed: Mapping[str, list[Any]]
+) -> None:
     """Write `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
     for name, (old, new) in changed.items():
-        flag = name if of_setting(name) != name else f"--{name}"
-        logger.warning("From step %d on, %s is %s (before: %s).", past.step, flag, new, old)
-    changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
-    record = {"settings": settings, "changes": changes, "resumed_at": past.step} | run_record()
+        flag = f"--{name}"
+        if setting_name(name) != name:  # a fingerprint
+            flag = name
+        logger.warning("From step %d on, %s is %s (before: %s).", history.step, flag, new, old)
+    changes = list(history.changes)
+    if changed:
+        changes.append({"step": history.step, **changed})
+    record = {"settings": settings, "changes": changes, "resumed_at": history.step, **run_record()}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 
 
-def history(checkpoint: Path | None) -> Past:
-    """The past of a checkpoint, from the run.json next to it (without settings if there is none). Changes after the
+def read_history(checkpoint: Path | None) -> RunHistory:
+    """The history of a checkpoint, from the run.json next to it (without settings if there is none). Changes after the
     checkpoint do not count: a run may continue from an earlier checkpoint than its last."""
     if checkpoint is None:
-        return Past()
+        return RunHistory()
     from d1.runs.checkpoints import read_state  # imported late: `eval.py --help` needs no Transformers
 
-    file, step = checkpoint.parent / RECORD, read_state(checkpoint).global_step
+    file = checkpoint.parent / RECORD
+    step = read_state(checkpoint).global_step
     if not file.is_file():
-        return Past(step)
+        return RunHistory(step)
     record = read_object(file, "delete it to continue without a record")
-    settings, changes = flat(record["settings"]), record["changes"]
-    for change in reversed(changes):
-        if change["step"] >= step:
-            settings |= {name: values[0] for name, values in change.items() if name != "step"}
-    return Past(step, settings, [change for change in changes if change["step"] < step])
+    settings = flatten_settings(record["settings"])
+    earlier_changes: list[Mapping[str, Any]] = []
+    # Take back the later changes, the last one first.
+    for change in reversed(record["changes"]):
+        if change["step"] < step:
+            earlier_changes.insert(0, change)
+            continue
+        for name, values in change.items():
+            if name != "step":
+                old, _ = values
+                settings[name] = old
+    return RunHistory(step, settings, earlier_changes)
 
 
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with the types of JSON; those under "model" move to the top level."""
-    known = json.loads(json.dumps(settings, default=str))
-    inner = known.pop("model", None)
-    return known | (inner or {})
+    flat = json.loads(json.dumps(settings, default=str))
+    model_settings = flat.pop("model", None)
+    if model_settings:
+        flat.update(model_settings)
+    return flat  # type: ignore[no-any-return]
 
 
 # --- The model card: README.md in a run's folder, made from its `run.json` --------------------------------------------
@@ -238,46 +279,76 @@ STAGES = {  # a setting that no stage below has -> the tag of the stage, and how
 def write_card(folder: Path) -> None:
     """Write the README.md of a run's folder, replacing an existing one. It shows only the last part of a local path."""
     settings = json.loads((folder / RECORD).read_text())["settings"]
-    name, adapter = local_name(folder), (folder / "adapter_config.json").is_file()
+    name = local_name(folder)
+    is_adapter = (folder / "adapter_config.json").is_file()
     tag, how = next(stage for setting, stage in STAGES.items() if settings.get(setting))
+
     base = str(settings.get("model_path") or settings["model_name"])
-    data, base_name, origin = settings.get("dataset") or settings["train_data"], local_name(base), hub_origin(base)
-    shown = {"paper": ""} | settings | {"method": local_name(settings.get("method") or "")}
+    base_name = local_name(base)
+    origin = hub_origin(base)
+    base_cell = base_name
+    if origin not in (None, base):
+        base_cell = f"{base_name}, made from {origin}"
+
+    data = settings.get("dataset") or settings["train_data"]
+    method = how.format_map({"paper": "", **settings, "method": local_name(settings.get("method") or "")})
+    method = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
+    load_call = f'load_model("{name}")'
+    if is_adapter:
+        load_call = f'load_model("{base_name}", adapter="{name}")'
     metadata = ModelCardData(
         base_model=origin,
         datasets=[data] if on_hub(data) else None,
-        library_name="peft" if adapter else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["d1", "masked-diffusion", tag],
     )
     card = CARD.format(
         metadata=metadata.to_yaml(),
         opening=OPENING,
-        base=base_name if origin in (None, base) else f"{base_name}, made from {origin}",
-        method=re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", how.format_map(shown)),
+        base=base_cell,
+        method=method,
         data=local_name(data),
-        loaded=f'load_model("{base_name}", adapter="{name}")' if adapter else f'load_model("{name}")',
+        loaded=load_call,
         name=name,
     )
     (folder / "README.md").write_text(card)
 
 
-def hub_origin(model: str, most: int = 20) -> str | None:
-    """The model on the hub that a model was made from, by the records of at most `most` folders between; or None."""
+def hub_origin(model: str, max_folders: int = 20) -> str | None:
+    """The model on the hub that a model was made from, by the records of at most `max_folders` folders between; or
+    None."""
     if on_hub(model):
         return model
-    folder = Path(model).expanduser()
-    files = [folder / name for name in ("adapter_config.json", RECORD, "config.json")]
-    records = [json.loads(file.read_text()) for file in files if file.is_file()]
-    names = ("base_model_name_or_path", "model_name", "model_path", "_name_or_path")
-    made_from = [record.get("settings", record).get(name) for record in records for name in names]
-    before = next((str(name) for name in made_from if name), "")
-    if not (before and most):  # records may form a circle
+    if not max_folders:  # records may form a circle
         return None
+    base = read_base(Path(model).expanduser())
+    if base is None:
+        return None
+
     # A path, maybe of a folder that is gone, if the run was started in a folder above; else a name on the hub.
-    tops = [top for top in (Path.cwd(), *folder.resolve().parents) if (top / Path(before).parts[0]).exists()]
-    paths = sorted((top / before for top in tops), key=lambda path: not path.exists())
-    return hub_origin(str(paths[0]) if paths else before, most - 1)
+    paths = []
+    for top in (Path.cwd(), *Path(model).expanduser().resolve().parents):
+        if (top / Path(base).parts[0]).exists():
+            paths.append(top / base)
+    existing = [path for path in paths if path.exists()]
+    if existing:
+        base = str(existing[0])
+    elif paths:
+        base = str(paths[0])
+    return hub_origin(base, max_folders - 1)
+
+
+def read_base(folder: Path) -> str | None:
+    """The model that the one in a folder was made from, by the first of the folder's files that names it."""
+    for file_name in ("adapter_config.json", RECORD, "config.json"):
+        if (folder / file_name).is_file():
+            record = json.loads((folder / file_name).read_text())
+            settings = record.get("settings", record)
+            for setting in ("base_model_name_or_path", "model_name", "model_path", "_name_or_path"):
+                if settings.get(setting):
+                    return str(settings[setting])
+    return None
 
 
 def local_name(path: str | Path) -> str:
@@ -285,8 +356,10 @@ def local_name(path: str | Path) -> str:
     folder = Path(path).expanduser()
     if not (folder.exists() or str(path).startswith(("/", ".", "~"))):
         return str(path)
-    *_, above, own = folder.resolve().parts
-    return f"{above}/{own}" if own == "merged" or own.startswith("checkpoint-") else own
+    *_, parent, name = folder.resolve().parts
+    if name == "merged" or name.startswith("checkpoint-"):
+        return f"{parent}/{name}"
+    return name
 
 
 def on_hub(name: str) -> bool:

@@ -13,6 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ from d1.runs.checkpoints import (
     finish,
     is_finished,
 )
-from d1.runs.cli import TrainingSettings, from_rank_0, together
+from d1.runs.cli import TrainingSettings, from_rank_0, raise_together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
-from d1.runs.record import OPENING, ROWS, OnResume, history, of_settings, save_record, whole, write_card
+from d1.runs.record import OPENING, ROWS, OnResume, hash_settings, identity, read_history, save_record, write_card
 from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
@@ -70,41 +71,43 @@ class Stage:
         check_processes(training.world_size)
         if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
             raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
-        with only_run(folder, training):
+        with folder_lock(folder, training):
             trainer = self.run_or_finish(folder)
         if training.should_save:
             kind = "adapter" if (folder / "adapter_config.json").exists() else "model"
-            for line in [*self.outcome(), f"The {kind} is in {folder}: {self.next_command()}"]:
+            for line in self.outcome():
                 logger.info(line)
+            logger.info("The %s is in %s: %s", kind, folder, self.next_command())
         return trainer
 
     def run_or_finish(self, folder: Path) -> Any:
         """`run` without its checks, in the process or processes that hold the folder's lock."""
         training = self.training
         checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
-        past = history(checkpoint)
+        history = read_history(checkpoint)
         world = {"world_size": training.world_size}
-        self.on_resume.changes(past, {**self.settings(), **world}, checkpoint or folder)  # refuses another run at once
+        # Another run than the one in the folder is refused at once.
+        self.on_resume.changes(history, {**self.settings(), **world}, checkpoint or folder)
         if checkpoint and (is_finished(checkpoint, training) or self.ended(checkpoint)):
             self.finish_again(folder, checkpoint)
             return None
         if checkpoint:
-            with together():
+            with raise_together():
                 check_sums(checkpoint, training.process_index, training.world_size)
             check_checkpoint(checkpoint, training)
             training.eval_on_start = False  # done when the run first started
 
-        facts, start = self.prepare()
+        facts, make_trainer = self.prepare()
         rows = {name: value for name, value in facts.items() if name.startswith(ROWS)}
         settings = {**self.settings(), **world, **self.contents(), **rows}
-        changed = self.on_resume.changes(past, settings, checkpoint or folder)
-        with writing(folder, "the files of the run", lambda: disk_full_advice(folder)):
+        changed = self.on_resume.changes(history, settings, checkpoint or folder)
+        with writing(folder, "the files of the run", partial(disk_full_advice, folder)):
             if training.should_save and "wandb" in (training.report_to or ()):
                 log_without_account(folder)
-            trainer = start()
+            trainer = make_trainer()
             if training.should_save:
                 kind = trainer.accelerator.distributed_type.value  # Accelerate decides on FSDP when a trainer is made
-                save_record(folder, {**settings, **facts, "distributed_type": kind}, past, changed)
+                save_record(folder, {**settings, **facts, "distributed_type": kind}, history, changed)
             if changed:
                 trainer.add_callback(RestartSchedule("learning_rate" in changed))
             train_with_console(trainer, checkpoint)
@@ -122,11 +125,11 @@ class Stage:
         """Write the files of a finished run that are missing, from its last checkpoint."""
         training = self.training
         with contextlib.suppress(FileNotFoundError):  # the model that it started from may be gone
-            self.on_resume.changes(history(checkpoint), self.contents(), checkpoint)
+            self.on_resume.changes(read_history(checkpoint), self.contents(), checkpoint)
         logger.info("%s is finished: there is nothing left to train.", folder)
         if not training.should_save:
             return
-        with writing(folder, "the model", lambda: disk_full_advice(folder)):
+        with writing(folder, "the model", partial(disk_full_advice, folder)):
             finish(checkpoint, folder, training.load_best_model_at_end)
             give_usual_mode(folder.glob("*.safetensors"))
             self.conclude()
@@ -136,32 +139,49 @@ class Stage:
 
     def contents(self) -> dict[str, Any]:
         """The fingerprints of what the settings of a run name, which only the first process computes."""
-        return from_rank_0(lambda: of_settings(self.settings()))
+
+        def hash_contents() -> dict[str, Any]:
+            return hash_settings(self.settings())
+
+        return from_rank_0(hash_contents)
 
 
 # --- The stages with `TrainingSettings` -------------------------------------------------------------------------------
 
-SAME_IN_TRAINER = (  # settings that `TrainingArguments` has under the same names
-    *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
-    "logging_steps",
-)
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
 FIXED = (  # on a resume; each stage adds its own
-    *("train_data", "plain_chat_template", "bad_rows", "seed", ROWS_PER_STEP),
+    "train_data",
+    "plain_chat_template",
+    "bad_rows",
+    "seed",
+    ROWS_PER_STEP,
     # They determine the weights in the checkpoint.
-    *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+    "model_name",
+    "full_finetuning",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "load_in_4bit",
     # The checkpoint's optimizer and scheduler keep their own values: new ones would have no effect.
-    *("weight_decay", "lr_scheduler_type"),
+    "weight_decay",
+    "lr_scheduler_type",
 )
 FREE = (
-    *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
-    *("gradient_checkpointing", "merge_at_end"),
+    "output_dir",
+    "job_name",
+    "debugging",
+    "report_to",
+    "resume",
+    "num_proc",
+    "logging_steps",
+    "gradient_checkpointing",
+    "merge_at_end",
 )
 
 
 def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
     """What may change on a resume: `fixed` and `free` are the settings of one stage alone."""
-    return OnResume(dict.fromkeys((*FIXED, *fixed), whole), (*FREE, *free))
+    return OnResume(dict.fromkeys((*FIXED, *fixed), identity), (*FREE, *free))
 
 
 def stage_of(
@@ -171,48 +191,53 @@ def stage_of(
     prepare: Callable[..., tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
     on_resume: OnResume,
     lora_dropout: float = 0.0,
-    **more: Any,
+    **stage_fields: Any,
 ) -> Stage:
     """The `Stage` of SFT, preference training or distillation; `training` and `model` are from
-    `trainer_arguments`, `more` are fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer and the model's
-    config, and returns what `Stage.prepare` returns, where the function gets the model."""
+    `trainer_arguments`, `stage_fields` are further fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer
+    and the model's config, and returns what `Stage.prepare` returns, where the function gets the model."""
     folder = Path(str(training.output_dir))
 
-    def prepared() -> Prepared:
+    rows_per_step = args.batch_size * args.grad_accum_steps * training.world_size
+
+    def settings() -> dict[str, Any]:
+        return {**vars(args), ROWS_PER_STEP: rows_per_step}
+
+    def prepare_run() -> Prepared:
         tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
         check_chat_template(tokenizer, args.model_name)
         facts, make_trainer = prepare(args, training, tokenizer, model.config)
 
-        def start() -> Trainer:
+        def load_and_make_trainer() -> Trainer:
             set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
             return make_trainer(prepare_model(args, lora_dropout))
 
-        return facts, start
+        return facts, load_and_make_trainer
 
     def conclude() -> None:
         if args.merge_at_end:
             shutil.rmtree(folder / "merged", ignore_errors=True)
             merge(args.model_name, [str(folder)], str(folder / "merged"))
 
-    rows_per_step = args.batch_size * args.grad_accum_steps * training.world_size
+    def next_command() -> str:
+        command = ["python", "-m", "d1", "chat", str(folder)]
+        if args.plain_chat_template:
+            command.append("--plain_chat_template")
+        return shlex.join(command)
+
     return Stage(
         training=training,
-        settings=lambda: {**vars(args), ROWS_PER_STEP: rows_per_step},
+        settings=settings,
         on_resume=on_resume,
-        prepare=prepared,
+        prepare=prepare_run,
         conclude=conclude,
-        next_command=lambda: shlex.join(["python", "-m", "d1", "chat", str(folder), *chat_flags(args)]),
-        **more,
+        next_command=next_command,
+        **stage_fields,
     )
 
 
-def chat_flags(args: TrainingSettings) -> list[str]:
-    """The flags with which `d1 chat` talks to the model of a run."""
-    return ["--plain_chat_template"] * args.plain_chat_template
-
-
-def trainer_arguments(args: TrainingSettings, **more: Any) -> tuple[TrainingArguments, ModelFolder]:
-    """The Trainer's arguments for the settings, and the model; `more` are those of the stage. ValueError or
+def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[TrainingArguments, ModelFolder]:
+    """The Trainer's arguments for the settings, and the model; `stage_arguments` are those of the stage. ValueError or
     FileNotFoundError if the folder, the device or the model cannot be used."""
     folder = Path(args.output_dir) / args.job_name
     check_output_dir(folder)
@@ -222,7 +247,10 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> tuple[TrainingArgu
     model = ModelFolder.read(args.model_name)  # what cannot be read is refused before the processes connect
     args.bf16 = args.bf16 or str(on_gpu() or cpu_runs_bf16(model.config)).lower()
     mixed = args.bf16 == "true"
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    ddp_backend = None
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and not on_gpu():
+        ddp_backend = "gloo"  # without a GPU, Accelerate gives DeepSpeed no backend: every process would run alone
+    stage_settings: Any = args  # each stage declares four of the settings below itself
     training = TrainingArguments(
         output_dir=str(folder),
         resume_from_checkpoint=args.resume,
@@ -238,12 +266,18 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> tuple[TrainingArgu
         logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
         report_to="none" if args.debugging else args.report_to,
         ddp_find_unused_parameters=False,
-        # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
-        ddp_backend="gloo" if deepspeed and not on_gpu() else None,
+        ddp_backend=ddp_backend,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
-        **{name: getattr(args, name) for name in SAME_IN_TRAINER},
-        **more,
+        max_steps=args.max_steps,
+        learning_rate=stage_settings.learning_rate,
+        weight_decay=stage_settings.weight_decay,
+        max_grad_norm=args.max_grad_norm,
+        lr_scheduler_type=stage_settings.lr_scheduler_type,
+        warmup_steps=stage_settings.warmup_steps,
+        seed=args.seed,
+        logging_steps=args.logging_steps,
+        **stage_arguments,
     )
     return training, model
 
@@ -254,17 +288,22 @@ def on_gpu() -> bool:
 
 def cap_batch(training: TrainingArguments, rows: int) -> None:
     """Lower the rows per device to what an epoch has: more would be empty rows, which cost compute."""
-    most = -(-rows // training.world_size)
-    training.per_device_train_batch_size = min(training.per_device_train_batch_size, most)
+    rows_per_device = -(-rows // training.world_size)
+    training.per_device_train_batch_size = min(training.per_device_train_batch_size, rows_per_device)
 
 
 def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
     """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter. If
     the model path is itself an adapter, it is merged first."""
-    frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
-    options: dict[str, Any] = {"attn_implementation": args.attn_implementation}
-    options |= {"quantization": "nf4" if args.load_in_4bit else None}
-    model: Any = load_model(args.model_name, dtype="float32" if args.full_finetuning else frozen, **options)
+    dtype = "float32"
+    if not args.full_finetuning:
+        dtype = args.dtype or ("bfloat16" if on_gpu() else "float32")
+    model: Any = load_model(
+        args.model_name,
+        dtype=dtype,
+        attn_implementation=args.attn_implementation,
+        quantization="nf4" if args.load_in_4bit else None,
+    )
     if isinstance(model, PeftModel):
         if args.load_in_4bit:
             todo = f"run `python -m d1 merge` on {args.model_name}"
@@ -272,36 +311,41 @@ def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model
-    targets = lora_targets(model, args.lora_target_modules)
+    lora_config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=lora_dropout,
+        target_modules=lora_targets(model, args.lora_target_modules),
+    )
     if args.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    sizes: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": lora_dropout}
-    return get_peft_model(model, LoraConfig(**sizes, target_modules=targets))
+    return get_peft_model(model, lora_config)
 
 
 # --- The lock of a folder, the processes, and the schedule after a resume ---------------------------------------------
 
 
 @contextlib.contextmanager
-def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
+def folder_lock(folder: Path, training: TrainingArguments) -> Iterator[None]:
     """Hold the lock of a run's folder: two runs would mix their metrics and delete each other's checkpoints. The first
     process takes it; all must call this. ValueError, in each of them, if another run holds it."""
-    lock, made = FileLock(folder / ".lock"), not folder.exists()
-    todo = "wait until that run ends, stop it, or choose another folder"
+    lock = FileLock(folder / ".lock")
+    is_new_folder = not folder.exists()
 
-    def take() -> None:
+    def acquire() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except LockHeldError as holder:
+            todo = "wait until that run ends, stop it, or choose another folder"
             raise ValueError(f"{holder} writes to {folder}: {todo}") from None
 
-    from_rank_0(take)
+    from_rank_0(acquire)
     try:
         yield
     finally:
         lock.release(remove=True)
-        if made and training.process_index == 0:
+        if is_new_folder and training.process_index == 0:
             with contextlib.suppress(OSError):  # nothing was written
                 folder.rmdir()
 
@@ -338,8 +382,10 @@ class RestartSchedule(TrainerCallback):
         scheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])  # Accelerate wraps it
         if isinstance(scheduler, LambdaLR):
             rates = [args.learning_rate * share(scheduler.last_epoch) for share in scheduler.lr_lambdas]
-            scheduler.base_lrs, scheduler._last_lr = [args.learning_rate for _ in rates], rates
+            scheduler.base_lrs = [args.learning_rate] * len(rates)
+            scheduler._last_lr = rates
             for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
-                group["lr"], group["initial_lr"] = rate, args.learning_rate
+                group["lr"] = rate
+                group["initial_lr"] = args.learning_rate
         elif self.new_peak:
             raise ValueError(f"--learning_rate cannot change under --lr_scheduler_type {args.lr_scheduler_type}")

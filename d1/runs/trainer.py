@@ -31,9 +31,10 @@ def check_arguments(args: Any) -> None:
         return
     if isinstance(args, TrainingArguments) and type(args).__module__.startswith("d1."):
         return
-    name = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
-    use = CONFIGS.get(type(args).__name__, "transformers.TrainingArguments")
-    raise ValueError(f"args is {name}, whose own settings this trainer does not read: use {use}(...)")
+    library = type(args).__module__.partition(".")[0]
+    config = type(args).__name__
+    use = CONFIGS.get(config, "transformers.TrainingArguments")
+    raise ValueError(f"args is {library}'s {config}, whose own settings this trainer does not read: use {use}(...)")
 
 
 def loaded_model(model: Any) -> Any:
@@ -78,8 +79,18 @@ class RunTrainer(TrainerHooks):
         """The order of rows with these `lengths`, for the batch size of this run."""
         args = self.args
         multiple = args.per_device_train_batch_size * args.world_size
-        size, epoch = multiple * args.gradient_accumulation_steps, lambda: int(self.state.epoch or 0)
-        return GlobalBatchSampler(lengths, size, multiple, args.seed, epoch, fill)
+
+        def epoch() -> int:
+            return int(self.state.epoch or 0)
+
+        return GlobalBatchSampler(
+            lengths,
+            batch_size=multiple * args.gradient_accumulation_steps,
+            multiple=multiple,
+            seed=args.seed,
+            epoch=epoch,
+            fill=fill,
+        )
 
     def save_extra(self, folder: Path) -> None:
         """Add files to the checkpoint `folder`, on every process."""
@@ -156,9 +167,10 @@ class SummingTrainer(RunTrainer):
 
     def total_sums(self) -> dict[str, float]:
         """`sums` and `compute`, summed over all processes. Every process has to call this."""
-        everything = {**self.sums, "compute": self.compute.cpu()}
-        table = torch.stack(list(everything.values())).to(self.args.device)
-        return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
+        local_sums = {**self.sums, "compute": self.compute.cpu()}
+        totals = torch.stack(list(local_sums.values())).to(self.args.device)
+        totals = self.accelerator.reduce(totals, "sum")
+        return dict(zip(local_sums, totals.tolist(), strict=True))
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
         """The metrics to log, from the sums over all processes."""
@@ -168,7 +180,7 @@ class SummingTrainer(RunTrainer):
         if "loss" in logs and self.sums:  # a log of training, which every process reaches
             sums = self.total_sums()
             logs["compute_tokens"] = sums.pop("compute")
-            logs |= self.means(sums)
+            logs.update(self.means(sums))
             self.sums = {}
         super().log(logs, start_time)
 
@@ -181,7 +193,9 @@ class SummingTrainer(RunTrainer):
         stored = json.loads((folder / self.sums_file).read_text())
         self.set_loss_sums(stored["losses"])
         share = float(self.args.process_index == 0)  # the first process continues with the sums of all
-        self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in stored["sums"].items()}
+        self.sums = {}
+        for name, value in stored["sums"].items():
+            self.sums[name] = torch.tensor(value * share, dtype=torch.float64)
         self.compute = self.sums.pop("compute").to(self.compute)
 
 
@@ -192,21 +206,25 @@ class LoadExtra(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if folder := self.trainer.resumed_from:
+        folder = self.trainer.resumed_from
+        if folder:
             self.trainer.load_extra(folder)
 
 
-def own_part(weight: Any) -> Any:
+def local_part(weight: Any) -> Any:
     """The part of a weight that this process holds, if weights are split over processes; else the weight itself."""
-    part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3
-    return part.to_local() if hasattr(part, "to_local") else part  # FSDP2
+    if hasattr(weight, "ds_tensor"):  # DeepSpeed's ZeRO-3
+        return weight.ds_tensor
+    if hasattr(weight, "to_local"):  # FSDP2
+        return weight.to_local()
+    return weight
 
 
 def check_weights(model: Any, step: int) -> None:
     """Refuse (FloatingPointError) trained weights that are not finite, before they are saved; each process checks the
     part that it holds."""
     for name, weight in model.named_parameters():
-        if weight.requires_grad and not torch.isfinite(own_part(weight)).all():
+        if weight.requires_grad and not torch.isfinite(local_part(weight)).all():
             problem = f"the weights are no longer finite after step {step} (the first is {name}), so they are not saved"
             todo = "Lower the learning rate and start again from the last checkpoint."
             raise FloatingPointError(f"{problem}. {todo}")

@@ -29,7 +29,7 @@ from d1.models.kinds import block_size, vocabulary
 from d1.rl.batch import Batch, RankView
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.sources import RolloutRequest
-from d1.runs.cli import from_all, from_rank_0, together
+from d1.runs.cli import from_all, from_rank_0, raise_together
 from d1.sampling import Rollout
 from d1.serve.client import CONNECT, Prompts, RolloutServer, Unavailable, Weights
 from d1.serve.rescoring import Rescoring
@@ -334,7 +334,7 @@ class ServerRollouts:
         def where(row: int) -> str:
             return f"{sources[row].url}, row {row} (id {'-'.join(map(str, keys[row][1:]))}): "
 
-        with together():
+        with raise_together():
             self.rescoring.check(
                 batch,
                 range(len(sources)),

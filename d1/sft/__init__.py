@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from d1.sft.data import preprocess_dataset as preprocess_dataset
     from d1.sft.trainer import dLLMTrainer as dLLMTrainer
 
-HOMES = dict.fromkeys(("dLLMDataCollator", "dLLMSFTDataset", "preprocess_dataset"), "data")
-HOMES |= {"SFTConfig": "config", "dLLMTrainer": "trainer"}
+HOMES = {
+    "SFTConfig": "config",
+    "dLLMDataCollator": "data",
+    "dLLMSFTDataset": "data",
+    "dLLMTrainer": "trainer",
+    "preprocess_dataset": "data",
+}
 __getattr__ = lazily(__name__, HOMES)

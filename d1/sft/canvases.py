@@ -27,6 +27,7 @@ The evaluation loss is the first mean, without self-conditioning, over a grid of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from d1.models.canvas import Context, decode, encode, soft_embeddings
 from d1.models.kinds import vocabulary
 from d1.runs.data import IGNORED
 from d1.sft.data import dLLMDataCollator
-from d1.sft.trainer import dLLMTrainer, positions_of
+from d1.sft.trainer import dLLMTrainer, token_positions
 
 Losses = tuple[Tensor, Tensor]  # of the canvas and of the text, (rows,) sums of cross-entropy each
 
@@ -59,39 +60,58 @@ class CanvasCollator(dLLMDataCollator):
 
     def __init__(self, tokenizer: Any, size: int, vocab: int, self_conditioning: float = 0.5) -> None:
         super().__init__(tokenizer, block_size=size)
-        self.size, self.vocab, self.self_conditioning = size, vocab, self_conditioning
+        self.size = size
+        self.vocab = vocab
+        self.self_conditioning = self_conditioning
         self.eos_token_id = tokenizer.eos_token_id
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         texts = [token_ids(row["input_ids"]) for row in features]
-        columns: dict[str, list[Tensor]] = {name: [] for name in ("canvas_ids", "labels", "starts", "t", "conditioned")}
+        canvases = []
         for row, text in zip(features, texts, strict=True):
-            canvas = self.canvas_of(text, torch.as_tensor(row["answer"]), row["t"], row["key"])
-            for name, value in zip(columns, canvas, strict=True):
-                columns[name].append(value)
-        batch = {"input_ids": pad_sequence(texts, True, self.pad_token_id)}
-        batch["attention_mask"] = pad_sequence([torch.ones_like(text) for text in texts], True)
-        return batch | {name: torch.stack(values) for name, values in columns.items()}
+            canvases.append(self.draw_canvas(text, torch.as_tensor(row["answer"]), row["t"], row["key"]))
+        batch = {
+            "input_ids": pad_sequence(texts, True, self.pad_token_id),
+            "attention_mask": pad_sequence([torch.ones_like(text) for text in texts], True),
+        }
+        for name in canvases[0]:
+            batch[name] = torch.stack([canvas[name] for canvas in canvases])
+        return batch
 
-    def canvas_of(self, text: Tensor, answer: Tensor, t: float | None, key: tuple[int, ...]) -> list[Tensor]:
+    def draw_canvas(self, text: Tensor, answer: Tensor, t: float | None, key: tuple[int, ...]) -> dict[str, Tensor]:
         """One row's columns of the batch. A canvas belongs to one turn, after which EOS fills it."""
         generator = keyed_generator(*key)
-        drawn, of_block, coin = torch.rand(3, generator=generator)
-        chosen = torch.rand(self.size, generator=generator)
+        drawn_t, canvas_draw, conditioned_draw = torch.rand(3, generator=generator)
+        token_draws = torch.rand(self.size, generator=generator)
         noise = torch.randint(self.vocab, (self.size,), generator=generator)
-        turns = turns_of(answer) or [(len(text), len(text))]
-        blocks = [(first, last) for start, last in turns for first in range(start, max(last, start + 1), self.size)]
-        start, end = blocks[min(int(of_block * len(blocks)), len(blocks) - 1)]
+
+        # All canvases of the row, of which one is chosen.
+        canvases = []
+        for start, end in find_turns(answer) or [(len(text), len(text))]:
+            for canvas_start in range(start, max(end, start + 1), self.size):
+                canvases.append((canvas_start, end))
+        start, end = canvases[min(int(canvas_draw * len(canvases)), len(canvases) - 1)]
+
+        # Its clean tokens, and those that are trained on.
         clean = torch.full((self.size,), self.eos_token_id)
-        block = text[start : min(start + self.size, end)]
-        clean[: len(block)] = block
+        answer_ids = text[start : min(start + self.size, end)]
+        clean[: len(answer_ids)] = answer_ids
         labels = clean.clone()
-        if end == len(text) and (not answer.any() or text[-1] != self.eos_token_id):  # no row, or a cut answer
-            labels[len(block) :] = IGNORED
-        time = drawn if t is None else torch.tensor(t)
-        canvas = torch.where(chosen < noise_level(time), noise, clean)
-        conditioned = coin < self.self_conditioning if t is None else torch.tensor(False)
-        return [canvas, labels, torch.tensor(start), time, conditioned]
+        is_cut_off = end == len(text) and text[-1] != self.eos_token_id
+        is_empty = end == len(text) and not answer.any()
+        if is_cut_off or is_empty:
+            labels[len(answer_ids) :] = IGNORED
+
+        # The noise. An evaluation fixes t and has no self-conditioning.
+        time = drawn_t if t is None else torch.tensor(t)
+        conditioned = torch.tensor(False) if t is not None else conditioned_draw < self.self_conditioning
+        return {
+            "canvas_ids": torch.where(token_draws < noise_level(time), noise, clean),
+            "labels": labels,
+            "starts": torch.tensor(start),
+            "t": time,
+            "conditioned": conditioned,
+        }
 
 
 class CanvasTrainer(dLLMTrainer):
@@ -105,7 +125,7 @@ class CanvasTrainer(dLLMTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Any]:
         """Trainer's, whose count is that of `labels`; and the count of the encoder's loss."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.pairs = self.in_step(next_tokens(batch).sum() for batch in batches)
+        self.pairs = self.sum_over_step(next_tokens(batch).sum() for batch in batches)
         return batches, items
 
     def losses(self, model: Any, inputs: dict[str, Any], causal: bool) -> Losses:
@@ -115,12 +135,16 @@ class CanvasTrainer(dLLMTrainer):
             ids, labels = inputs["input_ids"], inputs["labels"]
             context, states = encode(inner, ids, inputs["attention_mask"])
             starts = inputs["starts"].unsqueeze(1).expand_as(labels)
-            given = starts + torch.arange(labels.shape[1], device=ids.device), starts, context
-            soft = self.conditioning(inner, inputs, *given) if inner.training else None
-            canvas = summed(inner, decode(inner, inputs["canvas_ids"], *given, soft), labels, labels != IGNORED)
+            positions = starts + torch.arange(labels.shape[1], device=ids.device)
+            soft = None
+            if inner.training:
+                soft = self.conditioning(inner, inputs, positions, starts, context)
+            canvas_states = decode(inner, inputs["canvas_ids"], positions, starts, context, soft)
+            canvas_losses = sum_cross_entropy(inner, canvas_states, labels, labels != IGNORED)
             if not causal:
-                return canvas, torch.zeros_like(canvas)
-            return canvas, summed(inner, states[:, :-1], ids[:, 1:], next_tokens(inputs))
+                return canvas_losses, torch.zeros_like(canvas_losses)
+            text_losses = sum_cross_entropy(inner, states[:, :-1], ids[:, 1:], next_tokens(inputs))
+            return canvas_losses, text_losses
 
         return head.run_inside(model, compute)
 
@@ -132,19 +156,19 @@ class CanvasTrainer(dLLMTrainer):
         conditioned = inputs["conditioned"]
         if not (conditioned.any() or head.runs_in_step(model)):
             return None
-        run_head, at_once = (
-            head.backbone_and_head(model)[1],
-            max(1, head.CHUNK_ELEMENTS // 4 // vocabulary(model.config)),
-        )
         with torch.no_grad():
             states = decode(model, inputs["canvas_ids"], positions, starts, context)
-        parts = []
-        for some in states.flatten(0, 1).split(at_once):
+
+        # Chunks of tokens bound the memory of their logits.
+        run_head = head.backbone_and_head(model)[1]
+        chunk_size = max(1, head.CHUNK_ELEMENTS // 4 // vocabulary(model.config))
+        embeddings = []
+        for chunk in states.flatten(0, 1).split(chunk_size):
             with torch.no_grad():
-                logits = run_head(some)
-            parts.append(soft_embeddings(model, logits))
-        soft = torch.cat(parts)
-        return soft.view_as(states) * conditioned[:, None, None].to(soft.dtype)
+                logits = run_head(chunk)
+            embeddings.append(soft_embeddings(model, logits))
+        soft = torch.cat(embeddings).view_as(states)
+        return soft * conditioned[:, None, None].to(soft.dtype)
 
     def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
         """(rows,) sums of the decoder's cross-entropy; `masked_scale` is for models with masks."""
@@ -158,33 +182,42 @@ class CanvasTrainer(dLLMTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
-        sums, of_text = self.losses(model, inputs, causal=self.causal_weight > 0)
-        trained, items = (inputs["labels"] != IGNORED).sum(), num_items_in_batch
-        if items is None or self.pairs is None:  # a call outside of training: this process's batch
-            items, pairs, processes = trained, next_tokens(inputs).sum(), 1
+        canvas_losses, text_losses = self.losses(model, inputs, causal=self.causal_weight > 0)
+        trained = (inputs["labels"] != IGNORED).sum()
+        if num_items_in_batch is None or self.pairs is None:  # a call outside of training: this process's batch
+            items: Tensor | int = trained
+            pairs = next_tokens(inputs).sum()
+            processes = 1
         else:
-            pairs, processes = self.pairs, self.accelerator.num_processes
-        loss = sums.sum() / items + self.causal_weight * of_text.sum() / pairs.clamp(min=1)
+            items = num_items_in_batch
+            pairs = self.pairs
+            processes = self.accelerator.num_processes
+        loss = canvas_losses.sum() / items + self.causal_weight * text_losses.sum() / pairs.clamp(min=1)
         loss = loss * processes
-        self.require_finite(loss, lambda: self.nonfinite_rows(sums + of_text, inputs))
+        self.require_finite(loss, partial(self.nonfinite_rows, canvas_losses + text_losses, inputs))
         self.answers += trained
-        return (loss, {"row_losses": sums}) if return_outputs else loss
+        if return_outputs:
+            return loss, {"row_losses": canvas_losses}
+        return loss
 
     def nonfinite_rows(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         tokenizer: Any = self.processing_class
-        columns = (inputs[name] for name in ("input_ids", "attention_mask", "t"))
-        return [
-            {"text": tokenizer.decode(ids[shown.bool()].tolist()), "t": t.item(), "loss": loss.item()}
-            for loss, ids, shown, t in zip(row_losses, *columns, strict=True)
-            if not torch.isfinite(loss)
-        ]
+        rows = []
+        columns = (inputs["input_ids"], inputs["attention_mask"], inputs["t"])
+        for row_loss, ids, visible, t in zip(row_losses, *columns, strict=True):
+            if not torch.isfinite(row_loss):
+                text = tokenizer.decode(ids[visible.bool()].tolist())
+                rows.append({"text": text, "t": t.item(), "loss": row_loss.item()})
+        return rows
 
 
-def turns_of(answer: Tensor) -> list[tuple[int, int]]:
+def find_turns(answer: Tensor) -> list[tuple[int, int]]:
     """Where each turn that is trained on begins and ends; `answer` (tokens,) is bool."""
-    edges = torch.diff(answer.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
-    firsts, lasts = ((edges == side).nonzero().flatten().tolist() for side in (1, -1))
-    return list(zip(firsts, lasts, strict=True))
+    zero = torch.zeros(1, dtype=torch.int)
+    edges = torch.diff(answer.int(), prepend=zero, append=zero)
+    starts = (edges == 1).nonzero().flatten().tolist()
+    ends = (edges == -1).nonzero().flatten().tolist()
+    return list(zip(starts, ends, strict=True))
 
 
 def next_tokens(inputs: dict[str, Tensor]) -> Tensor:
@@ -193,12 +226,12 @@ def next_tokens(inputs: dict[str, Tensor]) -> Tensor:
     return visible[:, :-1] & visible[:, 1:]
 
 
-def summed(model: Any, states: Tensor, targets: Tensor, chosen: Tensor) -> Tensor:
-    """(rows,) sums of the cross-entropy of the `chosen` targets, (rows, n) bool each with a state."""
-    at_host = chosen.cpu()
-    weight = float(at_host.any())
+def sum_cross_entropy(model: Any, states: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
+    """(rows,) sums of the cross-entropy of the targets that `tokens` chooses, (rows, n) bool each with a state."""
+    tokens = tokens.cpu()
+    weight = float(tokens.any())
     if not weight:  # score one token with weight 0, because every process has to call the head
-        at_host[0, 0] = True
-    at = positions_of(at_host, states.device)
-    losses = -head.target_logps(model, states[at], targets[at].clamp(min=0))[0]
-    return losses.new_zeros(len(states)).index_add(0, at[0], losses * weight)
+        tokens[0, 0] = True
+    rows, columns = token_positions(tokens, states.device)
+    logps, _ = head.target_logps(model, states[rows, columns], targets[rows, columns].clamp(min=0))
+    return logps.new_zeros(len(states)).index_add(0, rows, -logps * weight)

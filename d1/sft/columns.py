@@ -18,14 +18,18 @@ def as_conversation(row: Row) -> Row:
     """A row with Alpaca's or ShareGPT's columns as one with `messages`; any other row unchanged. ValueError says what
     is wrong with a cell."""
     if row.keys() >= SHAREGPT:
-        turns, used = row["conversations"], {"conversations"}
+        turns = row["conversations"]
+        replaced_columns = {"conversations"}
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError("conversations is not a list of {from, value}")
     elif row.keys() >= ALPACA:
-        turns, used = alpaca_messages(row), {"instruction", "input", "output", "history"}
+        turns = alpaca_messages(row)
+        replaced_columns = {"instruction", "input", "output", "history"}
     else:
         return row
-    return {name: cell for name, cell in row.items() if name not in used} | {"messages": turns}
+    conversation = {name: cell for name, cell in row.items() if name not in replaced_columns}
+    conversation["messages"] = turns
+    return conversation
 
 
 def alpaca_messages(row: Row) -> list[Message]:
@@ -35,20 +39,22 @@ def alpaca_messages(row: Row) -> list[Message]:
     for turn in row.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError(f"history must be a list of [instruction, output], got {turn!r:.80}")
-        asked, answer = turn
-        messages += turns_of(asked, answer, "an instruction of history", "an output of history")
+        instruction, output = turn
+        messages += one_exchange(instruction, output, "an instruction of history", "an output of history")
     require_text(row["instruction"], "instruction")
-    asked = row["instruction"]
+    instruction = row["instruction"]
     if row.get("input") not in (None, ""):
         require_text(row["input"], "input", empty_ok=True)
-        asked = f"{asked}\n{row['input']}"
-    return messages + turns_of(asked, row["output"], "instruction", "output")
+        instruction = f"{instruction}\n{row['input']}"
+    messages += one_exchange(instruction, row["output"], "instruction", "output")
+    return messages
 
 
-def turns_of(asked: Any, answer: Any, asked_in: str, answer_in: str) -> list[Message]:
-    require_text(asked, asked_in)
-    require_text(answer, answer_in)
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def one_exchange(question: Any, answer: Any, question_name: str, answer_name: str) -> list[Message]:
+    """A user's turn and the assistant's; ValueError calls them by the names if they are no text."""
+    require_text(question, question_name)
+    require_text(answer, answer_name)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 # --- Templates --------------------------------------------------------------------------------------------------------
@@ -84,7 +90,7 @@ ANSWERS = ("answer", "output", "response", "completion", "target", "label", "sol
 QUESTIONS = ("question", "instruction", "prompt", "input", "problem", "query", "text", "document")
 
 
-def way_for(columns: Sequence[str]) -> str:
+def suggest_flags(columns: Sequence[str]) -> str:
     """What to do with these columns, which are not understood: a template with two of them, or a function."""
     if len(columns) < 2:
         return "use --data_function"

@@ -9,7 +9,7 @@ from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE
 from d1.runs.cli import TrainingSettings, setting
 
 EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
-OF_CANVASES = ("self_conditioning", "causal_weight")  # `d1/sft/canvases.py`
+CANVAS_SETTINGS = ("self_conditioning", "causal_weight")  # `d1/sft/canvases.py`
 NOISES = ("scdd",)  # `d1/sft/scdd.py`
 EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 
@@ -131,8 +131,9 @@ class SFTConfig(TrainingSettings):
         super().__post_init__()
         if self.template and self.data_function:
             raise ValueError("use one of --template and --data_function")
-        idle = [name for name in EDIT_SETTINGS if getattr(self, name) != getattr(SFTConfig, name)]
-        if self.edit_noise is None and idle:
-            raise ValueError(f"--{idle[0]} {getattr(self, idle[0])} would do nothing: set --edit_noise")
+        for name in EDIT_SETTINGS:
+            value = getattr(self, name)
+            if self.edit_noise is None and value != getattr(SFTConfig, name):
+                raise ValueError(f"--{name} {value} would do nothing: set --edit_noise")
         if self.noise is None and self.uniform_ratio != SFTConfig.uniform_ratio:
             raise ValueError(f"--uniform_ratio {self.uniform_ratio} would do nothing: set --noise scdd")

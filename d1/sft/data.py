@@ -30,11 +30,11 @@ from d1.models.messages import (
 )
 from d1.models.tokenizer import CUT_OFF, encode_turns
 from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import BatchRow, problem_of, tokenised, usable_rows
+from d1.runs.data import BatchRow, describe_row_error, tokenised, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.data import load_rows as load_rows
 from d1.sft import columns
-from d1.sft.columns import ALPACA, SHAREGPT, TEMPLATE, as_conversation, way_for
+from d1.sft.columns import ALPACA, SHAREGPT, TEMPLATE, as_conversation, suggest_flags
 from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
@@ -49,10 +49,15 @@ S1K = {"question", "thinking_trajectories", "attempt"}
 SHAPES = (S1K, {"messages"}, {"prompt", "completion"}, SHAREGPT, ALPACA)  # columns that make a conversation
 SYSTEM_PROMPT = ask("", "Solve the problem.", "the answer")[0]["content"].rstrip()  # before a question of s1K
 FEATURES = Features(
-    {"input_ids": List(Value("int32")), "answer": List(Value("bool"))}
-    | dict.fromkeys(("length", "start"), Value("int32"))
-    | dict.fromkeys(("status", "problem"), Value("string"))
-    | {"notes": List(Value("string"))}
+    {
+        "input_ids": List(Value("int32")),
+        "answer": List(Value("bool")),
+        "length": Value("int32"),
+        "start": Value("int32"),
+        "status": Value("string"),
+        "problem": Value("string"),
+        "notes": List(Value("string")),
+    }
 )
 
 
@@ -66,37 +71,40 @@ def to_conversation(
     The columns of `conversation_of` belong to all but the template and s1K's. Columns of another shape may be null.
     """
     if function is None and template is None:
-        row = of_one_shape(row)
+        # In a file with rows of several shapes, each row has null cells in the columns of the others.
+        filled = {name: cell for name, cell in row.items() if cell is not None}
+        if any(shape <= filled.keys() for shape in SHAPES):
+            row = filled
+
     if function is not None:
-        converted = function(row)
-        row = converted if isinstance(converted, dict) else {"messages": converted}
+        result = function(row)
+        row = result if isinstance(result, dict) else {"messages": result}
     elif template is not None:
-        prompt, completion = (TEMPLATE.vformat(part, (), row) for part in template)
-        row = {"prompt": prompt, "completion": completion}
+        prompt, completion = template
+        row = {"prompt": TEMPLATE.vformat(prompt, (), row), "completion": TEMPLATE.vformat(completion, (), row)}
     elif row.keys() >= S1K:
         if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
             raise ValueError("thinking_trajectories is not a list with at least one trajectory")
-        question, thoughts, attempt = row["question"], row["thinking_trajectories"][0], row["attempt"]
-        for part, name in ((question, "question"), (thoughts, "thinking_trajectories[0]"), (attempt, "attempt")):
-            require_text(part, name)
+        question = row["question"]
+        thoughts = row["thinking_trajectories"][0]
+        attempt = row["attempt"]
+        require_text(question, "question")
+        require_text(thoughts, "thinking_trajectories[0]")
+        require_text(attempt, "attempt")
         completion = f"<reasoning>{thoughts}</reasoning>\n<answer>{attempt}</answer>"
         row = {"prompt": f"{SYSTEM_PROMPT}\n\n{question}", "completion": completion}
     if "messages" not in row and not row.keys() >= {"prompt", "completion"}:
         row = as_conversation(row)
+
     if "messages" in row:
         messages = row["messages"]
     else:
-        asked, answer = as_messages(row, "prompt", "user"), as_messages(row, "completion", "assistant")
-        if all(message["role"] != "assistant" for message in read_messages(answer)):
+        prompt_messages = as_messages(row, "prompt", "user")
+        completion_messages = as_messages(row, "completion", "assistant")
+        if all(message["role"] != "assistant" for message in read_messages(completion_messages)):
             raise ValueError("completion has no message of the assistant")
-        messages = asked + answer
+        messages = prompt_messages + completion_messages
     return conversation_of(row, messages)
-
-
-def of_one_shape(row: Row) -> Row:
-    """A row of a file with several shapes without its null columns, which other rows have; any other row unchanged."""
-    filled = {name: cell for name, cell in row.items() if cell is not None}
-    return filled if any(shape <= filled.keys() for shape in SHAPES) else row
 
 
 def tokenize_row(
@@ -110,27 +118,36 @@ def tokenize_row(
 ) -> Row:
     """One row of `FEATURES`: `status` is "ok", "truncated", "dropped" or "bad", `problem` says what is wrong, and
     `notes` what the user should know."""
-    none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": "", "notes": []}
+    empty = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": "", "notes": []}
     try:
-        messages, given = to_conversation(row, function, template)
+        messages, options = to_conversation(row, function, template)
         turns = whole_turns(messages)
-        text = encode_turns(turns, tokenizer, "the answer", given, all_turns=assistant_only_loss)
-        ids, answer, start = text.ids, text.trained, text.start
-        notes = [*text.notes, *([CUT_OFF] if len(turns) < len(messages) else ())]
-        status = "ok"
+        text = encode_turns(turns, tokenizer, "the answer", options, all_turns=assistant_only_loss)
+        notes = list(text.notes)
+        if len(turns) < len(messages):
+            notes.append(CUT_OFF)
+
+        ids, answer, status = text.ids, text.trained, "ok"
         if len(ids) > max_length:
             if overlong == "refuse":
                 raise ValueError(f"{len(ids)} tokens are more than --max_length {max_length}")
             if overlong == "drop":
-                return none | {"status": "dropped"}
+                return empty | {"status": "dropped"}
             first = answer.index(True)
             if first >= max_length:
                 raise ValueError(f"no answer tokens left: the prompt has {first}, --max_length is {max_length}")
             ids, answer, status = ids[:max_length], answer[:max_length], "truncated"
     except Exception as error:  # templates and users' functions may raise anything
-        return none | {"status": "bad", "problem": problem_of(error)}
-    known = {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status, "notes": notes}
-    return none | known
+        return empty | {"status": "bad", "problem": describe_row_error(error)}
+    return {
+        "input_ids": ids,
+        "answer": answer,
+        "length": len(ids),
+        "start": text.start,
+        "status": status,
+        "problem": "",
+        "notes": notes,
+    }
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -187,16 +204,34 @@ def preprocess_dataset(
         raise ValueError(
             f"the data has the columns {', '.join(sorted(names))}; supported are question + thinking_trajectories + "
             "attempt, messages, prompt + completion, conversations, or instruction + output (+ input): "
-            f"{way_for(data.column_names)}"
+            f"{suggest_flags(data.column_names)}"
         )
-    options = {"tokenizer": tokenizer, "max_length": max_length, "overlong": overlong}
-    options |= {"function": function, "template": template, "assistant_only_loss": assistant_only_loss}
-    how: dict[str, Any] = {"also": [columns], "cached": function is None}
-    rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc, **how)
-    usable = usable_rows(rows["status"], rows["problem"], bad_rows, data)
-    rows = rows.select(usable)
-    for note, count in Counter(note for notes in rows["notes"] for note in notes).items():
+    options = {
+        "tokenizer": tokenizer,
+        "max_length": max_length,
+        "overlong": overlong,
+        "function": function,
+        "template": template,
+        "assistant_only_loss": assistant_only_loss,
+    }
+    rows = tokenised(
+        data,
+        tokenize_row,
+        source=sys.modules[__name__],
+        options=options,
+        features=FEATURES,
+        num_proc=num_proc,
+        also=[columns],
+        cached=function is None,
+    )
+    rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows, data))
+
+    counts: Counter[str] = Counter()
+    for notes in rows["notes"]:
+        counts.update(notes)
+    for note, count in counts.items():
         logger.warning("%d of %d rows: %s", count, len(rows), note)
+
     rows = rows.remove_columns(["problem", "notes"]).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)
     if not 0 <= held_out < len(rows):
@@ -238,11 +273,17 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         seed: int = 42,
         eval_draws: int = 4,
     ) -> None:
-        # Without a format, cells are lists: + joins those, and would add arrays.
-        self.rows, self.eos_token_id, self.max_length = rows.with_format(None), tokenizer.eos_token_id, max_length
-        self.eval, self.eos_padding, self.seed, self.eval_draws = eval, eos_padding, seed, eval_draws
-        columns = (self.rows[name] for name in ("length", "start", "status"))
-        self.lengths = [self.filled_length(*row) for row in zip(*columns, strict=True)]
+        self.rows = rows.with_format(None)  # cells are lists then: + joins those, and would add arrays
+        self.eos_token_id = tokenizer.eos_token_id
+        self.max_length = max_length
+        self.eval = eval
+        self.eos_padding = eos_padding
+        self.seed = seed
+        self.eval_draws = eval_draws
+        self.lengths = []
+        columns = (self.rows["length"], self.rows["start"], self.rows["status"])
+        for length, start, status in zip(*columns, strict=True):
+            self.lengths.append(self.filled_length(length, start, status))
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
             self.ranks = torch.randperm(len(rows), generator=keyed_generator(seed, EVAL_TIMES)).tolist()
@@ -262,8 +303,11 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[BatchRow | int]) -> list[dict[str, Any]]:
         """The rows of a batch, for DataLoader: reading all at once takes a third of the time."""
-        chosen = [index if isinstance(index, BatchRow) else self.batch_row(index) for index in indices]
-        return [*map(self.filled_row, chosen, self.rows.__getitems__([max(one.row, 0) for one in chosen]))]
+        entries = []
+        for index in indices:
+            entries.append(index if isinstance(index, BatchRow) else self.batch_row(index))
+        rows = self.rows.__getitems__([max(entry.row, 0) for entry in entries])
+        return [self.filled_row(entry, row) for entry, row in zip(entries, rows, strict=True)]
 
     def batch_row(self, index: int) -> BatchRow:
         """The row in epoch 0; with `eval`, row and time of draw `index`, and `epoch` holds the draw's number."""
@@ -271,18 +315,24 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
             return BatchRow(range(len(self))[index])
         number, draw = divmod(index, self.eval_draws)
         row = self.order[number]
-        return BatchRow(row, draw, (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws)
+        t = (draw + (self.ranks[row] + 0.5) / len(self.rows)) / self.eval_draws
+        return BatchRow(row, epoch=draw, t=t)
 
-    def filled_row(self, chosen: BatchRow, row: dict[str, Any]) -> dict[str, Any]:
+    def filled_row(self, entry: BatchRow, row: dict[str, Any]) -> dict[str, Any]:
         """A row of the data set, filled with EOS; an empty one has one token that is not trained on."""
-        key = (EVAL_NOISE, chosen.row, chosen.epoch) if self.eval else (TRAIN_NOISE, chosen.epoch, max(chosen.row, 0))
-        noise = {"key": (self.seed, *key), "t": chosen.t}
-        if chosen.row < 0:
-            return {"input_ids": [self.eos_token_id], "answer": [False]} | noise
-        filled = max(self.lengths[chosen.row], chosen.length) if row["status"] == "ok" else 0
-        missing = max(0, filled - len(row["input_ids"]))
-        ids, answer = row["input_ids"] + [self.eos_token_id] * missing, row["answer"] + [True] * missing
-        return {"input_ids": ids, "answer": answer} | noise
+        if self.eval:
+            key = (self.seed, EVAL_NOISE, entry.row, entry.epoch)
+        else:
+            key = (self.seed, TRAIN_NOISE, entry.epoch, max(entry.row, 0))
+        if entry.row < 0:
+            return {"input_ids": [self.eos_token_id], "answer": [False], "key": key, "t": entry.t}
+
+        ids, answer = row["input_ids"], row["answer"]
+        if row["status"] == "ok":
+            missing = max(self.lengths[entry.row], entry.length) - len(ids)
+            ids = ids + [self.eos_token_id] * missing
+            answer = answer + [True] * missing
+        return {"input_ids": ids, "answer": answer, "key": key, "t": entry.t}
 
 
 class dLLMDataCollator(DefaultDataCollator):
@@ -320,9 +370,13 @@ class dLLMDataCollator(DefaultDataCollator):
         max_length: int | None = None,
     ) -> None:
         super().__init__()
-        self.causal, self.per_row = causal, causal is not None and causal.row_noise
-        self.edits, self.vocabulary = edits, 0 if edits is None else len(tokenizer)
-        self.block_size, self.complementary, self.packed = block_size, complementary, packed
+        self.block_size = block_size
+        self.complementary = complementary
+        self.packed = packed
+        self.causal = causal
+        self.row_noise = causal is not None and causal.row_noise
+        self.edits = edits
+        self.vocabulary = 0 if edits is None else len(tokenizer)
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -334,45 +388,76 @@ class dLLMDataCollator(DefaultDataCollator):
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         training = features[0]["t"] is None  # evaluation fixes each row's t
-        sides = (False, True) if self.complementary and training else (False,)
-        mirrored = [side for side in sides for _ in features]
-        features = [row for _ in sides for row in features]
+        mirrored = [False] * len(features)
+        if self.complementary and training:  # each row once more, with the opposite mask
+            mirrored += [True] * len(features)
+            features = [*features, *features]
+
         lengths = [len(row["input_ids"]) for row in features]
         texts = [token_ids(row["input_ids"]) for row in features]
         answers = [torch.as_tensor(row["answer"]) for row in features]
-        clean, answer = pad_sequence(texts, True, self.pad_token_id), pad_sequence(answers, True, False)
+        clean = pad_sequence(texts, True, self.pad_token_id)
+        answer = pad_sequence(answers, True, False)
         visible = pad_sequence([torch.ones_like(text) for text in texts], True)
+
+        # Blocks begin with the answer in a causal context, and with the row elsewhere.
+        starts = [0] * len(features)
+        if self.causal is not None and not self.row_noise:
+            starts = answer.int().argmax(1).tolist()
+
+        def hiding_probability(t: Tensor) -> Tensor:
+            return self.schedule(t)[0]
+
+        # Each row's noise, from its own generator.
         edits = self.edits if training else None
-        options: dict[str, Any] = {"block_size": None if self.per_row else self.block_size}
-        options["level"] = lambda t: self.schedule(t)[0]
-        from_answer = self.causal is not None and not self.per_row
-        starts = answer.int().argmax(1).tolist() if from_answer else [0] * len(features)
-        draws, replaced = [], []
-        for row, maskable, mirror, origin in zip(features, answer, mirrored, starts, strict=True):
-            span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
+        times: list[Tensor] = []
+        masks: list[Tensor] = []
+        edit_masks: list[Tensor] = []
+        edit_draws: list[Tensor] = []
+        for row, maskable, mirror, start in zip(features, answer, mirrored, starts, strict=True):
+            low, high = 0.0, 1.0
+            if row["t"] is not None:
+                low = high = row["t"]
             generator = keyed_generator(*row["key"])
-            draws.append(draw_noise(maskable, generator, mirror=mirror, origin=origin, **options, **span))
+            t, mask = draw_noise(
+                maskable,
+                generator,
+                low=low,
+                high=high,
+                mirror=mirror,
+                block_size=None if self.row_noise else self.block_size,
+                origin=start,
+                level=hiding_probability,
+            )
+            times.append(t)
+            masks.append(mask)
             if edits is not None:  # after the mask's draws, which stay the same
-                replaced.append(edits.draw(maskable, draws[-1][1], generator))
-        times, hidden = map(torch.stack, zip(*draws, strict=True))
-        batch = {
+                edit_mask, draws = edits.draw(maskable, mask, generator)
+                edit_masks.append(edit_mask)
+                edit_draws.append(draws)
+
+        hidden = torch.stack(masks)
+        batch: dict[str, Any] = {
             "input_ids": clean.masked_fill(hidden, self.mask_token_id),
             "labels": clean.masked_fill(~answer, IGNORED),
             "attention_mask": visible,
             "masked": hidden & (clean != self.mask_token_id),  # a mask token in the text has nothing to predict
-            "t": times,
+            "t": torch.stack(times),
         }
         if edits is not None:
-            edited, numbers = map(torch.stack, zip(*replaced, strict=True))
-            ids = edits.replaced(batch["input_ids"], edited, numbers, self.vocabulary, self.mask_token_id)
-            batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
-        causal_columns = {} if self.causal is None else {"starts": starts}
-        if not self.packed:
-            return batch | causal_columns
-        # (rows, length) -> (1, all visible tokens)
-        by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
-        joined = {name: values[visible.bool()][None] for name, values in by_token.items()}
-        return batch | joined | {"lengths": lengths} | causal_columns
+            batch["edited"] = torch.stack(edit_masks)
+            batch["draws"] = torch.stack(edit_draws)
+            batch["input_ids"] = edits.replace(
+                batch["input_ids"], batch["edited"], batch["draws"], self.vocabulary, self.mask_token_id
+            )
+        if self.packed:
+            for name, values in batch.items():
+                if values.shape == visible.shape:  # (rows, length) -> (1, all visible tokens)
+                    batch[name] = values[visible.bool()][None]
+            batch["lengths"] = lengths
+        if self.causal is not None:
+            batch["starts"] = starts
+        return batch
 
 
 def row_numbers(batch: dict[str, Any]) -> Tensor:
@@ -384,7 +469,9 @@ def row_numbers(batch: dict[str, Any]) -> Tensor:
     return rows.repeat_interleave(torch.tensor(lengths, device=ids.device)).unsqueeze(0)
 
 
-def by_row(batch: dict[str, Any], name: str) -> Sequence[Tensor]:
+def split_rows(batch: dict[str, Any], name: str) -> Sequence[Tensor]:
     """The values of a batch, row by row; with padding, unless the batch is packed."""
     values, lengths = batch[name], batch.get("lengths")
-    return list(values) if lengths is None or values.dim() == 1 else values[0].split(lengths)
+    if lengths is None or values.dim() == 1:
+        return list(values)
+    return values[0].split(lengths)  # type: ignore[no-any-return]

@@ -39,17 +39,19 @@ class EditNoise:
         numbers[:, answer] = torch.rand(2, int(answer.sum()), generator=generator)
         return answer & ~hidden & (numbers[0] < self.share), numbers[1]
 
-    def replaced(self, noised: Tensor, edited: Tensor, draws: Tensor, vocabulary: int, mask_token_id: int) -> Tensor:
-        """`noised` (...) with uniform ids where `edited`; for drafts, these positions are hidden until `drafted`."""
+    def replace(self, noised: Tensor, edited: Tensor, draws: Tensor, vocabulary: int, mask_token_id: int) -> Tensor:
+        """`noised` (...) with uniform ids where `edited`; for drafts, these positions are hidden until the model has
+        drawn them (`dLLMTrainer.insert_drafts`)."""
         if self.kind == "draft":
             return noised.masked_fill(edited, mask_token_id)
         ids = (draws.double() * (vocabulary - 1)).long()
         return torch.where(edited, ids + (ids >= mask_token_id), noised)  # skips the mask token
 
 
-def drawn_ids(logits: Tensor, draws: Tensor, mask_token_id: int) -> Tensor:
+def sample_ids(logits: Tensor, draws: Tensor, mask_token_id: int) -> Tensor:
     """(n,) ids, each the quantile `draws` (n,) of the distribution of `logits` (n, vocab), without the mask token."""
     logits[..., mask_token_id] = -torch.inf
-    summed = logits.softmax(-1).cumsum(-1)
-    drawn = torch.searchsorted(summed, draws.unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
-    return drawn.clamp(max=logits.shape[-1] - 1)
+    cumulative = logits.softmax(-1).cumsum(-1)
+    thresholds = draws.unsqueeze(-1) * cumulative[..., -1:]
+    ids = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
+    return ids.clamp(max=logits.shape[-1] - 1)

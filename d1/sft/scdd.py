@@ -32,8 +32,8 @@ from d1.masking import keyed_generator, noise_level
 from d1.models.head import backbone_and_head, map_chunks, run_inside
 from d1.runs.data import IGNORED
 from d1.sampling.scdd import TINY, MixedNoise
-from d1.sft.data import by_row, dLLMDataCollator, row_numbers
-from d1.sft.trainer import dLLMTrainer, positions_of, states_of
+from d1.sft.data import dLLMDataCollator, row_numbers, split_rows
+from d1.sft.trainer import dLLMTrainer, hidden_states, token_positions
 
 TIMES = 1000  # steps of the bound
 REPLACEMENTS = 1  # the last part of a random generator's key
@@ -61,39 +61,47 @@ def scdd_losses(
         noised: (n,) ids z, what the model sees.
         t: (n,) times of the grid, fp64.
     """
-    vocabulary, kind = logits.shape[-1], logits.dtype
-    ids = vocabulary - 1  # K
+    dtype = logits.dtype
+    ids = logits.shape[-1] - 1  # K
     s = t - 1 / TIMES
-    rho_t, rho_s = noise.rho(t), noise.rho(s)
-    base_t, base_s = (1 - rho_t) / ids, (1 - rho_s) / ids
+    rho_t = noise.rho(t)
+    rho_s = noise.rho(s)
+    base_t = (1 - rho_t) / ids
+    base_s = (1 - rho_s) / ids
     keep = rho_t / rho_s
     jump = (1 - keep) / ids
     revealed = 1 - noise.stays_hidden(t, s)
 
     # f at every id, the clean one and the visible one. At the mask, which p excludes, f is log base_s.
     logps = logits.index_fill(-1, noised.new_tensor([mask_token_id]), -torch.inf).log_softmax(-1)
-    log_base = base_s.clamp(min=TINY).log().to(kind)
-    terms = torch.logaddexp(log_base.unsqueeze(-1), rho_s.log().to(kind).unsqueeze(-1) + logps)
+    log_base = base_s.clamp(min=TINY).log().to(dtype)
+    terms = torch.logaddexp(log_base.unsqueeze(-1), rho_s.log().to(dtype).unsqueeze(-1) + logps)
     total = terms.sum(-1) - log_base
     at_clean = terms.gather(-1, clean.unsqueeze(-1)).squeeze(-1)
     at_noised = terms.gather(-1, noised.unsqueeze(-1)).squeeze(-1)
 
     hidden = noised == mask_token_id
-    of_hidden = -revealed.to(kind) * (base_s.to(kind) * total + rho_s.to(kind) * at_clean)
+    hidden_loss = -revealed.to(dtype) * (base_s.to(dtype) * total + rho_s.to(dtype) * at_clean)
 
     # The logarithm of the denominator of q under p, and f(z) minus it. The two are almost equal, so where they are, the
     # difference is a log1p: (1 - rho_s) / K - (1 - rho_t) / K = (rho_t - rho_s) / K.
     logp = logps.gather(-1, noised.unsqueeze(-1)).squeeze(-1).masked_fill(hidden, 0.0)
-    p, before = logp.exp(), base_t.to(kind) + rho_t.to(kind) * logp.exp()
-    log_before = torch.logaddexp(base_t.clamp(min=TINY).log().to(kind), rho_t.log().to(kind) + logp)
-    change = (rho_s - rho_t).to(kind) * (p - 1 / ids) / before.clamp(min=TINY)
-    at_noised = torch.where(change.abs() < 0.5, change.clamp(-0.5, 0.5).log1p(), at_noised - log_before)
+    p = logp.exp()
+    denominator = base_t.to(dtype) + rho_t.to(dtype) * p
+    log_denominator = torch.logaddexp(base_t.clamp(min=TINY).log().to(dtype), rho_t.log().to(dtype) + logp)
+    change = (rho_s - rho_t).to(dtype) * (p - 1 / ids) / denominator.clamp(min=TINY)
+    at_noised = torch.where(change.abs() < 0.5, change.clamp(-0.5, 0.5).log1p(), at_noised - log_denominator)
 
-    kept = (noised == clean).double()
-    q_total = ((base_s * jump), (rho_s * jump), keep * (base_s + rho_s * kept))
-    of_all, of_clean, of_noised = ((mass / (base_t + rho_t * kept).clamp(min=TINY)).to(kind) for mass in q_total)
-    of_visible = -(of_all * (total - ids * log_before) + of_clean * (at_clean - log_before) + of_noised * at_noised)
-    return TIMES * torch.where(hidden, of_hidden, of_visible)
+    # q in three parts: the same mass at every id, more at the clean one, and more at the visible one.
+    unchanged = (noised == clean).double()
+    q_denominator = (base_t + rho_t * unchanged).clamp(min=TINY)
+    q_all = (base_s * jump / q_denominator).to(dtype)
+    q_clean = (rho_s * jump / q_denominator).to(dtype)
+    q_noised = (keep * (base_s + rho_s * unchanged) / q_denominator).to(dtype)
+    visible_loss = -(
+        q_all * (total - ids * log_denominator) + q_clean * (at_clean - log_denominator) + q_noised * at_noised
+    )
+    return TIMES * torch.where(hidden, hidden_loss, visible_loss)
 
 
 class SCDDCollator(dLLMDataCollator):
@@ -122,21 +130,25 @@ class SCDDCollator(dLLMDataCollator):
         batch = super().__call__(features)
         batch["steps"] = grid_steps(batch["t"])
         batch["t"] = batch["steps"].double() / TIMES
-        rows = zip(features, by_row(batch, "input_ids"), by_row(batch, "labels"), batch["t"], strict=True)
-        for row, noised, labels, t in rows:
-            self.replace_visible(noised, labels, t, keyed_generator(*row["key"], REPLACEMENTS))
+        noised_rows = split_rows(batch, "input_ids")
+        label_rows = split_rows(batch, "labels")
+        for row, noised, labels, t in zip(features, noised_rows, label_rows, batch["t"], strict=True):
+            generator = keyed_generator(*row["key"], REPLACEMENTS)
+            self.replace_visible(noised, labels, t, generator)
         return batch
 
     def replace_visible(self, noised: Tensor, labels: Tensor, t: Tensor, generator: Generator) -> None:
         """Replace answer tokens of `noised` (tokens,), a row with its masks, in place. A uniform id is the clean one
         with probability 1 / K; the others are drawn."""
         answer = labels != IGNORED
-        ids, mask = self.vocabulary - 1, self.mask_token_id
+        ids = self.vocabulary - 1
+        mask = self.mask_token_id
         visible_mass = 1 - self.noise.mask_mass(t)
         probability = float(self.noise.uniform_mass(t) * (ids - 1) / ids / visible_mass)
         numbers = torch.rand(int(answer.sum()), generator=generator)
         drawn = torch.randint(self.vocabulary - 2, (len(numbers),), generator=generator)
         clean = labels[answer].long()
+        # The numbers skip the clean id and the mask, the lower of both first.
         drawn = drawn + (drawn >= clean.clamp(max=mask)).long()
         drawn = drawn + (drawn >= clean.clamp(min=mask)).long()
         replaced = (numbers < probability) & (noised[answer] != mask)
@@ -149,26 +161,30 @@ class SCDDTrainer(dLLMTrainer):
     def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
         """(rows,) sums of `scdd_losses` over each row's answer; `masked_scale` is for models with a causal context."""
         collator: Any = self.data_collator
-        labels, mask = inputs["labels"], collator.mask_token_id
-        scored = ((labels != IGNORED) & (labels != mask)).cpu()  # a mask token in the text has nothing to predict
+        labels = inputs["labels"]
+        mask_token_id = collator.mask_token_id
+        # A mask token in the text has nothing to predict.
+        scored = ((labels != IGNORED) & (labels != mask_token_id)).cpu()
         weight = float(scored.any())
         if not weight:  # score one token with weight 0, because every process has to call the head
             scored[0, 0] = True
-        at = positions_of(scored, labels.device)
-        rows = row_numbers(inputs)[at]
-        clean = labels[at].clamp(min=0)
+        positions = token_positions(scored, labels.device)
+        rows = row_numbers(inputs)[positions]
+        clean = labels[positions].clamp(min=0)
+        noised = inputs["input_ids"][positions]
+        t = (inputs["steps"].double() / TIMES)[rows]
 
-        def losses_of(inner: Any) -> Tensor:
+        def compute_losses(inner: Any) -> Tensor:
             head = backbone_and_head(inner)[1]
 
-            def losses_of_chunk(states: Tensor, clean: Tensor, noised: Tensor, t: Tensor) -> Tensor:
+            def chunk_losses(states: Tensor, clean: Tensor, noised: Tensor, t: Tensor) -> Tensor:
                 logits = head(states)
-                logits = logits if logits.dtype == torch.float64 else logits.float()
-                return scdd_losses(logits, clean, noised, t, collator.noise, mask)
+                if logits.dtype != torch.float64:
+                    logits = logits.float()
+                return scdd_losses(logits, clean, noised, t, collator.noise, mask_token_id)
 
-            states = states_of(inner, inputs, scored, at)
-            columns = states, clean, inputs["input_ids"][at], (inputs["steps"].double() / TIMES)[rows]
-            return torch.cat(map_chunks(inner, losses_of_chunk, *columns, tensors_per_logit=4))
+            states = hidden_states(inner, inputs, scored, positions)
+            return torch.cat(map_chunks(inner, chunk_losses, states, clean, noised, t, tensors_per_logit=4))
 
-        losses = run_inside(model, losses_of)
+        losses = run_inside(model, compute_losses)
         return losses.new_zeros(len(inputs["t"])).index_add(0, rows, losses * weight)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from transformers import TrainingArguments
 
 from d1.models.attention import has_causal_context
@@ -15,25 +16,38 @@ from d1.models.kinds import attention_name, block_size, check_room, has_masks, v
 from d1.runs.checkpoints import read_state
 from d1.runs.console import show_row
 from d1.runs.data import load_rows
-from d1.runs.record import RECORD, ROWS, hash_values, of_rows
+from d1.runs.record import RECORD, ROWS, hash_rows, hash_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling.scdd import MixedNoise
 from d1.sft.canvases import CanvasCollator, CanvasTrainer
-from d1.sft.config import EDIT_SETTINGS, OF_CANVASES, CausalLoss, SFTConfig
+from d1.sft.config import CANVAS_SETTINGS, EDIT_SETTINGS, CausalLoss, SFTConfig
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
 from d1.sft.editing import EditNoise
 from d1.sft.scdd import SCDDCollator, SCDDTrainer
 from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer
 
-SAME_IN_DATA = (
-    *("max_length", "test_split", "overlong", "bad_rows", "template", "assistant_only_loss", "num_proc", "seed"),
-)
 ON_RESUME = on_resume(
-    *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
-    *("assistant_only_loss", "edit_noise", *EDIT_SETTINGS, "masked_weight", "row_noise", *OF_CANVASES),
-    *("noise", "uniform_ratio"),
+    # The rows
+    "template",
+    "data_function",
+    "overlong",
+    "max_length",
+    "eos_padding",
+    "test_split",
+    "eval_draws",
+    # The noise and the loss
+    "assistant_only_loss",
+    "edit_noise",
+    *EDIT_SETTINGS,
+    "masked_weight",
+    "row_noise",
+    *CANVAS_SETTINGS,
+    "noise",
+    "uniform_ratio",
     free=("quiet",),
 )
+# Settings of a model that hides tokens by masks, which do nothing for uniform noise.
+MASK_SETTINGS = ("packing", "complementary_masks", "edit_noise", "eos_padding")
 
 
 def stage(args: SFTConfig) -> Stage:
@@ -49,7 +63,7 @@ def stage(args: SFTConfig) -> Stage:
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
     )
-    outcome = partial(kept_step, Path(str(training.output_dir)), args.keep_last)
+    outcome = partial(describe_saved_step, Path(str(training.output_dir)), args.keep_last)
     return stage_of(args, training, model, prepare, ON_RESUME, args.lora_dropout, outcome=outcome)
 
 
@@ -58,77 +72,142 @@ def prepare(
 ) -> tuple[Mapping[str, Any], Callable[[Any], dLLMTrainer]]:
     """The fingerprint of the run's rows and how many are held out, and a function that makes the trainer of a model."""
     causal = CausalLoss(args.masked_weight, args.row_noise, args.causal_weight)
-    if has_causal_context(config) and args.edit_noise is not None:
-        raise ValueError(EDITS_AND_CONTEXT)
-    if has_causal_context(config) and causal.masked_weight == causal.causal_weight == 0:
-        raise ValueError("--masked_weight 0 and --causal_weight 0 leave nothing to train on: set one of them above 0")
-    if (args.masked_weight != CausalLoss.masked_weight or args.row_noise) and not has_causal_context(config):
-        raise ValueError("--masked_weight and --row_noise would do nothing: this model has no causal context")
     check_noise(args, config)
-    with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
+
+    # Text to tokens. The other processes read the cache of the first.
+    with training.main_process_first(local=False, desc="tokenising"):
         data = load_rows(args.train_data)
-        function = load_function(args.data_function) if args.data_function else None
-        options: dict[str, Any] = {name: getattr(args, name) for name in SAME_IN_DATA}
-        rows = preprocess_dataset(data, tokenizer, function=function, **options)
-    filling = args.eos_padding if has_masks(config) else 0  # canvases are filled by their collator
-    shared: dict[str, Any] = {"eos_padding": filling, "seed": args.seed, "eval_draws": args.eval_draws}
-    datasets = [dLLMSFTDataset(rows[0], tokenizer, args.max_length, **shared)]
+        function = None
+        if args.data_function:
+            function = load_function(args.data_function)
+        train_rows, held_out_rows = preprocess_dataset(
+            data,
+            tokenizer,
+            args.max_length,
+            args.test_split,
+            overlong=args.overlong,
+            bad_rows=args.bad_rows,
+            function=function,
+            template=args.template,
+            assistant_only_loss=args.assistant_only_loss,
+            num_proc=args.num_proc,
+            seed=args.seed,
+        )
+
+    def make_dataset(rows: Dataset, eval: bool = False) -> dLLMSFTDataset:
+        return dLLMSFTDataset(
+            rows,
+            tokenizer,
+            args.max_length,
+            eval,
+            eos_padding=args.eos_padding if has_masks(config) else 0,  # canvases are filled by their collator
+            seed=args.seed,
+            eval_draws=args.eval_draws,
+        )
+
+    train_dataset = make_dataset(train_rows)
+    eval_dataset = None
+    datasets = [train_dataset]
     if args.test_split:
-        datasets.append(dLLMSFTDataset(rows[1], tokenizer, args.max_length, eval=True, **shared))
-    check_room(config, max(max(one.rows["length"]) for one in datasets), 0, ": lower --max_length")
+        eval_dataset = make_dataset(held_out_rows, eval=True)
+        datasets.append(eval_dataset)
+
+    # The longest row has to fit the model, first as it is and then with its EOS.
+    longest = max(max(dataset.rows["length"]) for dataset in datasets)
+    check_room(config, longest, 0, ": lower --max_length")
+    longest_filled = max(max(dataset.lengths) for dataset in datasets)
     advice = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
-    check_room(config, max(max(one.lengths) for one in datasets), 0, advice)
-    cap_batch(training, len(datasets[0]))
-    read = hash_values([of_rows(one.rows) for one in datasets])
-    facts = {ROWS + "train_data": read, "held_out_rows": len(rows[1]) if args.test_split else 0}
+    check_room(config, longest_filled, 0, advice)
+
+    cap_batch(training, len(train_dataset))
+    fingerprint = hash_values([hash_rows(dataset.rows) for dataset in datasets])
+    facts = {ROWS + "train_data": fingerprint, "held_out_rows": len(held_out_rows) if args.test_split else 0}
     if training.process_index == 0 and not args.quiet:
-        show_row(rows[0][0]["input_ids"], rows[0][0]["answer"], tokenizer)
+        show_row(train_rows[0]["input_ids"], train_rows[0]["answer"], tokenizer)
 
     def make_trainer(model: Any) -> dLLMTrainer:
-        arguments: dict[str, Any] = {"model": model, "args": training, "train_dataset": datasets[0]}
-        arguments |= {"eval_dataset": datasets[1] if args.test_split else None, "processing_class": tokenizer}
+        trainer_class: type[dLLMTrainer] = dLLMTrainer
+        options: dict[str, Any] = {}
+        collator: dLLMDataCollator
         if not has_masks(model.config):
-            sizes = model.config.canvas_length, vocabulary(model.config), args.self_conditioning
-            return CanvasTrainer(args.causal_weight, data_collator=CanvasCollator(tokenizer, *sizes), **arguments)
-        if args.noise == "scdd":
+            trainer_class = CanvasTrainer
+            options["causal_weight"] = args.causal_weight
+            canvas_length = model.config.canvas_length
+            collator = CanvasCollator(tokenizer, canvas_length, vocabulary(model.config), args.self_conditioning)
+        elif args.noise == "scdd":
+            trainer_class = SCDDTrainer
             model.config.uniform_ratio = args.uniform_ratio  # saved with it: the sampler scdd reads it
             noise = MixedNoise(args.uniform_ratio)
             collator = SCDDCollator(tokenizer, noise, vocabulary(model.config), packed=args.packing)
-            return SCDDTrainer(data_collator=collator, **arguments)
-        how: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
-        if has_causal_context(model.config):
-            how["causal"] = causal
-        if args.edit_noise is not None:
-            model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
-            how["edits"] = EditNoise(args.edit_noise, *(getattr(args, name) for name in EDIT_SETTINGS))
-        return dLLMTrainer(
-            data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), **how), **arguments
+        else:
+            edits = None
+            if args.edit_noise is not None:
+                model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
+                edits = EditNoise(
+                    kind=args.edit_noise,
+                    share=args.edit_share,
+                    weight=args.edit_weight,
+                    keep_weight=args.edit_keep_weight,
+                    turns=args.edit_turns,
+                )
+            collator = dLLMDataCollator(
+                tokenizer,
+                block_size=block_size(model.config),
+                complementary=args.complementary_masks,
+                packed=args.packing,
+                edits=edits,
+                causal=causal if has_causal_context(model.config) else None,
+            )
+        return trainer_class(
+            model=model,
+            args=training,
+            data_collator=collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            **options,
         )
 
     return facts, make_trainer
 
 
 def check_noise(args: SFTConfig, config: Any) -> None:
-    """Raise ValueError for settings of another kind of noise than the model's."""
-    uniform, kind = not has_masks(config), config.model_type
-    of_masks: tuple[str, ...] = ("packing", "complementary_masks", "edit_noise", "eos_padding")
-    idle = of_masks if uniform else OF_CANVASES
+    """Raise ValueError for settings of another kind of noise, or of another context, than the model's."""
     if has_causal_context(config):
-        idle = tuple(name for name in idle if name != "causal_weight")  # which weighs the clean text's loss there
-    for name in (name for name in idle if getattr(args, name) != getattr(SFTConfig, name)):
-        noise = "has uniform noise, in canvases that EOS fills" if uniform else "hides tokens by masks"
-        raise ValueError(f"--{name} {getattr(args, name)} would do nothing: {kind} {noise}")
+        if args.edit_noise is not None:
+            raise ValueError(EDITS_AND_CONTEXT)
+        if args.masked_weight == args.causal_weight == 0:
+            raise ValueError(
+                "--masked_weight 0 and --causal_weight 0 leave nothing to train on: set one of them above 0"
+            )
+    elif args.masked_weight != CausalLoss.masked_weight or args.row_noise:
+        raise ValueError("--masked_weight and --row_noise would do nothing: this model has no causal context")
+
+    if has_masks(config):
+        inactive_settings: tuple[str, ...] = CANVAS_SETTINGS
+        reason = "hides tokens by masks"
+    else:
+        inactive_settings = MASK_SETTINGS
+        reason = "has uniform noise, in canvases that EOS fills"
+    for name in inactive_settings:
+        if name == "causal_weight" and has_causal_context(config):
+            continue  # it weighs the clean text's loss there
+        value = getattr(args, name)
+        if value != getattr(SFTConfig, name):
+            raise ValueError(f"--{name} {value} would do nothing: {config.model_type} {reason}")
+
     if args.noise == "scdd":
         check_scdd(args, config)
 
 
 def check_scdd(args: SFTConfig, config: Any) -> None:
     """Raise ValueError if `--noise scdd` does not suit the model or another setting."""
-    kind, attention = config.model_type, attention_name(config)
-    if not has_masks(config) or attention != "full":
+    attention = "uniform noise alone"
+    if has_masks(config):
+        attention = f"{attention_name(config)} attention"
+    if attention != "full attention":
         raise ValueError(
-            f"--noise scdd needs masks and full attention, and {kind} has "
-            f"{f'{attention} attention' if has_masks(config) else 'uniform noise alone'}: leave --noise out"
+            f"--noise scdd needs masks and full attention, and {config.model_type} has {attention}: leave --noise out"
         )
     if args.edit_noise is not None:
         raise ValueError(f"--edit_noise {args.edit_noise} is another noise than --noise scdd: use one of them")
@@ -136,15 +215,22 @@ def check_scdd(args: SFTConfig, config: Any) -> None:
         raise ValueError("--complementary_masks hides what a first draw left visible, and --noise scdd also replaces")
 
 
-def kept_step(folder: Path, keep_last: bool) -> list[str]:
+def describe_saved_step(folder: Path, keep_last: bool) -> list[str]:
     """The line with the step whose weights a finished run saved, and the losses that decided; none without losses."""
     state = read_state(folder)
     losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
-    best, last = state.best_global_step, max(losses, default=0)
+    best = state.best_global_step
     if not best or best not in losses:
         return []
+    last = max(losses)
     rows = json.loads((folder / RECORD).read_text())["settings"].get("held_out_rows", "the")
+    compared = f"{losses[best]:.4f} at step {best}"
+    if last != best:
+        compared += f", {losses[last]:.4f} at step {last}"
     saved = state.global_step if keep_last else best
-    seen = ", ".join(f"{losses[step]:.4f} at step {step}" for step in dict.fromkeys((best, last)))
-    hint = "" if saved == state.global_step else "; --keep_last saves those of the last step"
-    return [f"Saved: the weights of step {saved} of {state.global_step}. Loss on {rows} held-out rows: {seen}{hint}."]
+    hint = ""
+    if saved != state.global_step:
+        hint = "; --keep_last saves those of the last step"
+    return [
+        f"Saved: the weights of step {saved} of {state.global_step}. Loss on {rows} held-out rows: {compared}{hint}."
+    ]

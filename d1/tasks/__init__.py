@@ -85,8 +85,11 @@ def load_task(name_or_path: str) -> ModuleType:
     path = Path(name_or_path).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no task file {path}{closest(str(path))}")
-    module, functions = module_in(path, f"d1_user_task_{path.stem}"), ("load_rows", "extract", "score")
-    faults = [f"{name} (a function)" for name in functions if not callable(getattr(module, name, None))]
+    module = module_in(path, f"d1_user_task_{path.stem}")
+    faults = []
+    for name in ("load_rows", "extract", "score"):
+        if not callable(getattr(module, name, None)):
+            faults.append(f"{name} (a function)")
     rewards = getattr(module, "REWARDS", None)
     if not isinstance(rewards, list | tuple) or not rewards or not all(map(callable, rewards)):
         faults.append("REWARDS (a list of reward functions)")
@@ -128,10 +131,10 @@ def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
         raise ValueError(f"--reward_file {file}: expected the path of a .py file with reward functions")
     if not path.is_file():
         raise FileNotFoundError(f"no reward file {path}")
-    found = functions_in(path, f"d1_user_rewards_{path.stem}")
-    if not found:
+    rewards = functions_in(path, f"d1_user_rewards_{path.stem}")
+    if not rewards:
         raise ValueError(f"reward file {path} defines no function: write f(completions, **columns) -> list of numbers")
-    return _changed(task, REWARDS=[*task.REWARDS, *found])
+    return _changed(task, REWARDS=[*task.REWARDS, *rewards])
 
 
 def _changed(task: ModuleType, **changes: Any) -> ModuleType:
@@ -151,14 +154,21 @@ def ask(question: str, instructions: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
 
 
-def problem(question: str, instructions: str, answer: str, ground_truth: Any, **more: Any) -> dict[str, Any]:
+def problem(question: str, instructions: str, answer: str, ground_truth: Any, **columns: Any) -> dict[str, Any]:
     """The row of a problem whose prompt is `ask(question, instructions, answer)`."""
-    return {"prompt": ask(question, instructions, answer), "question": question, "ground_truth": ground_truth, **more}
+    return {
+        "prompt": ask(question, instructions, answer),
+        "question": question,
+        "ground_truth": ground_truth,
+        **columns,
+    }
 
 
-def shots_of(task: ModuleType, asked_for: int | None = None) -> int:
-    """How many solved problems a prompt shows: `asked_for`, or by default the number of the task's protocol."""
-    return int(getattr(task, "SHOTS", 0)) if asked_for is None else asked_for
+def shots_of(task: ModuleType, few_shot: int | None = None) -> int:
+    """How many solved problems a prompt shows: `few_shot`, or by default the number of the task's protocol."""
+    if few_shot is not None:
+        return few_shot
+    return int(getattr(task, "SHOTS", 0))
 
 
 def with_shots(
@@ -166,24 +176,24 @@ def with_shots(
     train: Dataset,
     data_file: str | None,
     validation: Dataset | None,
-    asked_for: int | None = None,
+    few_shot: int | None = None,
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and validation rows, each with examples before its prompt: `asked_for`, or by default the number of the
+    """Training and validation rows, each with examples before its prompt: `few_shot`, or by default the number of the
     task's protocol.
 
     The problems of the examples are removed from the training rows.
     """
     held_out = [] if validation is None else validation["question"]
-    shots = few_shot_messages(task, shots_of(task, asked_for), SHOT_SEED, data_file, held_out)
+    shots = few_shot_messages(task, shots_of(task, few_shot), SHOT_SEED, data_file, held_out)
     if not shots:
         return train, validation
-    shown = [message["content"] for message in shots if message["role"] == "user"]
-    train = train.filter(lambda row: row["prompt"][-1]["content"] not in shown)
+    shot_questions = [message["content"] for message in shots if message["role"] == "user"]
+    train = train.filter(lambda row: row["prompt"][-1]["content"] not in shot_questions)
 
-    def after_shots(rows: Dataset) -> Dataset:
-        return _with_prompts(rows, [shots + prompt for prompt in rows["prompt"]])
-
-    return after_shots(train), None if validation is None else after_shots(validation)
+    train = _with_prompts(train, [shots + prompt for prompt in train["prompt"]])
+    if validation is not None:
+        validation = _with_prompts(validation, [shots + prompt for prompt in validation["prompt"]])
+    return train, validation
 
 
 def few_shot_messages(
@@ -228,7 +238,9 @@ def answer_block(text: str) -> str | None:
     """The content of the last `<answer>` block of `text` (to the end of the text if it is not closed), or None."""
     text = _SPECIAL_TOKEN.sub("", text[-MAX_TEXT:])
     _, tag, block = text.rpartition("<answer>")
-    return block.partition("</answer>")[0].strip() if tag else None
+    if not tag:
+        return None
+    return block.partition("</answer>")[0].strip()
 
 
 def last_boxed(text: str) -> str | None:
@@ -238,7 +250,9 @@ def last_boxed(text: str) -> str | None:
     """
     text = text[-MAX_TEXT:]
     opened: list[re.Match[str]] = []
-    content, whole, end = None, "", 0
+    content = None
+    last_box = ""  # with its command and braces
+    end = 0
     for brace in _BRACE.finditer(text):
         token = brace.group()
         if token == "}" and opened:
@@ -246,15 +260,18 @@ def last_boxed(text: str) -> str | None:
             if len(opening.group()) > 2:  # a box
                 # An outer box closes after the inner ones, and replaces them unless it holds nothing else.
                 inside = text[opening.end() : brace.start()].strip()
-                content = content if content is not None and inside == whole else inside
-                whole = text[opening.start() : brace.end()]
+                if content is None or inside != last_box:
+                    content = inside
+                last_box = text[opening.start() : brace.end()]
                 end = brace.end()
         elif token == "{" or len(token) > 2:
             opened.append(brace)
     for bare in _BARE_BOX.finditer(text, end):
         content = bare[1]
     inner = _BARE_BOX.fullmatch(content or "")
-    return inner[1] if inner else content
+    if inner:
+        return inner[1]
+    return content
 
 
 def final_answer(text: str) -> str | None:
@@ -269,4 +286,7 @@ def final_answer(text: str) -> str | None:
 
 def judged(completions: Sequence[Completion], value: Callable[..., float], *columns: Sequence[Any]) -> list[float]:
     """`value(text, *cells)` of each completion; `cells` are the values of its row in `columns`."""
-    return [value(text_of(completion), *cells) for completion, *cells in zip(completions, *columns, strict=True)]
+    values = []
+    for completion, *cells in zip(completions, *columns, strict=True):
+        values.append(value(text_of(completion), *cells))
+    return values

@@ -24,7 +24,7 @@ PEOPLE = {"Ann": "She", "Eva": "She", "Mia": "She", "Ben": "He", "Leo": "He", "T
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
 VERBS = {"+": ("finds", "buys", "gets"), "-": ("loses", "sells", "drops")}
 TIMES = {2: "doubles", 3: "triples"}
-LEAST, MOST = 10, 99  # range of the amounts
+MIN_AMOUNT, MAX_AMOUNT = 10, 99  # range of the amounts
 
 
 class Step(NamedTuple):
@@ -47,19 +47,28 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 def after(amount: int, step: Step) -> int:
     """The amount after a step."""
-    signed = {"+": step.operand, "-": -step.operand}
-    return amount * step.operand if step.sign == "*" else amount + signed[step.sign]
+    if step.sign == "*":
+        return amount * step.operand
+    if step.sign == "+":
+        return amount + step.operand
+    return amount - step.operand
 
 
 def draw_problem(start: int, operands: Sequence[int], rng: Generator) -> Problem:
     """A problem with these numbers: the operands in random order, each with a random sign that keeps the amount at two
     digits ("*" is twice as likely as the others, because few amounts can be doubled)."""
-    amount, steps = start, []
+    amount = start
+    steps: list[Step] = []
     for index in rng.permutation(len(operands)):
-        choices = [Step(sign, operands[index]) for sign in ("+-**" if operands[index] in TIMES else "+-")]
-        choices = [step for step in choices if LEAST <= after(amount, step) <= MOST]
-        steps.append(choices[rng.integers(len(choices))])
-        amount = after(amount, steps[-1])
+        signs = "+-**" if operands[index] in TIMES else "+-"
+        choices = []
+        for sign in signs:
+            step = Step(sign, operands[index])
+            if MIN_AMOUNT <= after(amount, step) <= MAX_AMOUNT:
+                choices.append(step)
+        step = choices[rng.integers(len(choices))]
+        steps.append(step)
+        amount = after(amount, step)
     return Problem(question_of(start, steps, rng), start, tuple(steps))
 
 
@@ -67,6 +76,13 @@ def question_of(start: int, steps: Sequence[Step], rng: Generator) -> str:
     """The problem in words; the person, the things and the verbs are drawn at random."""
     person = list(PEOPLE)[rng.integers(len(PEOPLE))]
     things = THINGS[rng.integers(len(THINGS))]
-    clauses = [TIMES[k] + " them" if sign == "*" else f"{VERBS[sign][rng.integers(3)]} {k}" for sign, k in steps]
-    sentences = [f"{person} has {start} {things}.", *(f"{PEOPLE[person]} {text}." for text in clauses)]
-    return " ".join([*sentences, f"How many {things}?"])
+    sentences = [f"{person} has {start} {things}."]
+    for sign, operand in steps:
+        if sign == "*":
+            clause = f"{TIMES[operand]} them"
+        else:
+            verb = VERBS[sign][rng.integers(3)]
+            clause = f"{verb} {operand}"
+        sentences.append(f"{PEOPLE[person]} {clause}.")
+    sentences.append(f"How many {things}?")
+    return " ".join(sentences)

@@ -67,7 +67,8 @@ def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT
     check_split(split)
     working_python()
     source, rows = read_problems(split, data_file, TRAIN, TEST, HUMANEVAL, MBPP, FIRST_MBPP, KODCODE)
-    problems, faults = {}, {}
+    problems: dict[int, dict[str, Any]] = {}
+    faults: dict[int, str] = {}
     for number, row in enumerate(rows, start=1):
         try:
             problems[number] = _task_row(row)
@@ -75,26 +76,36 @@ def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT
             faults[number] = str(error)
         except RecursionError:
             faults[number] = "its tests are nested too deeply"
-    verdicts = zip(problems, tried(source, [*problems.values()], limits), strict=True)
-    faults |= {number: fault for number, fault in verdicts if fault}
-    kept = [row for number, row in problems.items() if number not in faults]
-    first = ""
+    verdicts = find_faults(source, list(problems.values()), limits)
+    for number, fault in zip(problems, verdicts, strict=True):
+        if fault:
+            faults[number] = fault
+
+    usable = [row for number, row in problems.items() if number not in faults]
+    first_fault = ""
     if faults:
         number, fault = min(faults.items())
+        first_fault = f"row {number}, {fault}"
         line = lines_of(rows, [number - 1]).get(number - 1)
-        first = f"row {number}, {fault}" + (f" ({line})" if line else "")
-    if not kept:
-        raise ValueError(f"{source}: no row can be used: {first}")
+        if line:
+            first_fault += f" ({line})"
+    if not usable:
+        raise ValueError(f"{source}: no row can be used: {first_fault}")
     if faults:
-        logger.warning("%s: %d of %d rows left out, first %s", source, len(faults), len(rows), first)
-    return task_rows(source, kept, dict, JSON)
+        logger.warning("%s: %d of %d rows left out, first %s", source, len(faults), len(rows), first_fault)
+    return task_rows(source, usable, dict, JSON)
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    manner = _humaneval if "entry_point" in row else _mbpp if "test_list" in row else _kodcode
-    question, prefix, tests, solution = manner(row)
+    if "entry_point" in row:
+        question, prefix, tests, solution = _humaneval(row)
+    elif "test_list" in row:
+        question, prefix, tests, solution = _mbpp(row)
+    else:
+        question, prefix, tests, solution = _kodcode(row)
     truth = {"prefix": prefix, **vars(tests), "names": list(tests.names)}
-    solution = solution if isinstance(solution, str) else ""
+    if not isinstance(solution, str):
+        solution = ""
     if not solution:  # otherwise the sandbox says whether the tests can pass
         check_names(tests)
     return problem(question, INSTRUCTIONS, ANSWER, truth, solution=solution)
@@ -111,26 +122,33 @@ def __getattr__(name):
 """
 
 
-def tried(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> list[str]:
+def find_faults(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> list[str]:
     """`fault_of` each row; `source` is for the log. Verdicts are kept in a file next to the caches of `datasets`; while
     one process runs the tests of new rows, others wait for its verdicts, so that all have the same rows."""
     folder = Path(datasets.config.HF_DATASETS_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
     python = working_python()
     version = [IDLE, REFUSES, INSIDE.read_text(), asdict(limits), python, os.stat(python).st_mtime_ns]
-    texts = [json.dumps([row["ground_truth"], row["solution"], version], sort_keys=True) for row in rows]
-    keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    keys = []
+    for row in rows:
+        text = json.dumps([row["ground_truth"], row["solution"], version], sort_keys=True)
+        keys.append(hashlib.sha256(text.encode()).hexdigest())
     with (folder / "d1_code_rows.jsonl").open("a+", encoding="utf-8") as file, ThreadPoolExecutor(WORKERS) as pool:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         known: dict[str, str] = {}
         for line in file:
             with suppress(ValueError):  # the last line of a process that was killed
-                known |= [json.loads(line)]
+                key, fault = json.loads(line)
+                known[key] = fault
         new = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
         if new:
             logger.info("%s: running the tests of %d rows in the sandbox, once; see %s", source, len(new), file.name)
-        verdicts = pool.map(lambda row: fault_of(row, limits), new.values())
+
+        def find_fault(row: dict[str, Any]) -> str:
+            return fault_of(row, limits)
+
+        verdicts = pool.map(find_fault, new.values())
         for key, fault in zip(new, tqdm(verdicts, "tests", len(new), unit="row", disable=None, delay=1), strict=True):
             known[key] = fault
             file.write(f"\n{json.dumps([key, fault])}")
@@ -146,24 +164,26 @@ def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
     idle = passed(IDLE, tests, limits)
     if len(idle) == tests.count:
         return "its tests pass with functions that do nothing"
-    if idle and (always := idle & passed(REFUSES, tests, limits)):
-        return f"case {min(always) + 1} of its tests passes with every program"
+    if idle:
+        always = idle & passed(REFUSES, tests, limits)
+        if always:
+            return f"case {min(always) + 1} of its tests passes with every program"
     if row["solution"]:
-        right = (prefix + row["solution"], tests, limits)
-        found = passed(*right)
-        if len(found) < tests.count:  # once more: the machine may have been busy
-            found = passed.__wrapped__(*right)
-        if len(found) < tests.count:
-            return f"its own solution passes {len(found)} of the {tests.count} cases of its tests"
+        program = prefix + row["solution"]
+        solved = passed(program, tests, limits)
+        if len(solved) < tests.count:  # once more: the machine may have been busy
+            solved = passed.__wrapped__(program, tests, limits)
+        if len(solved) < tests.count:
+            return f"its own solution passes {len(solved)} of the {tests.count} cases of its tests"
     return ""
 
 
 # ---- the three manners
 
-Made = tuple[str, str, Cases, Any]  # question, what goes before the program, tests, solution
+ProblemParts = tuple[str, str, Cases, Any]  # question, what goes before the program, tests, solution
 
 
-def _humaneval(row: dict[str, Any]) -> Made:
+def _humaneval(row: dict[str, Any]) -> ProblemParts:
     """The prompt's own helpers and imports are there for the tests, too, so that no program replaces them."""
     prompt, entry = text_in(row, "prompt"), text_in(row, "entry_point")
     if not entry.isidentifier() or keyword.iskeyword(entry):
@@ -174,46 +194,58 @@ def _humaneval(row: dict[str, Any]) -> Made:
     return f"Complete this function:\n\n{prompt.strip()}", prompt + "\n", tests, row.get("canonical_solution")
 
 
-def _mbpp(row: dict[str, Any]) -> Made:
+def _mbpp(row: dict[str, Any]) -> ProblemParts:
     """The first test is shown, because it has the function's name and the form of its arguments."""
-    listed, imports = row["test_list"], row.get("test_imports") or []
-    if not isinstance(listed, list) or not all(isinstance(test, str) for test in listed) or not listed:
-        raise ValueError(f"test_list must be a list of tests, got {listed!r:.80}")
+    test_list = row["test_list"]
+    imports = row.get("test_imports") or []
+    if not isinstance(test_list, list) or not all(isinstance(test, str) for test in test_list) or not test_list:
+        raise ValueError(f"test_list must be a list of tests, got {test_list!r:.80}")
     if not isinstance(imports, list):
         raise ValueError(f"test_imports must be a list of imports, got {imports!r:.80}")
     setup = "\n".join([str(row.get("test_setup_code") or ""), *map(str, imports)])
     Imports().visit(parsed(setup, "test_setup_code or test_imports"))
-    source, _, cases = with_cases("\n".join(listed))
+    source, _, cases = with_cases("\n".join(test_list))
     # The tests import nothing: what they read is the program's, or a module of the standard library.
     free = free_names(f"{setup}\n{source}")
     modules = sorted(free & sys.stdlib_module_names)
-    setup = "\n".join([*(f"import {name}" for name in modules), setup])
-    question = f"{text_in(row, 'text' if row.get('text') else 'prompt')}\n\nOne of the tests:\n{listed[0]}"
-    names, solution = tuple(sorted(free - {*modules})), row.get("code")
+    setup = "\n".join([f"import {name}" for name in modules] + [setup])
+    column = "text" if row.get("text") else "prompt"
+    question = f"{text_in(row, column)}\n\nOne of the tests:\n{test_list[0]}"
+    names = tuple(sorted(free - set(modules)))
+    solution = row.get("code")
     hidden = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", question)]
     if hidden and not solution:
         raise ValueError(f"its tests read the name {hidden[0]}, which neither the question nor the first test says")
     return question, "", Cases(source, names, cases, setup), solution
 
 
-def _kodcode(row: dict[str, Any]) -> Made:
+def _kodcode(row: dict[str, Any]) -> ProblemParts:
     question = text_in(row, "question").strip()
     source, names, cases = with_cases(text_in(row, "test"))
+    required = []
     infos = row.get("test_info")
-    infos = [info for info in infos if isinstance(info, dict)] if isinstance(infos, list) else []
-    declared = [info.get("function_declaration") for info in infos]
-    wanted = [name for name in declared if name] or wanted_by(source, names)
-    question = f"{question}\n\nName in the program: {', '.join(map(str, wanted))}"
+    if isinstance(infos, list):
+        for info in infos:
+            if isinstance(info, dict) and info.get("function_declaration"):
+                required.append(info["function_declaration"])
+    if not required:
+        required = required_names(source, names)
+    question = f"{question}\n\nName in the program: {', '.join(map(str, required))}"
     return question, "", Cases(source, names, cases), row.get("solution")
 
 
-def wanted_by(source: str, names: Sequence[str]) -> list[str]:
+def required_names(source: str, names: Sequence[str]) -> list[str]:
     """The names that a program needs: those imported from it, and attributes that tests read of it as a module."""
     nodes = list(ast.walk(parsed(source)))
-    modules = [node.targets for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) == MODULE]
-    called = {ast.unparse(target) for targets in modules for target in targets}
-    read = [node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in called]
-    return [*dict.fromkeys([*(name for name in names if name != MODULE), *read])]
+    module_names: set[str] = set()  # those that the tests give to the program
+    for node in nodes:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) == MODULE:
+            module_names.update(ast.unparse(target) for target in node.targets)
+    required = [name for name in names if name != MODULE]
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in module_names:
+            required.append(node.attr)
+    return list(dict.fromkeys(required))
 
 
 def parsed(source: Any, what: str = "test") -> ast.Module:
@@ -234,19 +266,31 @@ class Imports(ast.NodeTransformer):
         self.names: list[str] = []
 
     def visit_Import(self, node: ast.Import) -> Any:
-        ours = [alias for alias in node.names if alias.name == "solution"]
-        node.names = [alias for alias in node.names if alias not in ours]
-        refuse_foreign([alias.name for alias in node.names])
-        self.names += [MODULE] * bool(ours)
-        made = [ast.parse(f"{alias.asname or alias.name} = {MODULE}").body[0] for alias in ours]
-        return [*made, *([node] if node.names else [])]
+        statements: list[ast.stmt] = []
+        other_aliases = []
+        for alias in node.names:
+            if alias.name == "solution":
+                statements += ast.parse(f"{alias.asname or alias.name} = {MODULE}").body
+            else:
+                other_aliases.append(alias)
+        refuse_foreign([alias.name for alias in other_aliases])
+        if statements:
+            self.names.append(MODULE)
+        if other_aliases:
+            node.names = other_aliases
+            statements.append(node)
+        return statements
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         if node.module != "solution":
             refuse_foreign([node.module or "their own package"])
             return node
-        self.names += [alias.name for alias in node.names]
-        return [ast.parse(f"{alias.asname} = {alias.name}").body[0] for alias in node.names if alias.asname]
+        statements: list[ast.stmt] = []
+        for alias in node.names:
+            self.names.append(alias.name)
+            if alias.asname:
+                statements += ast.parse(f"{alias.asname} = {alias.name}").body
+        return statements
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -256,7 +300,8 @@ class Imports(ast.NodeTransformer):
 
 
 def refuse_foreign(modules: Sequence[str]) -> None:
-    if foreign := {name.partition(".")[0] for name in modules} - sys.stdlib_module_names:
+    foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+    if foreign:
         raise ValueError(f"the tests import {min(foreign)}, which the sandbox does not have")
 
 
@@ -270,8 +315,10 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     Raises:
         ValueError: there is no case, or one that cannot run in the sandbox.
     """
-    numbers, imports = count(), Imports()
-    body, last = list[ast.stmt](), list[ast.stmt]()
+    numbers = count()
+    imports = Imports()
+    body: list[ast.stmt] = []
+    test_calls: list[ast.stmt] = []
 
     def case(statement: ast.stmt) -> ast.stmt:
         call = ast.Call(ast.Name("__case__", ast.Load()), [ast.Constant(next(numbers))], [])
@@ -291,17 +338,19 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if node.args.args or node.decorator_list or not takes(node.args, 0):
                 raise ValueError(f"{node.name} takes parameters or has a decorator")
-            last.append(case(ast.Expr(ast.Call(ast.Name(node.name, ast.Load()), [], []))))
+            test_calls.append(case(ast.Expr(ast.Call(ast.Name(node.name, ast.Load()), [], []))))
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
             raise ValueError(f"{node.name}: tests in classes do not run here")
         body.append(node if within else marked(node))
-    tree = ast.fix_missing_locations(ast.Module([*body, *last], []))
-    if not (cases := next(numbers)):
+    tree = ast.fix_missing_locations(ast.Module(body + test_calls, []))
+    cases = next(numbers)
+    if not cases:
         raise ValueError("there is no assert that runs and no test function")
-    names, source = imports.names, ast.unparse(tree)
+    source = ast.unparse(tree)
     check_compiles(source)
-    if "*" in names:
-        names = [*(name for name in names if name != "*"), *sorted(free_names(source) - {*names})]
+    names = [name for name in imports.names if name != "*"]
+    if "*" in imports.names:
+        names += sorted(free_names(source) - set(imports.names))
     return source, tuple(dict.fromkeys(names)), cases
 
 
@@ -309,8 +358,8 @@ def takes(parameters: ast.arguments, count: int) -> bool:
     """Whether a function with these parameters can be called with `count` positional arguments and no others."""
     positional = len(parameters.posonlyargs) + len(parameters.args)
     required = positional - len(parameters.defaults)
-    most = math.inf if parameters.vararg else positional
-    return required <= count <= most and None not in parameters.kw_defaults
+    max_count = math.inf if parameters.vararg else positional
+    return required <= count <= max_count and None not in parameters.kw_defaults
 
 
 def check_compiles(source: str, what: str = "test") -> None:
@@ -326,21 +375,27 @@ def check_compiles(source: str, what: str = "test") -> None:
 def check_names(tests: Cases) -> None:
     """Raise ValueError for tests that read a name that neither they nor the program define: no program passes them."""
     check_compiles(tests.setup, "the code before the tests")
-    if star_imports(f"{tests.setup}\n{tests.source}"):
+    if has_star_imports(f"{tests.setup}\n{tests.source}"):
         return
-    defined, missing = {*dir(builtins), "__case__", MODULE}, set[str]()
-    of_setup = symtable.symtable(tests.setup, "setup", "exec")
-    defined |= names_made(of_setup)
-    missing |= {one.get_name() for one in of_setup.get_symbols() if one.is_referenced()} - defined  # it runs first
-    of_tests = symtable.symtable(without_main(tests.source), "tests", "exec")
-    missing |= names_read(of_tests) - names_made(of_tests) - {*tests.names} - defined
+    setup = symtable.symtable(tests.setup, "setup", "exec")
+    defined = {*dir(builtins), "__case__", MODULE} | defined_names(setup)
+    # The setup runs first, so it cannot read names of the program or the tests.
+    setup_reads = {symbol.get_name() for symbol in setup.get_symbols() if symbol.is_referenced()}
+    module = symtable.symtable(without_main(tests.source), "tests", "exec")
+    tests_read = names_read(module) - defined_names(module) - set(tests.names)
+    missing = (setup_reads | tests_read) - defined
     if missing:
         raise ValueError(f"its tests read the name {min(missing)}, which nothing defines")
 
 
-def star_imports(source: str) -> bool:
-    imports = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
-    return any(alias.name == "*" and node.module != "solution" for node in imports for alias in node.names)
+def has_star_imports(source: str) -> bool:
+    """Whether a source imports all names of a module other than `solution`."""
+    for node in ast.walk(parsed(source)):
+        if not isinstance(node, ast.ImportFrom) or node.module == "solution":
+            continue
+        if any(alias.name == "*" for alias in node.names):
+            return True
+    return False
 
 
 def without_main(source: str) -> str:
@@ -356,21 +411,32 @@ def is_main(node: ast.AST) -> bool:
 
 def scopes(table: symtable.SymbolTable) -> list[symtable.SymbolTable]:
     """A scope and all scopes within it."""
-    return [table, *(inner for child in table.get_children() for inner in scopes(child))]
+    tables = [table]
+    for child in table.get_children():
+        tables += scopes(child)
+    return tables
 
 
-def names_made(module: symtable.SymbolTable) -> set[str]:
+def defined_names(module: symtable.SymbolTable) -> set[str]:
     """The global names that a module defines."""
-    symbols = [(scope, symbol) for scope in scopes(module) for symbol in scope.get_symbols()]
-    made = [symbol for scope, symbol in symbols if scope is module or symbol.is_declared_global()]
-    return {symbol.get_name() for symbol in made if symbol.is_assigned() or symbol.is_imported()}
+    names = set()
+    for scope in scopes(module):
+        for symbol in scope.get_symbols():
+            is_of_module = scope is module or symbol.is_declared_global()
+            if is_of_module and (symbol.is_assigned() or symbol.is_imported()):
+                names.add(symbol.get_name())
+    return names
 
 
 def names_read(module: symtable.SymbolTable) -> set[str]:
     """The global names that a module reads, also in functions."""
-    symbols = [(scope, symbol) for scope in scopes(module) for symbol in scope.get_symbols()]
-    read = [symbol for scope, symbol in symbols if symbol.is_referenced() and (scope is module or symbol.is_global())]
-    return {symbol.get_name() for symbol in read}
+    names = set()
+    for scope in scopes(module):
+        for symbol in scope.get_symbols():
+            is_of_module = scope is module or symbol.is_global()
+            if is_of_module and symbol.is_referenced():
+                names.add(symbol.get_name())
+    return names
 
 
 def asserts(node: ast.AST) -> bool:
@@ -386,21 +452,28 @@ def asserts(node: ast.AST) -> bool:
 
 def free_names(source: str) -> set[str]:
     """Names that a source reads without defining them, except Python's own."""
-    nodes = list(ast.walk(parsed(source)))
-    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    aliases = (node for node in nodes if isinstance(node, ast.alias))
-    made |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-    return read - made - {*dir(builtins), "__case__"}
+    read, defined = set(), set()
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+    return read - defined - {*dir(builtins), "__case__"}
 
 
 def extract(text: str) -> str | None:
     """The program of a completion: the last fenced block of its answer, else of the completion, else the answer."""
     answer = answer_block(text)
     blocks = _FENCE.findall(answer or "") or _FENCE.findall(text[-MAX_TEXT:])
-    return (blocks[-1] if blocks else answer) or None
+    if blocks:
+        return blocks[-1] or None
+    return answer or None
 
 
 def demonstrate(row: dict[str, Any]) -> str:
@@ -412,7 +485,9 @@ def read_program(text: str, truth: Any) -> tuple[str | None, Cases]:
     """The program of a completion and the tests of its row."""
     tests, prefix = tests_of(truth)
     program = extract(text)
-    return program and prefix + program, tests
+    if program:
+        program = prefix + program
+    return program, tests
 
 
 def tests_of(truth: Any) -> tuple[Cases, str]:
@@ -427,8 +502,12 @@ def judged_by(read: Read, limits: Limits = DEFAULT) -> tuple[list[Callable[..., 
     """REWARDS and `score` of a task whose answers are programs: `read` takes a completion and the ground truth."""
 
     def shares(completions: Sequence[Completion], ground_truth: Sequence[Any]) -> list[float]:
-        pairs = [read(text_of(c), truth) for c, truth in zip(completions, ground_truth, strict=True)]
-        return shares_passed([program for program, _ in pairs], [tests for _, tests in pairs], limits)
+        programs, tests = [], []
+        for completion, truth in zip(completions, ground_truth, strict=True):
+            program, row_tests = read(text_of(completion), truth)
+            programs.append(program)
+            tests.append(row_tests)
+        return shares_passed(programs, tests, limits)
 
     def tests_reward(completions: Sequence[Completion], ground_truth: Sequence[Any], **columns: Any) -> list[float]:
         """The share of cases that pass."""

@@ -53,27 +53,35 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     if data_file or split == "test":
         return rows
     hub = read_hub(HUB, None, "train", HUB_COLUMNS).filter(lambda row: len(row["nums"]) == 3)
-    test = {(*sorted(numbers), target) for numbers, target in rows["ground_truth"]}
+    test_problems = {(*sorted(numbers), target) for numbers, target in rows["ground_truth"]}
     rows = task_rows(HUB, hold_out(hub, split), _task_row, JSON)
-    truths = enumerate(rows["ground_truth"])
-    return rows.select([index for index, (numbers, target) in truths if (*sorted(numbers), target) not in test])
+    indices = []
+    for index, (numbers, target) in enumerate(rows["ground_truth"]):
+        if (*sorted(numbers), target) not in test_problems:
+            indices.append(index)
+    return rows.select(indices)
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    names = TEST_COLUMNS if "input" in row else HUB_COLUMNS
-    given, target = row[names[0]], row[names[1]]
+    numbers_column, target_column = TEST_COLUMNS if "input" in row else HUB_COLUMNS
+    numbers_cell, target_cell = row[numbers_column], row[target_column]
     try:
-        numbers = [whole(n) for n in (given.split(",") if isinstance(given, str) else given)]
-        target = whole(target)
+        parts = numbers_cell.split(",") if isinstance(numbers_cell, str) else numbers_cell
+        numbers = [read_integer(part) for part in parts]
+        target = read_integer(target_cell)
     except (ValueError, TypeError):
-        raise ValueError(f"{names[0]} and {names[1]} must be integers, got {given!r}, {target!r}") from None
+        raise ValueError(
+            f"{numbers_column} and {target_column} must be integers, got {numbers_cell!r}, {target_cell!r}"
+        ) from None
     if not numbers or min(numbers) < 0:
-        raise ValueError(f"{names[0]} must be numbers of 0 or more, which an expression can use, got {given!r}")
+        raise ValueError(
+            f"{numbers_column} must be numbers of 0 or more, which an expression can use, got {numbers_cell!r}"
+        )
     question = f"Numbers: {numbers}\nTarget: {target}"
     return problem(question, INSTRUCTIONS, ANSWER, [numbers, target])
 
 
-def whole(value: Any) -> int:
+def read_integer(value: Any) -> int:
     """An integer, or a text or float that is one. Raises ValueError or TypeError for anything else."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
@@ -135,7 +143,9 @@ def expression_reward(completions: Sequence[Completion], ground_truth: Sequence[
 
     def reward(text: str, truth: Any) -> float:
         expression = extract(text)
-        return 0.0 if expression is None else 1.0 if _is_correct(expression, truth) else 0.1
+        if expression is None:
+            return 0.0
+        return 1.0 if _is_correct(expression, truth) else 0.1
 
     return judged(completions, reward, ground_truth)
 

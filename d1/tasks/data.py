@@ -75,12 +75,13 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
 
 def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str]) -> Dataset:
     """A split of a dataset on the hub, or of its cache if the hub does not answer."""
-    if problem := no_hub():
-        use_cache(name, problem)
+    hub_problem = no_hub()
+    if hub_problem:
+        use_cache(name, hub_problem)
     try:
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # offline, missing, gated, broken cache: the advice is the same
-        reason = problem or f"{type(error).__name__}: {error}"
+        reason = hub_problem or f"{type(error).__name__}: {error}"
         raise ConnectionError(
             f"cannot load {name} from the hub ({reason}). To use a local .json, .jsonl, .csv or "
             ".parquet file with the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
@@ -106,8 +107,11 @@ def read_problems(
             return data_file, read_hub(data_file, None, split, *schemas)
         return data_file, read_file(data_file, *schemas)
     # Validation rows are held out of the training split, as in d1.
-    name, config = test if split == "test" else train
-    return name, hold_out(read_hub(name, config, "test" if split == "test" else "train", *schemas), split)
+    if split == "test":
+        name, config = test
+        return name, read_hub(name, config, "test", *schemas)
+    name, config = train
+    return name, hold_out(read_hub(name, config, "train", *schemas), split)
 
 
 def hold_out(rows: Dataset, split: str) -> Dataset:
@@ -118,7 +122,9 @@ def hold_out(rows: Dataset, split: str) -> Dataset:
         raise ValueError(f"{HELD_OUT} rows are held out for validation, and there are only {len(rows)}")
     rows = rows.shuffle(seed=42)
     cut = len(rows) - HELD_OUT
-    return rows.select(range(cut) if split == "train" else range(cut, len(rows)))
+    if split == "train":
+        return rows.select(range(cut))
+    return rows.select(range(cut, len(rows)))
 
 
 def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:
@@ -126,7 +132,7 @@ def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:
         missing = [name for name in schemas[0] if name not in rows.column_names]
         raise ValueError(
             f"{source} lacks the columns {', '.join(missing)}; it has {', '.join(rows.column_names)}, "
-            f"and needs {' or '.join(map(', '.join, schemas))}"
+            f"and needs {' or '.join(', '.join(schema) for schema in schemas)}"
         )
     if not len(rows):
         raise ValueError(f"{source} has no rows")
@@ -142,7 +148,9 @@ def text_in(row: dict[str, Any], column: str) -> str:
 
 def line_before(rows: Iterable[dict[str, Any]], index: int) -> str:
     """For a message, "line 3, " for a row of a file, else an empty text."""
-    lines = lines_of(rows, [index]) if isinstance(rows, Dataset) else {}
+    if not isinstance(rows, Dataset):
+        return ""
+    lines = lines_of(rows, [index])
     return f"{lines[index]}, " if lines else ""
 
 

@@ -67,7 +67,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    question, (solution, mark, gold) = text_in(row, "question"), text_in(row, "answer").rpartition("####")
+    question = text_in(row, "question")
+    solution, mark, gold = text_in(row, "answer").rpartition("####")
     value = gold_number(gold)
     if not mark or value is None:
         raise ValueError(f"answer must end with '#### number', got {gold[-80:]!r}")
@@ -79,7 +80,9 @@ def gold_number(text: str) -> float | None:
     """The number that a text is, if it has nothing else but a dollar or percent sign. None for "5 or 6", "x - 3",
     "18 eggs", and for a comma that does not separate thousands, as in "3,14"."""
     number = _NUMBER.fullmatch(_plain(text).strip().removesuffix(".").removesuffix("%").removesuffix("\\"))
-    return _value(number) if number and not _NO_THOUSANDS.search(_joined_groups(text)) else None
+    if not number or _NO_THOUSANDS.search(_joined_groups(text)):
+        return None
+    return _value(number)
 
 
 def extract(text: str) -> float | None:
@@ -94,21 +97,27 @@ def number_in(text: str) -> float | None:
     one ("in 2 days she sells 18"). None if there is no finite number, if it is part of an expression ("3^2", "4!",
     "2x", "3 + 4", "x - 3"), or if the answer gives other numbers to choose from ("5 or 6", "5-6").
     """
-    text = _plain(unwrap(text) if len(text) <= MAX_MARKUP else text)
+    if len(text) <= MAX_MARKUP:
+        text = unwrap(text)
+    text = _plain(text)
     while "=" in text and not re.search("[0-9]", text.rpartition("=")[2]):  # 18 = x
         text = text.rpartition("=")[0]
     text = text.rpartition("=")[2]
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
-    index = len(numbers) - 1 if re.search(r"[A-Za-z]", text[: numbers[0].start()]) else 0
+    index = 0
+    if re.search(r"[A-Za-z]", text[: numbers[0].start()]):
+        index = len(numbers) - 1
     number = numbers[index]
-    if _is_part_of_more(number, text) or any(
-        _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start())
-        for first, second in pairwise(numbers[max(0, index - 1) : index + 2])
-    ):
+    if _is_part_of_more(number, text):
         return None
-    value, scale = _value(number), _SCALE.match(text, number.end())
+    for first, second in pairwise(numbers[max(0, index - 1) : index + 2]):
+        if _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start()):
+            return None  # another number to choose from
+
+    value = _value(number)
+    scale = _SCALE.match(text, number.end())
     if value is None or scale is None:
         return value
     return value * _SCALES[scale[1].lower()]
@@ -139,13 +148,16 @@ def _joined_groups(text: str) -> str:
     return text
 
 
-def _value(chosen: re.Match[str]) -> float | None:
+def _value(match: re.Match[str]) -> float | None:
     """The number of a match of `_NUMBER`, or None if it is not finite."""
-    value = float(chosen["top"])
-    if chosen["bottom"]:
-        value = value / float(chosen["bottom"]) if float(chosen["bottom"]) else math.inf
-    value += float(chosen["whole"] or 0)
-    return (-value if chosen["sign"] else value) if math.isfinite(value) else None
+    value = float(match["top"])
+    if match["bottom"]:
+        bottom = float(match["bottom"])
+        value = value / bottom if bottom else math.inf
+    value += float(match["whole"] or 0)
+    if not math.isfinite(value):
+        return None
+    return -value if match["sign"] else value
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
@@ -162,20 +174,31 @@ def tag_count_reward(completions: Sequence[Completion], **columns: Any) -> list[
     """0.125 per tag (of four) that occurs exactly once, minus 0.001 per character after the answer; at least 0."""
 
     def reward(text: str) -> float:
-        trailing = text.rpartition("</answer>")[2].strip() if "</answer>" in text else ""
-        return max(0.0, sum(0.125 for tag in TAGS if text.count(tag) == 1) - 0.001 * len(trailing))
+        trailing = ""
+        if "</answer>" in text:
+            trailing = text.rpartition("</answer>")[2].strip()
+        tags = sum(text.count(tag) == 1 for tag in TAGS)
+        return max(0.0, 0.125 * tags - 0.001 * len(trailing))
 
     return judged(completions, reward)
 
 
 def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the completion starts with a reasoning block followed by an answer block."""
-    return judged(completions, lambda text: 0.5 if _SOFT_FORMAT.match(text) else 0.0)
+
+    def reward(text: str) -> float:
+        return 0.5 if _SOFT_FORMAT.match(text) else 0.0
+
+    return judged(completions, reward)
 
 
 def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """0.5 if the completion is exactly these two blocks, with each tag on its own line."""
-    return judged(completions, lambda text: 0.5 if _STRICT_FORMAT.fullmatch(text) else 0.0)
+
+    def reward(text: str) -> float:
+        return 0.5 if _STRICT_FORMAT.fullmatch(text) else 0.0
+
+    return judged(completions, reward)
 
 
 def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -190,7 +213,11 @@ def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[fl
 
 def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
     """2.0 if the answer is the ground truth."""
-    return judged(completions, lambda text, gold: 2.0 * _is_right(extract(text), gold), ground_truth)
+
+    def reward(text: str, gold: float) -> float:
+        return 2.0 * _is_right(extract(text), gold)
+
+    return judged(completions, reward, ground_truth)
 
 
 REWARDS = [tag_count_reward, soft_format_reward, strict_format_reward, integer_reward, correct_reward]
@@ -209,16 +236,28 @@ def last_number(text: str) -> float | None:
 
 def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
     """2.0 if the last number is the ground truth."""
-    return judged(completions, lambda text, gold: 2.0 * _is_right(last_number(text), gold), ground_truth)
+
+    def reward(text: str, gold: float) -> float:
+        return 2.0 * _is_right(last_number(text), gold)
+
+    return judged(completions, reward, ground_truth)
+
+
+def _plain_solution(row: dict[str, Any]) -> str:
+    return f"{row['solution']}\nThe answer is {row['ground_truth']:.15g}."
+
+
+def _score_last_number(text: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"accuracy": float(_is_right(last_number(text), row["ground_truth"]))}
 
 
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "llada": {
         "QUESTION": "Question: {question}\nLet's think step by step.\nAnswer:",
         "SHOTS": 4,
-        "demonstrate": lambda row: f"{row['solution']}\nThe answer is {row['ground_truth']:.15g}.",
+        "demonstrate": _plain_solution,
         "extract": last_number,
-        "score": lambda text, row: {"accuracy": float(_is_right(last_number(text), row["ground_truth"]))},
+        "score": _score_last_number,
         "REWARDS": [last_number_reward],
     }
 }

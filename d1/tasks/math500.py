@@ -29,13 +29,18 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    question, solution, answer = text_in(row, "problem"), row.get("solution") or "", row.get("answer")
+    question = text_in(row, "problem")
+    solution = row.get("solution") or ""
+    answer = row.get("answer")
     if not isinstance(solution, str):
         raise ValueError(f"solution must be a text, got {solution!r:.80}")
     if answer in (None, ""):
         answer = last_boxed(solution)
-    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
-    gold = answer.strip() if isinstance(answer, str) else str(answer) if number else ""
+    gold = ""
+    if isinstance(answer, str):
+        gold = answer.strip()
+    elif isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+        gold = str(answer)
     if not gold:
         raise ValueError(rf"answer must be LaTeX text, a number, or a \boxed{{}} of the solution, got {answer!r:.80}")
     return problem(question, INSTRUCTIONS, ANSWER, gold, solution=solution)
@@ -54,7 +59,9 @@ def extract(text: str) -> str | None:
             values = []
         values.append("".join(filter(None, formula.groups())).strip())
         end = formula.end()
-    return (", ".join(values) if values else answer) or None
+    if values:
+        answer = ", ".join(values)
+    return answer or None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
@@ -70,7 +77,11 @@ def _is_correct(text: str, gold: str) -> bool:
 
 def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[str], **columns: Any) -> list[float]:
     """2.0 if the answer is equivalent to the ground truth."""
-    return judged(completions, lambda text, gold: 2.0 * _is_correct(text, gold), ground_truth)
+
+    def reward(text: str, gold: str) -> float:
+        return 2.0 * _is_correct(text, gold)
+
+    return judged(completions, reward, ground_truth)
 
 
 def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -79,7 +90,9 @@ def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) ->
     def reward(text: str) -> float:
         block = answer_block(text) if "</answer>" in text else None
         boxed = last_boxed(text if block is None else block) is not None
-        return 0.5 * ((block is not None) + (1.0 if boxed else 0.5))
+        if block is not None:
+            return 1.0 if boxed else 0.75
+        return 0.5 if boxed else 0.25
 
     return judged(completions, reward)
 
@@ -96,7 +109,11 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 def boxed_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     r"""0.5 for a `\boxed{}` anywhere in the text."""
-    return judged(completions, lambda text: 0.5 if last_boxed(text) is not None else 0.0)
+
+    def reward(text: str) -> float:
+        return 0.0 if last_boxed(text) is None else 0.5
+
+    return judged(completions, reward)
 
 
 def _plain_solution(row: dict[str, Any]) -> str:

@@ -68,22 +68,24 @@ def equivalent(answer: str, gold: str) -> bool:
 def _equivalent(answer: str, gold: str) -> bool:
     if len(answer) > MAX_ANSWER:
         return False
-    mine, right = read(answer), read(gold)
-    if mine.unit and right.unit and mine.unit != right.unit:
+    parsed_answer, parsed_gold = read(answer), read(gold)
+    if parsed_answer.unit and parsed_gold.unit and parsed_answer.unit != parsed_gold.unit:
         return False
-    if not mine.text or not right.text:
-        return mine.text == right.text
-    if mine.text == right.text:
+    if not parsed_answer.text or not parsed_gold.text:
+        return parsed_answer.text == parsed_gold.text
+    if parsed_answer.text == parsed_gold.text:
         return True
-    choice = _CHOICE.fullmatch(right.text)
+    choice = _CHOICE.fullmatch(parsed_gold.text)
     if choice:
-        chosen = _CHOSEN.fullmatch(mine.text)
+        chosen = _CHOSEN.fullmatch(parsed_answer.text)
         return chosen is not None and choice[1] == chosen[1].upper()
-    if mine.percent != right.percent:
-        x, y = _number(mine.tree), _number(right.tree)
+    if parsed_answer.percent != parsed_gold.percent:
+        x, y = _number(parsed_answer.tree), _number(parsed_gold.tree)
         if x is not None and y is not None:
-            return x == y or (x == 100 * y if mine.percent else y == 100 * x)
-    return _same(mine.tree, right.tree)
+            if x == y:
+                return True
+            return x == 100 * y if parsed_answer.percent else y == 100 * x
+    return _same(parsed_answer.tree, parsed_gold.tree)
 
 
 def _number(tree: Tree) -> Fraction | None:
@@ -118,37 +120,43 @@ def _same_named(answer: Tree, gold: Tree) -> bool:
     """x = 5 is 5, but not y = 5; two equations are compared as they are."""
     if _kind(answer) == _kind(gold):
         return answer[1] == gold[1] and _same(answer[2], gold[2])
-    named, other = (answer, gold) if _kind(answer) == "=" else (gold, answer)
-    if not isinstance(other, str) or "=" not in other:
-        return _same(answer[2], gold) if named is answer else _same(answer, gold[2])
-    if not isinstance(named[2], str):
-        return False
-    equation = f"{named[1]}={named[2]}"
-    return _same_text(equation, other) if named is answer else _same_text(other, equation)
+    if _kind(answer) == "=":
+        if not _is_equation(gold):
+            return _same(answer[2], gold)
+        return isinstance(answer[2], str) and _same_text(f"{answer[1]}={answer[2]}", str(gold))
+    if not _is_equation(answer):
+        return _same(answer, gold[2])
+    return isinstance(gold[2], str) and _same_text(str(answer), f"{gold[1]}={gold[2]}")
 
 
 def _same_base(answer: Tree, gold: Tree) -> bool:
     """The digits and the base are the same. An answer may leave the base out; a gold without one has base ten."""
-    if _kind(gold) == "base":
-        digits = answer[1] if _kind(answer) == "base" else answer
-        return digits == gold[1] and _kind(answer) in ("", "base") and (digits == answer or answer[2] == gold[2])
-    return answer[2] == "10" and _same(answer[1], gold)
+    if _kind(gold) != "base":
+        return answer[2] == "10" and _same(answer[1], gold)
+    if _kind(answer) == "base":
+        return answer[1] == gold[1] and answer[2] == gold[2]
+    return answer == gold[1]
 
 
 def _same_time(answer: Tree, gold: Tree) -> bool:
-    mine, right = _time(answer), _time(gold)
-    if mine is None or right is None or mine[:2] != right[:2]:
+    answer_time, gold_time = _time(answer), _time(gold)
+    if answer_time is None or gold_time is None:
         return False
-    return mine[2] == right[2] or "" in (mine[2], right[2])
+    *answer_clock, answer_half = answer_time
+    *gold_clock, gold_half = gold_time
+    return answer_clock == gold_clock and (answer_half == gold_half or "" in (answer_half, gold_half))
 
 
 def _time(tree: Tree) -> tuple[int, int, str] | None:
     """Hour (0 to 11), minute, and "a", "p" or "" of a time, or of numbers that are one: 8, 8:30, 20:30."""
-    parts = [tree] if isinstance(tree, str) else tree[1:]
-    half = str(parts[2]) if _kind(tree) == "time" else ""
-    if _kind(tree) not in ("", ":", "time") or not all(re.fullmatch("[0-9]{1,2}|[ap]", str(part)) for part in parts):
+    if _kind(tree) not in ("", ":", "time"):
         return None
-    hour, minute = int(str(parts[0])), int(str(parts[1])) if len(parts) > 1 else 0
+    parts = [tree] if isinstance(tree, str) else [str(part) for part in tree[1:]]
+    if not all(re.fullmatch("[0-9]{1,2}|[ap]", part) for part in parts):
+        return None
+    hour = int(parts[0])
+    minute = int(parts[1]) if len(parts) > 1 else 0
+    half = parts[2] if _kind(tree) == "time" else ""
     if hour > 12 and not half:
         half = "p"
     return hour % 12, minute, half
@@ -168,8 +176,9 @@ def _same_values(answer: Tree, gold: Tree) -> bool:
 
 def _same_set(answer: Tree, gold: Tree) -> bool:
     """Sets are compared in any order; a set of one value may stand without its braces."""
-    elements = [tree[1:] if _kind(tree) == "{}" else [tree] for tree in (answer, gold)]
-    return _same_in_any_order(*elements)
+    answer_elements = answer[1:] if _kind(answer) == "{}" else [answer]
+    gold_elements = gold[1:] if _kind(gold) == "{}" else [gold]
+    return _same_in_any_order(answer_elements, gold_elements)
 
 
 def _same_union(answer: Tree, gold: Tree) -> bool:
@@ -215,8 +224,9 @@ def _same_text(answer: str, gold: str) -> bool:
     if _WORD.fullmatch(gold) or _WORDS.search(answer):  # math-verify would read a product of the letters
         return answer.casefold() == gold.casefold()
     # math-verify leaves out dots, and what stands below a number.
-    if any(sign.search(text) for sign in (_SUBSCRIPT_OF_NUMBER, _DOTS) for text in (answer, gold)):
-        return False
+    for text in (answer, gold):
+        if _SUBSCRIPT_OF_NUMBER.search(text) or _DOTS.search(text):
+            return False
     return _verify(answer, gold)
 
 

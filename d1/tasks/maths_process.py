@@ -41,14 +41,14 @@ def _same(gold: str, answer: str) -> bool:
     expressions = _parse(gold), _parse(answer)
     if not all(expressions):
         return False
-    right, mine = expressions[0][0], expressions[1][0]
+    gold_value, answer_value = expressions[0][0], expressions[1][0]
     # math-verify takes differences below 1e-15 for zero, at any size of the two: 1/2006! would be 1/2004!.
     tolerance = _ROUNDED if "." in gold + answer else _EXACT
-    if isinstance(right, Expr) and isinstance(mine, Expr) and _differ(right, mine, tolerance):
+    if isinstance(gold_value, Expr) and isinstance(answer_value, Expr) and _differ(gold_value, answer_value, tolerance):
         return False
-    if isinstance(right, Eq) and isinstance(mine, Eq):
-        return _same_equation(right, mine)
-    return verify(right, mine, timeout_seconds=None)
+    if isinstance(gold_value, Eq) and isinstance(answer_value, Eq):
+        return _same_equation(gold_value, answer_value)
+    return verify(gold_value, answer_value, timeout_seconds=None)
 
 
 def _differ(a: Expr, b: Expr, tolerance: float) -> bool:
@@ -63,8 +63,9 @@ def _differ(a: Expr, b: Expr, tolerance: float) -> bool:
 def _value(expression: Expr, point: tuple[int, int]) -> Expr | None:
     """The number that an expression is at a point, with 30 digits; None if it is none there."""
     # By name: the same letter has other assumptions where there is an i.
-    symbols = sorted(expression.free_symbols, key=str)
-    values = {symbol: Rational(point[0] + len(str(symbol)), point[1]) + _place(str(symbol)) for symbol in symbols}
+    values = {}
+    for symbol in sorted(expression.free_symbols, key=str):
+        values[symbol] = Rational(point[0] + len(str(symbol)), point[1]) + _place(str(symbol))
     try:
         value = N(expression.doit().subs(values), 30)
     except Exception:  # sympy raises many classes; the point then says nothing
@@ -79,10 +80,11 @@ def _place(name: str) -> Rational:
 
 def _same_equation(gold: Eq, answer: Eq) -> bool:
     """Whether one equation is a multiple of the other, or math-verify finds the same solutions of both."""
-    right, mine = gold.lhs - gold.rhs, answer.lhs - answer.rhs
+    gold_difference = gold.lhs - gold.rhs
+    answer_difference = answer.lhs - answer.rhs
     ratios = []
     for point in _POINTS:
-        x, y = _value(right, point), _value(mine, point)
+        x, y = _value(gold_difference, point), _value(answer_difference, point)
         if x and y:
             ratios.append(x / y)
     if len(ratios) == len(_POINTS) and all(abs(ratio - ratios[0]) <= _EXACT * abs(ratio) for ratio in ratios):
@@ -94,11 +96,11 @@ def _same_equation(gold: Eq, answer: Eq) -> bool:
 def _limit_processor_time(seconds: float) -> None:
     """Ends this process after `seconds` more of processor time, rounded up to whole seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
     end = int(used.ru_utime + used.ru_stime + seconds) + 1
-    if most != resource.RLIM_INFINITY:
-        end = min(end, most)
-    resource.setrlimit(resource.RLIMIT_CPU, (end, most))
+    if hard_limit != resource.RLIM_INFINITY:
+        end = min(end, hard_limit)
+    resource.setrlimit(resource.RLIMIT_CPU, (end, hard_limit))
 
 
 def _reply(request: bytes, time_limit: float) -> bytes:

@@ -40,7 +40,12 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 def apply(a: int, sign: str, b: int) -> int | None:
     """`a sign b` if that is a whole number from 0 to `LARGEST`, else None."""
-    value = a + b if sign == "+" else a - b if sign == "-" else a * b
+    if sign == "+":
+        value = a + b
+    elif sign == "-":
+        value = a - b
+    else:
+        value = a * b
     return value if 0 <= value <= LARGEST else None
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from datasets import Dataset
 
 from d1.tasks import Completion, Message, final_answer, judged, problem
-from d1.tasks.countdown import whole
+from d1.tasks.countdown import read_integer
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 from d1.tasks.latex import plain_characters, unwrap
 
 INSTRUCTIONS = "Compute the product."
 ANSWER = "the number alone"
-LEAST, MOST = 100, 999  # range of the factors
+MIN_FACTOR, MAX_FACTOR = 100, 999  # range of the factors
 MAX_ANSWER = 200  # characters
 FACTORS = re.compile(r"(\d+) \* (\d+)")
 
@@ -31,7 +31,7 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     try:
-        truth = whole(row["output"])
+        truth = read_integer(row["output"])
     except (ValueError, TypeError):
         raise ValueError(f"output must be a whole number, got {row['output']!r}") from None
     if not FACTORS.fullmatch(str(row["input"])):
@@ -52,7 +52,11 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 
 def right_product(completions: Sequence[Completion], ground_truth: Sequence[Any], **columns: Any) -> list[float]:
     """1.0 for the right product, else 0."""
-    return judged(completions, lambda text, truth: float(extract(text) == truth), ground_truth)
+
+    def reward(text: str, truth: int) -> float:
+        return float(extract(text) == truth)
+
+    return judged(completions, reward, ground_truth)
 
 
 REWARDS = [right_product]
@@ -66,11 +70,11 @@ def demonstrate(row: dict[str, Any]) -> str:
 def calls(question: str, product: int, with_tool: bool) -> Iterator[list[Message]]:
     """Conversations for SFT, whose last turn is learnt: an answer without a tool; or a call, and the answer from its
     result, in the format `plain` (`d1/tools/calls.py`)."""
-    asked = problem(question, INSTRUCTIONS, ANSWER, product)["prompt"]
+    prompt = problem(question, INSTRUCTIONS, ANSWER, product)["prompt"]
     answer = {"role": "assistant", "content": demonstrate({"ground_truth": product})}
     if not with_tool:
-        yield [*asked, answer]
+        yield [*prompt, answer]
         return
     call = {"role": "assistant", "content": f"<call>{question}</call>"}
-    yield [*asked, call]
-    yield [*asked, call, {"role": "user", "content": f"<result>{product}</result>"}, answer]
+    yield [*prompt, call]
+    yield [*prompt, call, {"role": "user", "content": f"<result>{product}</result>"}, answer]

@@ -43,7 +43,7 @@ def value_at(function: Function, x: str) -> str:
     return "".join(x[index] for index in function)
 
 
-def asked(inputs: Sequence[str], function: Function) -> str:
+def question_of(inputs: Sequence[str], function: Function) -> str:
     """The question that these examples make."""
     return "\n".join(f"f({x!r}) = {value_at(function, x)!r}" for x in inputs)
 
@@ -72,7 +72,7 @@ def read_row(row: dict[str, Any]) -> tuple[list[str], Function]:
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     inputs, function = read_row(row)
     truth = [[x, value_at(function, x)] for x in (*inputs, HIDDEN)]
-    return problem(asked(inputs, function), INSTRUCTIONS, ANSWER, truth, solution=row["program"])
+    return problem(question_of(inputs, function), INSTRUCTIONS, ANSWER, truth, solution=row["program"])
 
 
 def extract(text: str) -> str | None:
@@ -88,13 +88,17 @@ def demonstrate(row: dict[str, Any]) -> str:
 def read_program(text: str, examples: Any) -> tuple[str | None, Cases]:
     """A completion's answer as the function f; a case per example, and one per letter of the hidden one."""
     try:
-        *shown, (x, y) = examples
-        checks = [f"f({a!r}) == {b!r}" for a, b in shown] + [f"f({x!r})[{i}] == {y[i]!r}" for i in range(len(y))]
+        *shown_examples, (hidden_x, hidden_y) = examples
+        checks = [f"f({x!r}) == {y!r}" for x, y in shown_examples]
+        checks += [f"f({hidden_x!r})[{index}] == {letter!r}" for index, letter in enumerate(hidden_y)]
     except (TypeError, ValueError):
         raise ValueError(f"the ground truth must be pairs of texts, got {examples!r:.80}") from None
     cases = [f"with __case__({number}):\n    assert {check}" for number, check in enumerate(checks)]
+    tests = Cases("\n".join(cases), ("f",), len(cases))
     answer = extract(text)
-    return answer and f"def f(x):\n    return {answer}", Cases("\n".join(cases), ("f",), len(cases))
+    if not answer:
+        return None, tests
+    return f"def f(x):\n    return {answer}", tests
 
 
 REWARDS, score = judged_by(read_program)

@@ -20,9 +20,9 @@ ANSWER = "the full grid as 16 digits, row by row,"
 
 _PUZZLE = re.compile(r"(?<![0-9])[0-4]{16}(?![0-9])")
 _UNITS = [
-    *(tuple(range(4 * r, 4 * r + 4)) for r in range(4)),
-    *(tuple(range(c, 16, 4)) for c in range(4)),
-    *((b, b + 1, b + 4, b + 5) for b in (0, 2, 8, 10)),
+    *((row, row + 1, row + 2, row + 3) for row in (0, 4, 8, 12)),
+    *((column, column + 4, column + 8, column + 12) for column in range(4)),
+    *((box, box + 1, box + 4, box + 5) for box in (0, 2, 8, 10)),
 ]
 
 
@@ -74,26 +74,42 @@ REWARDS = [cells_reward]
 
 def demonstrate(row: dict[str, Any]) -> str:
     """A worked solution, which always continues with the cell that has the fewest possible digits left."""
-    # A cell with one possible digit comes first, so that the text of most steps is a proof.
-    grid, solution, steps = list(puzzle_of(row["question"])), row["ground_truth"], []
+    grid = list(puzzle_of(row["question"]))
+    solution = row["ground_truth"]
+    steps = []
     while "0" in grid:
-        empty = [i for i, digit in enumerate(grid) if digit == "0"]
-        left = {i: set("1234") - {grid[j] for unit in _UNITS if i in unit for j in unit} for i in empty}
-        cell = min(left, key=lambda i: (len(left[i]), i))
+        # The digits that each empty cell may still have.
+        possible = {}
+        for cell, digit in enumerate(grid):
+            if digit == "0":
+                seen = {grid[other] for unit in _UNITS if cell in unit for other in unit}
+                possible[cell] = set("1234") - seen
+        # A cell with one possible digit comes first, so that the text of most steps is a proof.
+        cell = min(possible, key=lambda cell: (len(possible[cell]), cell))
         grid[cell] = solution[cell]
-        reason = "only" if len(left[cell]) == 1 else f"of {' and '.join(sorted(left[cell]))}, only"
+        reason = "only"
+        if len(possible[cell]) > 1:
+            reason = f"of {' and '.join(sorted(possible[cell]))}, only"
         steps.append(f"Row {cell // 4 + 1}, column {cell % 4 + 1}: {reason} {grid[cell]} works.")
     return format_completion("\n".join(steps), solution)
 
 
 def solution_grids() -> list[str]:
     """All 288 solved grids as 16 digits, row by row, in lexicographic order."""
-    rows, grids = ["".join(row) for row in permutations("1234")], [""]
+    rows = ["".join(row) for row in permutations("1234")]
+    grids = [""]
     for _ in range(4):
-        grids = [grid + row for grid in grids for row in rows]
-        filled = [[i for i in unit if i < len(grids[0])] for unit in _UNITS]
-        grids = [grid for grid in grids if all(len({grid[i] for i in unit}) == len(unit) for unit in filled)]
+        grids = [grid + row for grid in grids for row in rows if _has_no_repeats(grid + row)]
     return grids
+
+
+def _has_no_repeats(grid: str) -> bool:
+    """Whether no unit of a grid, of which the last rows may be missing, has a digit twice."""
+    for unit in _UNITS:
+        digits = [grid[cell] for cell in unit if cell < len(grid)]
+        if len(set(digits)) < len(digits):
+            return False
+    return True
 
 
 def puzzle_of(question: str) -> str:
@@ -109,16 +125,21 @@ def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
     grid = grid or ""
     if _solves(grid, puzzle):
         return True, 1.0
-    empty = [i for i, digit in enumerate(puzzle) if digit == "0"]
-    right = sum(i < len(grid) and grid[i] == solution[i] for i in empty)
-    return False, right / len(empty) if empty else 0.0
+    empty = [cell for cell, digit in enumerate(puzzle) if digit == "0"]
+    if not empty:
+        return False, 0.0
+    right = sum(cell < len(grid) and grid[cell] == solution[cell] for cell in empty)
+    return False, right / len(empty)
 
 
 def _solves(grid: str, puzzle: str) -> bool:
     """Whether a grid of 16 digits obeys the rules and keeps the puzzle's givens."""
-    if len(grid) != 16 or any({grid[i] for i in unit} != set("1234") for unit in _UNITS):
+    if len(grid) != 16:
         return False
-    return all(given in ("0", digit) for given, digit in zip(puzzle, grid, strict=True))
+    for unit in _UNITS:
+        if {grid[cell] for cell in unit} != set("1234"):
+            return False
+    return all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
 
 
 # LLaDA was not evaluated on these puzzles; this is the form of its prompts: only the question.

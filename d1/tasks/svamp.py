@@ -81,43 +81,46 @@ def _read(split: str, data_file: str | None) -> tuple[str, Dataset]:
         if path.is_file():
             rows = read_file(str(path), COLUMNS)
             if split != "test":  # one text twice, with other numbers, would be in training and validation
-                texts = rows["Question"][:]
-                rows = rows.select([index for index, text in enumerate(texts) if texts.index(text) == index])
+                first_indices: dict[str, int] = {}
+                for index, text in enumerate(rows["Question"]):
+                    first_indices.setdefault(text, index)
+                rows = rows.select(list(first_indices.values()))
             return str(path), hold_out(rows, split)
     return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
 
 
 def _consistent(source: str, rows: Dataset) -> list[dict[str, Any]]:
     """The rows whose equation gives their answer, and those that cannot be read, which `task_rows` names."""
-    kept = [row for row in rows if not _contradicts_itself(row)]
-    if len(kept) < len(rows):
-        logger.info(
-            "%s: %d of %d rows do not give their own answer, left out", source, len(rows) - len(kept), len(rows)
-        )
-    return kept
+    consistent = [row for row in rows if not _contradicts_itself(row)]
+    left_out = len(rows) - len(consistent)
+    if left_out:
+        logger.info("%s: %d of %d rows do not give their own answer, left out", source, left_out, len(rows))
+    return consistent
 
 
 def _contradicts_itself(row: dict[str, Any]) -> bool:
     try:
-        template, answer = _template(row), _number(row["Answer"], "Answer")
+        template = _template(row)
+        answer = _number(row["Answer"], "Answer")
     except ValueError:
         return False
-    value = _solve(template.equation, template.numbers)[1]
+    _, value = _solve(template.equation, template.numbers)
     return value is None or not math.isclose(value, answer, rel_tol=ROUNDING)
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     template = _template(row)
-    solution = _shown(_solve(template.equation, template.numbers)[0])
+    steps, _ = _solve(template.equation, template.numbers)
+    question = fill_numbers(template.text, template.numbers)
     answer = float(_number(row["Answer"], "Answer"))
-    return problem(fill_numbers(template.text, template.numbers), INSTRUCTIONS, ANSWER, answer, solution=solution)
+    return problem(question, INSTRUCTIONS, ANSWER, answer, solution=_format_steps(steps))
 
 
 def _hub_row(row: dict[str, Any]) -> dict[str, Any]:
     question = f"{text_in(row, 'Body').strip()} {text_in(row, 'Question').strip()}"
     answer = _number(row["Answer"], "Answer")
     equation = re.sub(r"(?<=[0-9])\.0(?![0-9])", "", text_in(row, "Equation").strip())  # in brackets: ( 8.0 - 3.0 )
-    solution = f"{equation.removeprefix('(').removesuffix(')').strip()} = {_written(answer)}"
+    solution = f"{equation.removeprefix('(').removesuffix(')').strip()} = {_format_number(answer)}"
     return problem(question, INSTRUCTIONS, ANSWER, float(answer), solution=solution)
 
 
@@ -139,13 +142,13 @@ def _number(value: Any, column: str) -> Fraction:
         raise ValueError(f"{column} must be numbers, got {value!r}") from None
 
 
-def _written(number: Fraction) -> str:
+def _format_number(number: Fraction) -> str:
     return f"{float(number):.15g}"
 
 
 def fill_numbers(text: str, numbers: Sequence[Fraction]) -> str:
     """The text with the numbers in their places."""
-    return PLACE.sub(lambda placeholder: _written(numbers[int(placeholder[1])]), text)
+    return PLACE.sub(lambda placeholder: _format_number(numbers[int(placeholder[1])]), text)
 
 
 def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction | None]:
@@ -165,7 +168,8 @@ def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Frac
         elif len(values) < 2:
             raise ValueError(f"Equation must be in prefix notation, got {equation!r}")
         else:
-            left, right = values.pop(), values.pop()
+            left = values.pop()
+            right = values.pop()
             if token == "/" and right == 0:
                 return steps, None
             values.append(SIGNS[token](left, right))
@@ -175,9 +179,12 @@ def _solve(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Frac
     return steps, values[0]
 
 
-def _shown(steps: Sequence[Step]) -> str:
+def _format_steps(steps: Sequence[Step]) -> str:
     """The steps as lines such as "72 - 9 = 63"."""
-    return "\n".join(f"{_written(a)} {sign} {_written(b)} = {_written(result)}" for a, sign, b, result in steps)
+    lines = []
+    for left, sign, right, result in steps:
+        lines.append(f"{_format_number(left)} {sign} {_format_number(right)} = {_format_number(result)}")
+    return "\n".join(lines)
 
 
 def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> Iterator[dict[str, Any]]:
@@ -201,10 +208,13 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
         raise ValueError(
             f"{source} has no column Numbers: set D1_FILES to a folder with svamp/train.csv, or pass a file"
         )
-    rng, seen = random.Random(seed), set()
-    question, shown = PROTOCOLS["llada"]["QUESTION"], PROTOCOLS["llada"]["demonstrate"]
+    rng = random.Random(seed)
+    question = PROTOCOLS["llada"]["QUESTION"]
+    demonstrate_plainly = PROTOCOLS["llada"]["demonstrate"]
+    seen = set()
     for row in _consistent(source, rows):
-        template, made = _template(row), 0
+        template = _template(row)
+        count = 0
         for _ in range(DRAWS):
             numbers = _new_numbers(template.numbers, rng)
             text = fill_numbers(template.text, numbers)
@@ -212,23 +222,33 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
             if solved is None or text in seen:
                 continue
             seen.add(text)
-            answer = shown({"solution": _shown(solved[0]), "ground_truth": float(solved[1])})
-            turns = (("user", question.format(question=text)), ("assistant", answer.strip()))
-            yield {"messages": [{"role": role, "content": content} for role, content in turns]}
-            made += 1
-            if made == per_problem:
+            steps, value = solved
+            answer = demonstrate_plainly({"solution": _format_steps(steps), "ground_truth": float(value)})
+            user = {"role": "user", "content": question.format(question=text)}
+            assistant = {"role": "assistant", "content": answer.strip()}
+            yield {"messages": [user, assistant]}
+            count += 1
+            if count == per_problem:
                 break
 
 
 def _new_numbers(numbers: Sequence[Fraction], rng: random.Random) -> list[Fraction]:
-    return [Fraction(rng.randint(max(1, int(number / 2)), max(10, int(2 * number)))) for number in numbers]
+    drawn = []
+    for number in numbers:
+        low = max(1, int(number / 2))
+        high = max(10, int(2 * number))
+        drawn.append(Fraction(rng.randint(low, high)))
+    return drawn
 
 
 def _whole_steps(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction] | None:
     """The steps and the value, if all results are whole and positive."""
     steps, value = _solve(equation, numbers)
-    if value is None or any(result <= 0 or result.denominator != 1 for result in [value, *(s.result for s in steps)]):
+    if value is None:
         return None
+    for result in [value, *(step.result for step in steps)]:
+        if result <= 0 or result.denominator != 1:
+            return None
     return steps, value
 
 

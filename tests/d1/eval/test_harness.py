@@ -19,13 +19,13 @@ from d1.eval.completions import read_prompts
 from d1.eval.harness import (
     are_greedy,
     check_cache,
-    how_to_generate,
+    generation_settings,
     llada_views,
     log_likelihoods,
     main,
     make_parser,
+    pair_seed,
     register,
-    seed_of,
 )
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer, prepare
@@ -102,12 +102,12 @@ def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(
 
 
 def test_what_a_task_asks_for_is_read_and_what_there_is_not_is_refused(harness):
-    assert how_to_generate({"until": "x", "max_gen_toks": 9}) == (9, 0.0, ("x",))
-    assert how_to_generate({"until": [], "do_sample": False, "temperature": 0.7, "top_p": 0.9}) == (256, 0.0, ())
-    assert how_to_generate({"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": None}) == (256, 0.7, ())
+    assert generation_settings({"until": "x", "max_gen_toks": 9}) == (9, 0.0, ("x",))
+    assert generation_settings({"until": [], "do_sample": False, "temperature": 0.7, "top_p": 0.9}) == (256, 0.0, ())
+    assert generation_settings({"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": None}) == (256, 0.7, ())
     for unknown in ({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"num_beams": 4}, {"stop_tokens": [1]}):
         with pytest.raises(ValueError, match=f"{[*unknown][-1]}.*not supported"):
-            how_to_generate(unknown)
+            generation_settings(unknown)
 
 
 # ---- log-likelihoods
@@ -326,7 +326,7 @@ def test_estimates_approach_the_bound_over_every_mask_and_are_exact_for_one_toke
 
 def test_an_estimate_is_the_weighted_sum_over_its_own_draws_whatever_its_batch(five_tokens):
     def direct(pair: tuple[list[int], list[int]]) -> float:
-        views = llada_views(len(pair[1]), 6, keyed_generator(7, seed_of(pair)))
+        views = llada_views(len(pair[1]), 6, keyed_generator(7, pair_seed(pair)))
         total = 0.0
         for noise, weights in zip(views.noise[0], views.weights[0], strict=True):
             assert not weights[~noise].any()

@@ -387,7 +387,7 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
                 journal.append(entry)
             share = world - rank  # from the items that earlier processes have left
             with monkeypatch.context() as patch:
-                patch.setattr(completions, "queue_of", lambda left, _, n=share: left[::n])
+                patch.setattr(completions, "take_from_queue", lambda left, _, n=share: left[::n])
                 completions.complete(args, model, tokenizer, asked, journal)
         return journals[0]
 

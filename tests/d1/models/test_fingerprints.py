@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from d1.models import load_model
 from d1.models.convert import merge
-from d1.runs.record import of_settings
+from d1.runs.record import hash_settings
 from d1.sft import train as sft
 from tests.conftest import save_tiny_model
 from tests.faults import edit_json
@@ -56,7 +56,7 @@ def test_another_base_of_the_same_shape_is_a_warning(run, tiny_model_dir, other_
     assert f"The adapter {adapter} was trained on another model than {other_base}: " in warning
     assert "\n" not in warning
     recorded = json.loads((run / "run.json").read_text())["settings"]["contents of model_name"]["model"]
-    found = of_settings({"model_name": str(other_base)})["contents of model_name"]["model"]
+    found = hash_settings({"model_name": str(other_base)})["contents of model_name"]["model"]
     assert recorded != found
     assert f"is {recorded} in run.json, and here it is {found}." in warning
     merge(str(other_base), [adapter], str(tmp_path / "merged on another"))
@@ -82,7 +82,7 @@ def test_the_adapter_below_counts(run, tiny_model_dir, caplog, tmp_path):
     model.save_pretrained(str(second))
     edit_json(second / "adapter_config.json", base_model_name_or_path=str(first))
     settings = {"model_path": str(first)}
-    (second / "run.json").write_text(json.dumps({"settings": settings | of_settings(settings)}))
+    (second / "run.json").write_text(json.dumps({"settings": settings | hash_settings(settings)}))
     load_model(second)
     assert warnings_of(caplog) == []
     load_model(tiny_model_dir, adapter=second)

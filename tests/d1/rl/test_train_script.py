@@ -27,7 +27,7 @@ from d1.rl import train as diffu_grpo_train
 from d1.rl.checks import check_config, check_prompts
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
-from d1.runs.record import Past
+from d1.runs.record import RunHistory
 from d1.show.curves import panels
 from d1.show.report import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
 from d1.show.report import main as report_main
@@ -374,7 +374,7 @@ def test_a_resume_keeps_the_method_that_its_rollout_was_made_for(tmp_path, befor
     def flat(changes):
         return {**DiffuGRPOConfig(**settings(tmp_path, **changes)).to_dict(), **vars(ModelConfig())}
 
-    given = Past(4, flat(before)), flat(now), tmp_path
+    given = RunHistory(4, flat(before)), flat(now), tmp_path
     if isinstance(message, set):
         assert grpo_checks.ON_RESUME.changes(*given).keys() == message
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from d1.runs.cli import RunError, from_rank_0, together
+from d1.runs.cli import RunError, from_rank_0, raise_together
 from tests import forks
 
 
@@ -31,9 +31,9 @@ def worker() -> None:
     assert from_rank_0(lambda: {"rank": rank}) == {"rank": 0}
     with pytest.raises(FileNotFoundError, match=r"^no rows$"):
         from_rank_0(lambda: raised(FileNotFoundError("no rows")))
-    with pytest.raises(Unsendable if rank else RunError, match=r"^two words$"), together():
+    with pytest.raises(Unsendable if rank else RunError, match=r"^two words$"), raise_together():
         raised(Unsendable("two", "words") if rank else None)
-    with pytest.raises(Lost if rank else ValueError, match=r"^a server$" if rank else r"^another$"), together():
+    with pytest.raises(Lost if rank else ValueError, match=r"^a server$" if rank else r"^another$"), raise_together():
         raise Lost("a server") if rank else ValueError("another")
     dist.destroy_process_group()
 
@@ -44,6 +44,6 @@ def test_two_processes_raise_together(tmp_path: Path) -> None:
 
 
 def test_one_process_raises_its_own_error() -> None:
-    with pytest.raises(KeyError), together():
+    with pytest.raises(KeyError), raise_together():
         raise KeyError
     assert from_rank_0(lambda: 3) == 3

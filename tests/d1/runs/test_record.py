@@ -18,7 +18,17 @@ from peft import LoraConfig, get_peft_model
 from d1.lazy import local_imports
 from d1.models import load_model
 from d1.rl.checks import ON_RESUME as RL_ON_RESUME
-from d1.runs.record import OnResume, Past, flat, hash_file, hash_model, local_name, of_rows, of_settings, write_card
+from d1.runs.record import (
+    OnResume,
+    RunHistory,
+    flatten_settings,
+    hash_file,
+    hash_model,
+    hash_rows,
+    hash_settings,
+    local_name,
+    write_card,
+)
 from d1.sft.stage import ON_RESUME as SFT_ON_RESUME
 from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
@@ -83,17 +93,17 @@ def test_a_hub_name_stands_for_the_commit_in_the_cache(tiny_model_dir: Path, tmp
 def test_rows_count_with_their_order_and_the_names_of_their_columns() -> None:
     rows = [{"q": [index], "a": {"b": str(index)}} for index in range(2500)]
     data = Dataset.from_list(rows)
-    assert of_rows(data) == of_rows(Dataset.from_list(rows)) == of_rows(data.select(range(2500)))
+    assert hash_rows(data) == hash_rows(Dataset.from_list(rows)) == hash_rows(data.select(range(2500)))
     others = [rows[::-1], rows[:-1], [*rows[:-1], {"q": [0], "a": {"b": "2499"}}]]
-    prints = {of_rows(Dataset.from_list(one)) for one in (rows, *others)}
-    assert len(prints | {of_rows(data.rename_column("q", "p"))}) == 5
+    prints = {hash_rows(Dataset.from_list(one)) for one in (rows, *others)}
+    assert len(prints | {hash_rows(data.rename_column("q", "p"))}) == 5
 
 
 def test_settings_that_name_files_are_followed(tiny_model_dir: Path, tmp_path: Path) -> None:
     for name in ("task.py", "rows.jsonl", "notes.txt"):
         (tmp_path / name).write_text(name)
     settings = {name: str(tmp_path / name) for name in ("task.py", "rows.jsonl", "notes.txt", "missing.py")}
-    found = of_settings(settings | {"model_name": str(tiny_model_dir), "seed": 1, "data_file": None})
+    found = hash_settings(settings | {"model_name": str(tiny_model_dir), "seed": 1, "data_file": None})
     assert found == {
         "contents of task.py": hash_file(tmp_path / "task.py"),
         "contents of rows.jsonl": hash_file(tmp_path / "rows.jsonl"),
@@ -106,13 +116,13 @@ def test_each_file_of_a_list_and_each_function_of_a_file_counts(tmp_path: Path) 
     for file in (first, second):
         file.write_text(f"def {file.stem}(row): return row\n")
     settings = {"tools": ["calculator", str(first), str(second)], "data_function": f"{first}:first", "names": ["a", 1]}
-    found = of_settings(settings)
+    found = hash_settings(settings)
     assert found == {
         "contents of tools": [hash_file(first), hash_file(second)],
         "contents of data_function": hash_file(first),
     }
     second.write_text("def second(row): return None\n")
-    changed = of_settings(settings)
+    changed = hash_settings(settings)
     assert {name for name in found if found[name] != changed[name]} == {"contents of tools"}
 
 
@@ -133,17 +143,17 @@ def test_the_local_modules_that_code_imports_count(tmp_path: Path, monkeypatch: 
         (tmp_path / name).write_text(text)
     read = {*files} - {"mine.py", "package/unread.py", "unread.py"}
     assert {str(file.relative_to(tmp_path)) for file in local_imports(tmp_path / "mine.py")} == read
-    before = of_settings({"reward_file": str(tmp_path / "mine.py")})
+    before = hash_settings({"reward_file": str(tmp_path / "mine.py")})
     assert before.keys() == {"contents of reward_file", "imports of reward_file"}
     for name in files:
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content + b"\n# changed")
-        after = of_settings({"reward_file": str(tmp_path / "mine.py")})
+        after = hash_settings({"reward_file": str(tmp_path / "mine.py")})
         part = {"contents of reward_file"} if name == "mine.py" else {"imports of reward_file"}
         assert {key for key in before if before[key] != after[key]} == (part if name in read | {"mine.py"} else set())
         (tmp_path / name).write_bytes(content)
     (tmp_path / "mine.py").write_text("this is no Python (")
-    assert of_settings({"reward_file": str(tmp_path / "mine.py")}).keys() == {"contents of reward_file"}
+    assert hash_settings({"reward_file": str(tmp_path / "mine.py")}).keys() == {"contents of reward_file"}
 
 
 @pytest.mark.parametrize(
@@ -162,14 +172,14 @@ def test_a_resume_with_other_code_is_refused(setting: str, changed: str, on_resu
     helper.write_text("a = 1\n")
     values = {"tools": ["calculator", str(tool)], "dataset": str(tool), "data_function": f"{tool}:convert"}
     settings = {setting: values[setting]}
-    past = Past(8, flat({**settings, **of_settings(settings)}))
-    assert on_resume.changes(past, {**settings, **of_settings(settings)}, tmp_path) == {}
+    history = RunHistory(8, flatten_settings({**settings, **hash_settings(settings)}))
+    assert on_resume.changes(history, {**settings, **hash_settings(settings)}, tmp_path) == {}
     (tmp_path / changed).write_text("import helper_of_tool\na = 2\n")
     part = "contents" if changed == "tool.py" else "imports"
     with pytest.raises(ValueError, match=f"holds a run with {part} of {setting} .* instead of .*: continue it with"):
-        on_resume.changes(past, {**settings, **of_settings(settings)}, tmp_path)
-    before = Past(8, flat(settings))  # the record of an earlier version has no such fingerprint
-    assert on_resume.changes(before, {**settings, **of_settings(settings)}, tmp_path) == {}
+        on_resume.changes(history, {**settings, **hash_settings(settings)}, tmp_path)
+    before = RunHistory(8, flatten_settings(settings))  # the record of an earlier version has no such fingerprint
+    assert on_resume.changes(before, {**settings, **hash_settings(settings)}, tmp_path) == {}
 
 
 def test_a_resume_with_other_rewards_is_noted(tmp_path: Path) -> None:
@@ -178,9 +188,9 @@ def test_a_resume_with_other_rewards_is_noted(tmp_path: Path) -> None:
     file.write_text("import helper_of_rewards\n")
     (tmp_path / "helper_of_rewards.py").write_text("a = 1\n")
     settings = {"reward_file": str(file)}
-    past = Past(8, flat({**settings, **of_settings(settings)}))
+    history = RunHistory(8, flatten_settings({**settings, **hash_settings(settings)}))
     (tmp_path / "helper_of_rewards.py").write_text("a = 2\n")
-    changes = RL_ON_RESUME.changes(past, {**settings, **of_settings(settings)}, tmp_path)
+    changes = RL_ON_RESUME.changes(history, {**settings, **hash_settings(settings)}, tmp_path)
     assert changes.keys() == {"imports of reward_file"}
 
 

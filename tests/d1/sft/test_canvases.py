@@ -167,11 +167,12 @@ def test_rows_keep_their_noise_in_any_batch_and_answers_that_were_cut_get_no_end
     assert answer.sum() % CANVAS
     ends = 0
     for seed in range(40):
-        _, labels, start, _, _ = collate.canvas_of(text, answer, None, (seed,))
-        own = text[start : start + CANVAS]
-        assert torch.equal(labels[: len(own)], own)
-        assert (labels[len(own) :] == IGNORED).all()
-        ends += len(own) < CANVAS
+        canvas = collate.draw_canvas(text, answer, None, (seed,))
+        labels, start = canvas["labels"], canvas["starts"]
+        ids = text[start : start + CANVAS]
+        assert torch.equal(labels[: len(ids)], ids)
+        assert (labels[len(ids) :] == IGNORED).all()
+        ends += len(ids) < CANVAS
     assert 0 < ends < 40
 
 
@@ -184,7 +185,8 @@ def test_a_canvas_belongs_to_one_turn(tiny_canvas_dir):
     wanted = {3: (3, 3 + CANVAS), 3 + CANVAS: (3 + CANVAS, 3 + long), 5 + long: (5 + long, len(text))}
     counts = dict.fromkeys(wanted, 0)
     for seed in range(300):
-        _, labels, start, _, _ = collate.canvas_of(text, answer, None, (seed,))
+        canvas = collate.draw_canvas(text, answer, None, (seed,))
+        labels, start = canvas["labels"], canvas["starts"]
         first, last = wanted[int(start)]
         assert labels.tolist() == text[first:last].tolist() + [EOS] * (CANVAS - (last - first))
         counts[int(start)] += 1
@@ -195,8 +197,9 @@ def test_the_noise_has_trls_distribution(tiny_canvas_dir, tmp_path):
     collate = trainer_of(tiny_canvas_dir, tmp_path).data_collator
     text, answer = torch.arange(8, 8 + 26), torch.arange(26) >= 2
     text[-1] = EOS
-    found = [collate.canvas_of(text, answer, None, (3, seed)) for seed in range(6000)]
-    canvases, labels, starts, times, conditioned = map(torch.stack, zip(*found, strict=True))
+    drawn = [collate.draw_canvas(text, answer, None, (3, seed)) for seed in range(6000)]
+    columns = ("canvas_ids", "labels", "starts", "t", "conditioned")
+    canvases, labels, starts, times, conditioned = (torch.stack([row[name] for row in drawn]) for name in columns)
     assert starts.unique().tolist() == [2, 6, 10, 14, 18, 22]  # 24 tokens, 6 canvases, each as often
     assert (starts.bincount()[2::4] / 6000 - 1 / 6).abs().max() < 0.02
     replaced = (canvases != labels).double().mean(1)
@@ -208,9 +211,9 @@ def test_the_noise_has_trls_distribution(tiny_canvas_dir, tmp_path):
     assert conditioned.double().mean().item() == pytest.approx(0.5, abs=0.03)
     noise = canvases[canvases != labels]
     assert (noise.bincount(minlength=ids) > 0).all()
-    fixed = collate.canvas_of(text, answer, 1.0, (3, 0))
-    assert fixed[3] == 1
-    assert not fixed[4]
+    fixed = collate.draw_canvas(text, answer, 1.0, (3, 0))
+    assert fixed["t"] == 1
+    assert not fixed["conditioned"]
 
 
 def test_a_run_lowers_the_loss_and_saves_one_adapter(tiny_canvas_dir, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from d1.runs.data import load_rows
-from d1.sft.columns import way_for
+from d1.sft.columns import suggest_flags
 from d1.sft.data import to_conversation
 from tests.commands import ROOT
 from tests.d1.sft.test_data import TOKENIZERS, parts, prepare
@@ -157,7 +157,7 @@ def test_what_is_wrong_with_a_cell_is_named_by_its_column(row: dict[str, Any], p
     ],
 )
 def test_a_hint_names_the_files_own_columns(columns: list[str], way: str) -> None:
-    assert way_for(columns) == way
+    assert suggest_flags(columns) == way
     with pytest.raises(ValueError, match="the data has the columns") as raised:
         prepare([dict.fromkeys(columns, "x")])
     assert str(raised.value).endswith(way)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.runs.data import load_rows
-from d1.runs.record import of_rows
+from d1.runs.record import hash_rows
 from d1.sft import data as sft_data
 from d1.sft.data import load_function, preprocess_dataset, tokenize_row
 from tests.faults import write_at_the_same_time
@@ -318,7 +318,7 @@ def test_a_function_is_called_again_whatever_it_reads(tmp_path, monkeypatch):
 
     def answers() -> set[str]:
         made = prepare(load_rows(str(rows)), function=load_function(f"{mine}:convert"))
-        prints.append(of_rows(made))
+        prints.append(hash_rows(made))
         return {parts(row, TOKENIZERS["chatml"])[1][0].removesuffix("<|im_end|><eos>") for row in made}
 
     prints: list[str] = []
