@@ -201,7 +201,8 @@ def joined_text(content: Any, name: str) -> Any:
         return content
     texts = []
     for part in content:
-        kind, text = "text", part
+        kind: Any = "text"
+        text: Any = part
         if isinstance(part, dict):
             kind, text = part.get("type"), part.get("text")
         if kind != "text" or not isinstance(text, str):
