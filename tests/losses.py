@@ -24,6 +24,7 @@ class Settings:
     eubo_share: float = 0.3
     ratio_cap: float = 1.3
     reward_temperature: float = 0.3
+    nll_weight: float = 0.4
 
 
 settings = Settings
@@ -59,6 +60,7 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
         advantages=advantages,
         mask=mask,
         tokens=mask.sum(),
+        is_right=torch.tensor([True, False, True, True, False, False]),
         views=scored.any(-1).sum(),
         pairs=scored.sum(),
         repeats=(scored.any(-1).sum(1) * mask.sum(1)).sum(),
@@ -72,7 +74,7 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     order = torch.randperm(len(inputs.mask), generator=torch.Generator().manual_seed(1))
     parts = len(order) // rows
     of_rows = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask")
-    names = (*of_rows, "reveal_steps", "view_advantages", "log_ratios")
+    names = (*of_rows, "reveal_steps", "view_advantages", "log_ratios", "is_right")
     given = [name for name in names if getattr(inputs, name) is not None]
     counts = {
         name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "pairs", "repeats", "active")

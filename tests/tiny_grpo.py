@@ -121,7 +121,7 @@ def method_settings(method):
     as much as gradients do; Adam turns the rounding of a gradient that is almost 0 into a full step."""
     own = METHODS[method].values
     settings = {name: value for name, value in SETTINGS.items() if name not in own}
-    settings |= {"method": method, "num_iterations": 2}
+    settings |= {"method": method, "num_iterations": 2, "num_mini_batches": 1}
     settings |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     if "branches" in own:
         settings["branches"] = [2, 2]  # of the tiny settings' four completions
@@ -162,13 +162,16 @@ class Recorded(DiffuGRPOTrainer):
 def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
     "d1+weights" is d1 with `sampling_weight_cap`, with which most tokens have different weights. "+accumulated" is a
-    rollout of 12 micro-batches of one row, divided among the processes: 1 x 12, 2 x 6 or 4 x 3. "+falling" has a rate
-    that falls with the compute that all processes have spent."""
+    rollout of 12 micro-batches of one row, divided among the processes: 1 x 12, 2 x 6 or 4 x 3. "+mini-batches" has two
+    optimizer steps per rollout, each with half of its 24 rows. "+falling" has a rate that falls with the compute that
+    all processes have spent."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
     if variant == "accumulated":
         options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12 // processes}
+    options |= {"learning_rate": LARGER_RATES[method]} if method in LARGER_RATES else {}
+    options |= {"num_mini_batches": 2, "num_iterations": 1} if variant == "mini-batches" else {}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
     options |= {"lr_scheduler_type": "linear", "max_compute_tokens": 20_000} if variant == "falling" else {}
@@ -179,6 +182,7 @@ def train_a_little(model_dir, folder, method, **changes):
     return trainer
 
 
+LARGER_RATES = {"slim-rl": 0.1}  # its loss is a third of the quadrature's, and some rollouts keep no prompt
 PER_MICRO_BATCH = ("rldf", "igpo")  # their mean is over the tokens of a micro-batch, as published
 
 

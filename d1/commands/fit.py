@@ -113,7 +113,9 @@ def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = 
     from d1.commands.rl_memory import fields_of
     from d1.rl.config import DiffuGRPOConfig
 
-    given: dict[str, Any] = {"gradient_accumulation_steps": args.steps_per_generation}
+    given: dict[str, Any] = dict.fromkeys(
+        ("gradient_accumulation_steps", "steps_per_generation"), args.steps_per_generation
+    )
     given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
     for name in ("max_completion_length", "diffusion_steps", "block_length"):
         if name not in METHODS[args.method].values and getattr(args, name) is not None:

@@ -62,7 +62,7 @@ def page_table() -> str:
 def trained_by(method: Method) -> str:
     """What a method's authors trained: "LoRA 128 on 4 bits, 16 x 6", prompts x completions per optimizer step."""
     own = method.trained
-    return "-" if own is None else f"{own.weights}, {own.prompts} x {method.scale['num_generations']}"
+    return "-" if own is None else f"{own.weights}, {round(own.prompts, 2):g} x {method.scale['num_generations']}"
 
 
 def one_method(name: str) -> str:

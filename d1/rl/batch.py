@@ -10,6 +10,7 @@ the canvas, W writes. To TRL's keys are added
 - `view_advantages` R V, with `state_reward` or a tree of rollouts; of a tree also `start_steps` R, and what
   `d1/rl/tree.py` adds: `sibling_advantages` R V S, `sibling_ids` R V S T and `sibling_positions` R U;
 - after a rollout with hints, `given` R T and, for `Objective.reads_given`, `old_entropies` R T;
+- `mini_batch` R, if a rollout has several: the number of the one that a row belongs to;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
 - `scoring_views`, `scored_pairs` and `repeated_tokens` R U and `active_rows` R: counts over the whole rollout, the same
   for each row.
@@ -52,6 +53,7 @@ class RolloutRecord(TypedDict, total=False):
     reveal_steps: Tensor  # R T, int64; -1 where the EOS stop filled in
     rollout_logps: Tensor  # R T, fp32
     rollout_entropies: Tensor  # R T, fp32
+    tokens_per_forward_pass: Tensor  # R, fp32; only with `min_speed_spread`
     write_ids: Tensor  # R T W, int64
     write_steps: Tensor  # R T W, int64; -1 where nothing was written
     write_logps: Tensor  # R T W, fp32
@@ -226,26 +228,51 @@ def transform_advantages(
     ranks: RankView,
     bounds: Mapping[str, Tensor] | None = None,
     settings: Any = None,
+    in_loss: Tensor | None = None,
 ) -> Tensor:
     """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes.
 
     Args:
         bounds: the other fields of `AdvantageInputs` that the entry reads, (rows,) each.
         settings: those of the run.
+        in_loss: (rows,) bool, the rows that count in the loss; None: all of them.
     """
     entry = ADVANTAGES[name]
     if entry.of is None or group == 1:
         return advantages
     of_rows = {"advantages": advantages, **(bounds or {})}
     groups = {field: ranks.all_gather(values).view(-1, group) for field, values in of_rows.items()}
-    gathered = entry(AdvantageInputs(**groups), settings).flatten()
-    return ranks.local_slice(gathered, len(advantages))
+    if not entry.kept_only or in_loss is None:
+        changed = entry(AdvantageInputs(**groups), settings)
+    else:
+        kept = ranks.all_gather(in_loss).view(-1, group).any(1)
+        changed = torch.zeros_like(groups["advantages"])
+        if kept.any():
+            kept_groups = {field: values[kept] for field, values in groups.items()}
+            changed[kept] = entry(AdvantageInputs(**kept_groups), settings)
+    return ranks.local_slice(changed.flatten(), len(advantages))
 
 
-def keep_prompts(batch: Batch, shares: Sequence[float], group: int, ranks: RankView) -> float:
-    """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
-    returns the share of prompts kept."""
-    return filter_groups(batch, solve_rate_filter(batch, shares, group, ranks), group, ranks)
+def keep_prompts(
+    batch: Batch, shares: Sequence[float] | None, group: int, ranks: RankView, min_speed_spread: float = 0.0
+) -> float:
+    """Drops the prompts that `prompt_filter` does not keep from the loss; returns the share of prompts kept."""
+    return filter_groups(batch, prompt_filter(batch, shares, group, ranks, min_speed_spread), group, ranks)
+
+
+def prompt_filter(
+    batch: Batch, shares: Sequence[float] | None, group: int, ranks: RankView, min_speed_spread: float = 0.0
+) -> Tensor:
+    """(prompts,) bool, of all processes: whether the fraction of correct completions is within `shares` (lower, upper
+    bound), and their tokens per forward pass lie at least `min_speed_spread` apart. Only what is given is asked for,
+    at least one of the two."""
+    filters = []
+    if shares is not None:
+        filters.append(solve_rate_filter(batch, shares, group, ranks))
+    if min_speed_spread:
+        speeds = ranks.all_gather(batch["tokens_per_forward_pass"]).view(-1, group)
+        filters.append(speeds.amax(1) - speeds.amin(1) >= min_speed_spread)
+    return torch.stack(filters).all(0)
 
 
 def solve_rate_filter(batch: Batch, shares: Sequence[float], group: int, ranks: RankView) -> Tensor:
@@ -315,6 +342,32 @@ def filter_groups(batch: Batch, prompts: Tensor, group: int, ranks: RankView) ->
     batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
     batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
     return prompts.float().mean().item()
+
+
+# --- Mini-batches -----------------------------------------------------------------------------------------------------
+
+
+def draw_mini_batches(rows: int, parts: int, generator: torch.Generator) -> Tensor:
+    """(rows,) the mini-batch of each of the `rows` of a rollout, over all processes: of every `parts` consecutive rows,
+    one at random is in each mini-batch. So a mini-batch has as many rows of each process, and the same rows for every
+    number of processes."""
+    order = torch.rand(rows // parts, parts, generator=generator).argsort(dim=1)
+    return order.flatten()
+
+
+def sort_into_mini_batches(batches: Sequence[Batch]) -> list[Batch]:
+    """The rows of a rollout's micro-batches, sorted by their `mini_batch`; rows of one keep their order."""
+    order = torch.cat([batch["mini_batch"] for batch in batches]).argsort(stable=True)
+    rows = len(batches[0]["mini_batch"])
+    sorted_batches: list[Batch] = [{} for _ in batches]
+    for name, value in batches[0].items():
+        is_per_row = isinstance(value, Tensor) and value.dim() > 0
+        parts = (
+            torch.cat([batch[name] for batch in batches])[order].split(rows) if is_per_row else [value] * len(batches)
+        )
+        for batch, part in zip(sorted_batches, parts, strict=True):
+            batch[name] = part
+    return sorted_batches
 
 
 # --- Views of the updates ---------------------------------------------------------------------------------------------
@@ -548,6 +601,7 @@ def loss_inputs(
         sibling_ids=None if "sibling_ids" not in batch else pad_to_width(batch["sibling_ids"], width, -1),
         sibling_positions=None if positions is None else positions[0, update].clamp(min=1) / parts,
         progress=progress,
+        is_right=batch["completion_is_right"] == 1 if "completion_is_right" in batch else None,
         turns=turns,
         given=pad_to_width(batch["given"], width) if "given" in batch else None,
         old_entropies=pad_to_width(batch["old_entropies"], width) if "old_entropies" in batch else None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
@@ -31,7 +32,7 @@ from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
 from d1.models.tokenizer import check_no_mask
-from d1.rl.batch import Batch, RolloutRecord, pad_to_width
+from d1.rl.batch import Batch, RolloutRecord, pad_to_width, sort_into_mini_batches
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
@@ -58,6 +59,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
     - `_generate_single_turn`, to call `rollout`; `_generate_and_score_completions`, its caller, to add the rollout's
       record and its rows' rewards to the batch and to call `after_rollout`;
+    - `_prepare_inputs`, to sort the rows that TRL shuffled into the mini-batches that `after_rollout` chose;
     - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
@@ -70,6 +72,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     beta: float
     mask_token_id: Any  # None for a model without one
     source: RolloutSource
+    _buffered_inputs: list[Batch] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         silence()  # in a notebook, too: TRL uses names that Transformers will remove
@@ -157,6 +160,17 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             self.rollout_seconds.append(time.perf_counter() - started)
         return batch
 
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        # TRL shuffles the rows of each process and cuts them into micro-batches. If an optimizer step has only some of
+        # these, its rows would depend on the number of processes.
+        samples = self.model.training and (self._step % self.micro_steps_per_rollout == 0 or not rollout_buffer(self))
+        inputs: Batch = super()._prepare_inputs(generation_batch)
+        if not samples or "mini_batch" not in inputs:
+            return inputs
+        batches = sort_into_mini_batches(rollout_buffer(self))
+        self._buffered_inputs = batches
+        return batches[self._step % self.args.steps_per_generation]
+
     def sampled_batch(self, rows: list[dict[str, Any]]) -> Batch:
         """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
         self.rows = rows
@@ -240,6 +254,12 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     @property
     def micro_steps_per_rollout(self) -> int:
         return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def mini_batches(self) -> int:
+        """Parts of a rollout's rows: every optimizer step trains on all or on none of the rows of each."""
+        steps = int(self.args.steps_per_generation)
+        return steps // math.gcd(steps, self.args.gradient_accumulation_steps)
 
     @property
     def rollout_number(self) -> int:

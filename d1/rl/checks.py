@@ -243,6 +243,7 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
         mask=TRIED.long(),
         tokens=LENGTHS.sum(),
         reveal_steps=torch.arange(TRIAL_CANVAS).repeat(len(LENGTHS), 1),
+        is_right=torch.tensor([True, False, True]),
     )
 
 
@@ -528,7 +529,7 @@ def about_advantages(s: Settings) -> Iterator[str]:
         )
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share needs two shares, the smaller first, got {s.right_share}"
-    if s.right_share is not None and s.refills:
+    if s.drops_prompts and s.refills:
         wrong = {
             "rollout_staleness samples before it is known which prompts are dropped": s.rollout_staleness,
             "state_reward reads the rows of one batch": s.state_reward,
@@ -626,6 +627,9 @@ def against_turns(s: Settings) -> Iterator[str]:
     if LOSS_MASKS[s.scored_tokens].after_the_end:
         able = names(LOSS_MASKS, lambda entry: not entry.after_the_end)
         yield f"scored_tokens {s.scored_tokens} counts what follows a call, which is cut off: use {able}"
+    for name in OF_SPEED:
+        if getattr(s, name):
+            yield f"{name} needs the forward passes of a single canvas: leave it out"
     if s.state_reward:
         yield "state_reward finishes single canvases, which are turns of an episode: set --state_reward 0"
     if s.prompt_share < 1:
@@ -639,6 +643,8 @@ def against_turns(s: Settings) -> Iterator[str]:
     if s.sampling_settings().edits is not None:
         yield "edit_threshold: editing with tools is not supported: leave it out"
 
+
+OF_SPEED = ("speed_reward", "min_speed_spread")  # settings that read the tokens per forward pass of a completion
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
     *(about_merged_rollouts, about_servers, about_staleness, about_estimator, about_updates, about_trees, about_loss),
@@ -659,8 +665,8 @@ def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if s.max_compute_tokens is None:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
-    if s.right_share is None:
-        yield "refills", "it replaces the prompts that right_share drops, which is not set"
+    if not s.drops_prompts:
+        yield "refills", "it replaces the prompts that right_share or min_speed_spread drops, and neither is set"
     if s.hints == "none":
         yield "hint_rows", "it counts completions with hints, and hints is none"
     if s.num_iterations == 1:
@@ -688,6 +694,7 @@ ON_RESUME = OnResume(
             *("dataset", "data_file", "prompt_protocol", "few_shot", "seed", "shuffle_dataset", "world_size"),
             # The rollout in the checkpoint and its position in the cycle of updates
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+            "num_mini_batches",
             *("num_generations", "num_iterations", "max_completion_length", "mask_id", "rollout_staleness"),
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
@@ -695,6 +702,7 @@ ON_RESUME = OnResume(
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
             *("objective", "kl", "advantage", "scale_rewards", "right_share", "refills", "prompt_share"),
             *("hints", "hint_rows"),
+            *("min_speed_spread", "accuracy_reward", "speed_reward"),
             *("tools", "max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"),
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
@@ -897,10 +905,13 @@ def check_trainer(
             "sampling/logp_difference_abs and sampling/ratio_max log the difference.",
             " and ".join(means),
         )
-    if args.right_share and not getattr(rewards[-1], "only_watched", False):
-        raise ValueError("right_share needs to know which completions are right: the last reward must be `accuracy_of`")
-    if args.hints != "none" and not getattr(rewards[-1], "only_watched", False):
-        raise ValueError("hints need to know which completions are right: the last reward must be `accuracy_of`")
+    if not getattr(rewards[-1], "only_watched", False):
+        objective = f"objective {args.objective}"
+        readers = {"right_share needs": args.right_share, "hints need": args.hints != "none"}
+        readers[f"{objective} needs"] = OBJECTIVES[args.objective].reads_right
+        for reader, is_used in readers.items():
+            if is_used:
+                raise ValueError(f"{reader} to know which completions are right: the last reward must be `accuracy_of`")
     if args.hints != "none" and weights_are_split:
         raise ValueError(
             f"--hints {args.hints}: a process samples with hints what its own prompts need, which processes that each "

@@ -234,6 +234,11 @@ class DiffuGRPOConfig(GRPOConfig):
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
+    min_speed_spread: Amount = setting(
+        0.0, "Drop prompts whose completions' tokens per forward pass differ by less than this."
+    )
+    accuracy_reward: bool = setting(False, "The task's strict accuracy is the reward, instead of the task's rewards.")
+    speed_reward: Amount = setting(0.0, "Weight of tokens per forward pass as a further reward; 0: no such reward.")
     refills: Annotated[int, NATURAL] = setting(
         0, "right_share: at most this many more batches of prompts, sampled to replace those that are dropped."
     )
@@ -253,6 +258,7 @@ class DiffuGRPOConfig(GRPOConfig):
     eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
     eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
+    nll_weight: Amount = setting(0.1, "clipped_views_nll: weight of -log p of right completions.")
     sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
         None, "Truncated importance sampling: largest weight of a token (trained probability / sampling probability)."
     )
@@ -265,6 +271,9 @@ class DiffuGRPOConfig(GRPOConfig):
     learning_rate: Amount = setting(3e-6, "Peak learning rate.")
     num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
     num_iterations: Count = setting(12, "mu: updates on each rollout.")
+    num_mini_batches: Count = setting(
+        1, "Parts of a rollout, each with its own optimizer step; steps_per_generation is that many accumulations."
+    )
     max_completion_length: Annotated[int | None, COUNT] = setting(
         None,
         "Length of the canvas in tokens; by default max_new_tokens of the model's generation_config.json, or "
@@ -301,6 +310,7 @@ class DiffuGRPOConfig(GRPOConfig):
         for name in ("kv_cache", "reveal"):  # a flag cannot be None
             setattr(self, name, None if getattr(self, name) == "none" else getattr(self, name))
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
+        self.resolve_mini_batches()
         self.resolve_batch_sizes()
         self.canvas_is_unset = self.max_completion_length is None
         self.step_per_token = self.diffusion_steps is None
@@ -338,6 +348,27 @@ class DiffuGRPOConfig(GRPOConfig):
         eval_strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
         return (self.num_generations_eval or self.num_generations) if eval_strategy != "no" else None, processes
 
+    def resolve_mini_batches(self) -> None:
+        """Sets `steps_per_generation` to `num_mini_batches` times the accumulation, or, if it is given, the number of
+        mini-batches to what follows from it. Raises ValueError if both are given and differ."""
+        accumulation, parts = self.gradient_accumulation_steps, self.num_mini_batches
+        inherited: Any = self  # whose fields of TRL have no types
+        steps = inherited.steps_per_generation
+        numbers = (accumulation, parts) if steps is None else (accumulation, parts, steps)
+        if not all(isinstance(number, int) and number > 0 for number in numbers):  # their ranges are checked later
+            return
+        if steps is None:
+            if parts > 1:
+                inherited.steps_per_generation = parts * accumulation
+            return
+        from_steps = max(1, steps // accumulation)
+        if parts != from_steps and set_by_user(self, "num_mini_batches"):
+            raise ValueError(
+                f"--num_mini_batches {parts} x --gradient_accumulation_steps {accumulation} is not "
+                f"--steps_per_generation {steps}: give one of them"
+            )
+        self.num_mini_batches = from_steps
+
     def resolve_batch_sizes(self) -> None:
         """Sets the batch sizes that are not given, so that they make whole groups."""
         for name, evaluates in BATCHES.items():
@@ -354,6 +385,11 @@ class DiffuGRPOConfig(GRPOConfig):
                 default = "" if set_by_user(self, of_group) else f", the default of method {self.method}"
                 times = f" x {batches} batches of a rollout" if batches > 1 else ""
                 raise ValueError(f"--{name} {size}{times} must be divisible by {of_group} {group}{default}")
+
+    @property
+    def drops_prompts(self) -> bool:
+        """Whether some prompts leave the loss, by what their completions are like."""
+        return self.right_share is not None or self.min_speed_spread > 0
 
     @property
     def reads_old_logps(self) -> bool:

@@ -67,6 +67,8 @@ class LossInputs:
         sibling_positions: positions where a child with an advantage above 0 has such a token, each once per parent, per
             micro-batch, averaged over the whole rollout and all processes.
         progress: the share of the run's optimizer steps that is done.
+        is_right: (rows,) bool, whether the completion is right: its accuracy is 1. None if the run has no accuracy
+            (`Objective.reads_right`).
     """
 
     view_logps: Tensor
@@ -92,6 +94,7 @@ class LossInputs:
     sibling_ids: Tensor | None = None
     sibling_positions: Tensor | None = None
     progress: float = 0.0
+    is_right: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.view_logps.shape:
@@ -223,6 +226,7 @@ class Objective:
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
         reads_given: it reads `LossInputs.old_entropies` of given tokens; if False, these are not scored.
         view_advantages: it uses `LossInputs.view_advantages` where they are.
+        reads_right: it reads `LossInputs.is_right`, so that the last reward must be the task's accuracy.
         loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
         settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
@@ -241,6 +245,7 @@ class Objective:
     reads_steps: bool = False
     reads_given: bool = False
     view_advantages: bool = False
+    reads_right: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
@@ -320,12 +325,14 @@ class Advantage:
         reads: the models under which it reads bounds of whole completions: "old", "reference" or both. They are scored
             once per rollout, in one draw of the run's estimator that no update uses.
         settings: the settings that it reads; setting another one is an error. None: unknown.
+        kept_only: it gets only the groups with a completion in the loss; the advantages of the others are 0.
     """
 
     of: Callable[..., Tensor] | None
     centred: bool = True
     reads: tuple[str, ...] = ()
     settings: tuple[str, ...] | None = None
+    kept_only: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.reads, str) or not {*self.reads} <= {*BOUNDS_OF}:

@@ -42,7 +42,7 @@ from d1.rl.checks import (
 from d1.rl.config import DiffuGRPOConfig, inactive_settings, plan
 from d1.rl.hints import TRACE
 from d1.rl.methods import Trained
-from d1.rl.rewards import accuracy_of, check_rewards
+from d1.rl.rewards import accuracy_of, check_rewards, tokens_per_forward_pass
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
@@ -51,7 +51,7 @@ from d1.runs.stage import Prepared, Stage
 from d1.runs.turns import TurnSettings
 from d1.sampling.graphs import check_compile
 from d1.sampling.settings import FLAGS as SAMPLING_FLAGS
-from d1.tasks import load_task, under_protocol, with_rewards, with_shots
+from d1.tasks import load_task, under_protocol, with_rewards, with_shots, without_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,10 @@ def prepare(
     config = folder.config
 
     # The task, its rows and its rewards
-    task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
+    task = under_protocol(load_task(args.dataset), args.prompt_protocol)
+    if args.accuracy_reward:
+        task = without_rewards(task)
+    task = with_rewards(task, args.reward_file)
     train_rows, eval_rows = load_problems(task, args)
     if args.hints != "none":
         train_rows = with_traces(task, train_rows, args)
@@ -103,7 +106,12 @@ def prepare(
     if len(weights) != len(task.REWARDS):
         count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
         raise ValueError(f"--reward_weights needs one number per reward: {count}, got {len(weights)}")
-    args.reward_weights = [*weights, 0.0]  # the accuracy is only logged
+    rewards = [*task.REWARDS]
+    if args.speed_reward:
+        rewards.append(tokens_per_forward_pass)
+        weights = [*weights, args.speed_reward]
+    rewards.append(accuracy_of(task))
+    args.reward_weights = [*weights, float(args.accuracy_reward)]  # with 0, the accuracy is only logged
 
     # The tokenizer, the tools, and the longest prompt as the model gets it
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
@@ -129,7 +137,7 @@ def prepare(
         model = start_model(folder, model_args)
         trainer = DiffuGRPOTrainer(
             model=model,
-            reward_funcs=[*task.REWARDS, accuracy_of(task)],
+            reward_funcs=rewards,
             args=args,
             train_dataset=train_rows,
             eval_dataset=eval_rows,

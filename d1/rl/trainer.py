@@ -38,6 +38,7 @@ from d1.rl.batch import (
     completion_bounds,
     completion_ids_of,
     count,
+    draw_mini_batches,
     draw_updates,
     evaluating,
     first_equal_updates,
@@ -49,6 +50,7 @@ from d1.rl.batch import (
     nonfinite_rows,
     pad_batch,
     peak_memory_gb,
+    prompt_filter,
     prompt_masked,
     record_and_costs,
     replace_filtered_groups,
@@ -59,7 +61,6 @@ from d1.rl.batch import (
     score_batch,
     score_updates,
     set_loss_mask,
-    solve_rate_filter,
     strip_padding,
     transform_advantages,
     view_logps_as_sampled,
@@ -196,6 +197,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
     @property
+    def is_sampling_policy(self) -> bool:
+        """Whether, in the first update on a rollout, the weights are still those before its first optimizer step."""
+        if self.mode == "eval" or self.mini_batches == 1:
+            return True
+        accumulation, first = self.args.gradient_accumulation_steps, self.rollout_number * self.micro_steps_per_rollout
+        return self.micro_step // accumulation == first // accumulation
+
+    @property
     def group(self) -> int:
         """Rows per prompt."""
         return self.num_generations if self.mode == "train" else self.num_generations_eval
@@ -246,6 +255,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # A source may compare what it received with what this model samples.
         keys = self.row_keys("rollout", len(ids))
         self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, keys)
+        if self.args.min_speed_spread:
+            record["tokens_per_forward_pass"] = torch.tensor(speeds, device=self.accelerator.device)
         return completions, record
 
     def sample(
@@ -288,21 +299,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Reward and views ---------------------------------------------------------------------------------------------
 
     def sampled_batch(self, rows: list[dict[str, Any]]) -> Batch:
-        """TRL's. With `refills`, prompts that `right_share` drops are replaced by the next ones of the order, which are
+        """TRL's. With `refills`, prompts that would be dropped are replaced by the next ones of the order, which are
         sampled until enough are kept (dynamic sampling of DAPO, arXiv 2503.14476, equation 11)."""
-        args, size, shares = self.args, len(rows), self.args.right_share
-        if not (args.refills and shares) or self.mode == "eval":
+        args, size = self.args, len(rows)
+        if not (args.refills and args.drops_prompts) or self.mode == "eval":
             return super().sampled_batch(rows)
         ranks = RankView(self.accelerator.gather, self.first_row(size))
         widths = args.max_prompt_length, self.sampling.gen_length, self.text_tokenizer.pad_token_id
 
         # Replace the prompts that are dropped, as long as there are any and refills are left.
         batch = self.next_batch(size)
-        kept = solve_rate_filter(batch, shares, self.group, ranks)
+        kept = self.prompts_to_keep(batch, ranks)
         while not kept.all() and self.refill < args.refills:
             self.refill += 1
             more = self.next_batch(size)
-            new = solve_rate_filter(more, shares, self.group, ranks)
+            new = self.prompts_to_keep(more, ranks)
             batch, kept = replace_filtered_groups(
                 pad_batch(batch, *widths), kept, pad_batch(more, *widths), new, self.group, ranks
             )
@@ -314,6 +325,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.log_metric("sampling/refills", self.refill)
         self.refill = 0
         return batch
+
+    def prompts_to_keep(self, batch: Batch, ranks: RankView) -> Tensor:
+        """(prompts,) bool, of all processes: those that neither `right_share` nor `min_speed_spread` drops."""
+        return prompt_filter(batch, self.args.right_share, self.group, ranks, self.args.min_speed_spread)
 
     def next_batch(self, size: int) -> Batch:
         """A batch of the next prompts in the order, `size` rows of which are this process's."""
@@ -329,6 +344,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, ranks)
         batch |= self.source.columns(batch, ranks)
+        if self.mode == "train" and self.mini_batches > 1:
+            batch["mini_batch"] = self.draw_mini_batches(ranks, len(batch["advantages"]))
         self.score_rollout(batch)
         self.evaluation_rollouts += self.mode == "eval"
 
@@ -412,18 +429,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
         args = self.args
         is_training = self.mode == "train"
-        if args.right_share and is_training:
-            self.log_metric("prompts_kept", keep_prompts(batch, args.right_share, self.group, ranks))
+        if args.drops_prompts and is_training:
+            kept = keep_prompts(batch, args.right_share, self.group, ranks, args.min_speed_spread)
+            self.log_metric("prompts_kept", kept)
         if args.prompt_share < 1 and is_training:
             # Of the rows' keys, the one after the last row's is free.
             random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
             kept = keep_share(batch, args.prompt_share, self.group, ranks, random)
             self.log_metric("prompts_kept", kept)
+        in_loss = batch["completion_mask"].bool().any(1)
         bounds = {}
         if ADVANTAGES[args.advantage].reads and self.group > 1:
             bounds = self.bounds(batch, ranks)
         batch["advantages"] = transform_advantages(
-            batch["advantages"], args.advantage, self.group, ranks, bounds=bounds, settings=args
+            batch["advantages"], args.advantage, self.group, ranks, bounds=bounds, settings=args, in_loss=in_loss
         )
 
     def bounds(self, batch: Batch, ranks: RankView) -> dict[str, Tensor]:
@@ -492,6 +511,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return Randomness(self.generators("views", rows), keyed_generator(*key), ranks.rank_offset, total)
         of_rows = [keyed_generator(*row_key, *purpose) for row_key in self.row_keys("views", rows)]
         return Randomness(of_rows, keyed_generator(*key, total, *purpose), ranks.rank_offset, total)
+
+    def draw_mini_batches(self, ranks: RankView, rows: int) -> Tensor:
+        """(rows,) the number of the mini-batch to which each row of this process belongs."""
+        total = self.accelerator.num_processes * rows
+        # Of the rows' keys, those after the last row's are free; `prompt_share` takes the first.
+        chosen = draw_mini_batches(total, self.mini_batches, keyed_generator(*self.key("views"), total + 1))
+        return ranks.local_slice(chosen, rows).to(self.accelerator.device)
 
     def state_advantages(self, batch: Batch, ranks: RankView) -> Tensor:
         """(rows, views) advantages of the states of all updates' views, 0 where a view scores nothing.
@@ -635,7 +661,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, gather)
         metrics.update(ESTIMATORS[args.estimator].metrics(views, scores, self.sampling, gather))
-        if self.update == 0 and "rollout_logps" in batch:
+        if self.update == 0 and self.is_sampling_policy and "rollout_logps" in batch:
             sampled = sampled_logps(batch, self.update)
             metrics.update(sampling_gap(sampled, inputs, gather, args.sampling_weight_cap))
         for name, value in metrics.items():

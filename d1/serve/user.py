@@ -16,6 +16,7 @@ import torch
 from d1.masking import token_ids
 from d1.models.kinds import block_size, require_masks, vocabulary
 from d1.rl.batch import LOSS_MASKS, RolloutRecord, completion_ids_of
+from d1.rl.checks import OF_SPEED
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.rl.sources import OwnModel
@@ -54,6 +55,11 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
         raise ValueError("rollout_func samples the rollouts, and so would rollout_mode server: choose one of them")
     if args.sampling_settings().edits is not None:
         raise ValueError("edit_threshold: a rollout_func does not return what edits replaced: leave it out")
+    for name in OF_SPEED:
+        if getattr(args, name):
+            raise ValueError(
+                f"{name} needs the forward passes of a row, which a rollout_func does not tell: leave it out"
+            )
     if args.max_compute_tokens is not None:
         raise ValueError("max_compute_tokens counts the tokens of rollouts, which a rollout_func does not tell")
 

@@ -137,6 +137,11 @@ def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
     return _changed(task, REWARDS=[*task.REWARDS, *rewards])
 
 
+def without_rewards(task: ModuleType) -> ModuleType:
+    """The task without its rewards."""
+    return _changed(task, REWARDS=[])
+
+
 def _changed(task: ModuleType, **changes: Any) -> ModuleType:
     changed = ModuleType(task.__name__, task.__doc__)
     vars(changed).update({**vars(task), **changes})

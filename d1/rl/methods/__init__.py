@@ -57,9 +57,11 @@ from d1.rl.methods import (
     just_grpo,
     just_grpo_blocks,
     just_grpo_fast,
+    lightning_rl,
     quick_replay,
     reinforce,
     rldf,
+    slim_rl,
     spg,
     stable_drl,
     tracerl,
@@ -99,10 +101,12 @@ MODULES: dict[str, ModuleType] = {
     "ebpo": ebpo,
     "dmpo": dmpo,
     "igpo": igpo,
+    "d-treerpo": d_treerpo,
+    "slim-rl": slim_rl,
+    "lightning-rl": lightning_rl,
     "trajectory": trajectory,
     "quick-replay": quick_replay,
     "reinforce": reinforce,
-    "d-treerpo": d_treerpo,
 }
 METHODS: dict[str, Method] = {name: module.METHOD for name, module in MODULES.items()}
 

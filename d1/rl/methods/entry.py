@@ -13,7 +13,7 @@ class Trained:
     """Which weights a method's authors trained, and on how many prompts per optimizer step; a learning rate belongs to
     both. The completions per prompt are the entry's `num_generations`."""
 
-    prompts: int
+    prompts: float
     lora_r: int = 0  # rank of the adapter; 0: all weights
     in_4bit: bool = False  # the frozen weights below the adapter are in NF4
 
@@ -62,8 +62,9 @@ class Method:
         own, group = self.trained, self.scale.get("num_generations")
         if own is None or (own == run and group == num_generations):
             return ""
+        prompts = round(own.prompts, 2)
         text = (
-            f"its authors trained {own.weights} with {own.prompts} prompts x {group} completions per optimizer step; "
+            f"its authors trained {own.weights} with {prompts:g} prompts x {group} completions per optimizer step; "
             f"this run trains {run.weights} with {run.prompts:g} x {num_generations}"
         )
         if (own.lora_r > 0) != (run.lora_r > 0) and learning_rate == self.scale.get("learning_rate"):

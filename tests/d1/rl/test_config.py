@@ -14,6 +14,7 @@ from d1.rl.config import DiffuGRPOConfig, inactive_settings, max_views, passes, 
 from d1.rl.methods import METHODS
 from d1.rl.stage import stage
 from d1.rl.trainer import DiffuGRPOTrainer
+from tests.tiny_grpo import is_even
 
 ROWS = 4
 SHAPE = {
@@ -167,28 +168,31 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
     blocks = values.pop("blocks", None)
     model_dir = tiny_block_dir if blocks else tiny_model_dir
     mu = min(2, values["num_iterations"])
-    settings = {**SHAPE, **values, "method": method, "num_iterations": mu, "max_steps": mu, "right_share": None}
+    parts = values.get("num_mini_batches", 1)
+    settings = {**SHAPE, **values, "method": method, "num_iterations": mu, "max_steps": mu * parts, "right_share": None}
+    settings |= {"min_speed_spread": 0.0, "reward_weights": [1.0, 0.0]}
     args = DiffuGRPOConfig(output_dir=str(tmp_path), **settings)
     trainer = Counting(
         model=load_model(str(model_dir)),
-        reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))],
+        reward_funcs=[lambda completions, **_: [float(i) for i in range(len(completions))], is_even],
         args=args,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "abc"}]}] * ROWS),
         processing_class=load_tokenizer(str(tiny_model_dir)),
     )
     trainer.train()
-    [batch] = rollout_buffer(trainer)
-    scored = batch["view_weights"].ne(0).any(-1)
-    views = scored.sum().item() / (ROWS * mu)
+    batches, rows = rollout_buffer(trainer), ROWS * parts
+    assert len(batches) == parts
+    scored = torch.cat([batch["view_weights"].ne(0).any(-1) for batch in batches])
+    views = scored.sum().item() / (rows * mu)
     planned, most = passes(args, views), max_views(args, blocks)
     if BOUNDS in planned:  # in a draw of their own, in which other views may be empty
         del planned[BOUNDS]
-        assert 0 < trainer.counts[BOUNDS] <= ROWS * passes(args, most)[BOUNDS]
+        assert 0 < trainer.counts[BOUNDS] <= rows * passes(args, most)[BOUNDS]
         assert trainer.counts.pop(BOUNDS) == trainer.views_of_bounds
     if "branches" in values:  # half of the leaves continue from the middle of another one
         planned["sampling"] = planned["sampling"] * 3 // 4
-    assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in planned.items()}
+    assert trainer.counts == {what: pytest.approx(rows * count) for what, count in planned.items()}
     assert views == most if method in FIXED else 0 < views <= most
     if method == "just-grpo":
-        ends = batch["completion_mask"].sum(1)
+        ends = batches[0]["completion_mask"].sum(1)
         assert trainer.counts["updates, backward"] == ends.sum()

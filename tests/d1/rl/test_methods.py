@@ -35,8 +35,10 @@ LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
 STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
 EDGES = "d-treerpo"  # scores the tokens of several steps in the state before them
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name not in (STATES, EDGES)]
-SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast")  # in all updates on a rollout
-ALL_KEPT = {"right_share": None, "prompt_share": 1.0}  # no prompt is dropped from the loss
+# In all updates on a rollout
+SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast", "lightning-rl")
+ALL_KEPT = {"right_share": None, "prompt_share": 1.0, "min_speed_spread": 0.0}  # no prompt is dropped from the loss
+NONE_KEPT = ("slim-rl", "lightning-rl")  # whose own values would drop every prompt of a tiny rollout
 
 ON_BLOCKS = [name for name in METHODS if not {"block_length", "kv_cache", "branches"} & METHODS[name].values.keys()]
 EACH = of_each_part()  # its other properties follow from its parts; its loss is tested in test_published.py
@@ -235,7 +237,8 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
         rows = 1 if method in PER_MICRO_BATCH else rows
         cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "learning_rate": 0.01}
         model_dir = request.getfixturevalue(folder)
-        return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
+        kept = ALL_KEPT if method in NONE_KEPT else {}
+        return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | kept | changes))
 
     start, whole = weights(load_model(str(request.getfixturevalue(folder)))), trainer(8, views_at_once=99)
     parts = trainer(2, views_at_once=2, pad_to_multiple_of=16, rollout_batch_size=3, eos_stop=False)
@@ -252,7 +255,10 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
     [
         *(
             ("tiny_model_dir", name)
-            for name in ("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf", "dmpo", "igpo", EDGES)
+            for name in (
+                *("d1", "espo", "tracerl", "stable-drl", "egspo-sa", "rldf", "dmpo", "igpo", EDGES),
+                *("slim-rl", "lightning-rl"),
+            )
         ),
         CAUSAL[0],
         ("tiny_canvas_dir", "cj-grpo"),

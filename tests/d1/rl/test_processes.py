@@ -160,7 +160,8 @@ TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weig
 # what moves rows between processes.
 ACROSS = ("d1", "wd1", "espo", "agrpo", "tracerl", "bgpo", "stable-drl", "egspo", "gdsd", "reinforce", "dipo", "dmpo")
 ACROSS += ("d-treerpo",)
-ACROSS += TOGETHER[-2:]
+ACROSS += ("lightning-rl",)
+ACROSS += (*TOGETHER[-2:], "d1+mini-batches", "slim-rl+mini-batches")
 AGREE = ("reward", "learning_rate", "kl", "ratio_max", "prompts_kept", "sampling/logp_difference_abs")
 AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 

@@ -24,8 +24,16 @@ from tests.tiny_grpo import by_letter, make_method
 
 ENDS, G, BATCHES = (2, 25, 28, 32), 8, 4
 BLOCK = 4  # tokens per block of the models with block-causal attention
-IN_BLOCKS = ("dipo",)  # a release whose rounds are those of such a model
+IN_BLOCKS = ("dipo", "slim-rl", "lightning-rl")  # releases whose states are those of such a model
 DOCUMENT = Path(__file__).parents[3] / "docs" / "methods.md"
+
+
+def has_even_letters(completions, **columns):
+    """An accuracy: whether the letters' numbers have an even sum."""
+    return [float(sum(map(ord, completion[0]["content"])) % 2 == 0) for completion in completions]
+
+
+has_even_letters.only_watched = True
 
 
 class Recorder(DiffuGRPOTrainer):
@@ -88,6 +96,7 @@ def rows_of(part, number, trainer):
             micro_batch=number,
             group=tuple(batch["prompt_ids"][row].tolist()),
             reward=batch["completion_reward"][row].double(),
+            is_right=batch["completion_is_right"][row].double(),
             ids=ids,
             prompt=int(batch["prompt_mask"][row].sum()),
             length=ends[0] + 1 if ends else G,
@@ -609,6 +618,43 @@ def d_treerpo(rows):
     return total(losses) / edges / 2 + lam * mean(divergences)
 
 
+def slim_rl(rows):
+    """A view is a row of the release's mean. Its prompt and its blocks do not matter to the loss."""
+    set_advantages(rows, "r - m")
+    views = []
+    for row in rows:
+        for view, node in enumerate((5 / 18, 4 / 9, 5 / 18)):
+            positions = scored_in(row, view, row.text)
+            d = row.l[view][positions] - row.old[view][positions]
+            assert len(d)
+            kl = k3(row.l[view][positions], row.old[view][positions]).sum() / G
+            views.append(node * (0.01 * kl - ppo(torch.exp(d.mean()), row.A, 0.1, 0.1)))
+    return mean(views)
+
+
+def lightning_rl(rows):
+    """Means over the tokens of a micro-batch are over one completion: a device has one row. z without TRL's 1e-4. The
+    reward is the sum of being right and of a second number, which stands for the speed: here, speeds can be equal."""
+    assert 0 < sum(row.is_right for row in rows) < len(rows)
+    sums = []
+    for group in groups_of(rows):
+        z = 0.0
+        for values in ([row.is_right for row in group], [row.reward - row.is_right for row in group]):
+            values = torch.stack(values)
+            s = values.std(correction=0)
+            z = z + ((values - values.mean()) / s if s > 0 else torch.zeros(len(group)))
+        sums.append(z)
+    normalised = torch.cat(sums)
+    normalised = (normalised - normalised.mean()) / normalised.std()
+    losses = []
+    for row, A in zip((row for group in groups_of(rows) for row in group), normalised, strict=True):
+        row.A = A
+        new, old, ref = one_view(row)
+        tokens = -ppo(torch.exp(new - old), row.A) + 0.01 * k3(new, ref) - 0.1 * row.is_right * new
+        losses.append(tokens.mean())
+    return mean(losses)
+
+
 PUBLISHED = {
     "d1": d1,
     "wd1": wd1,
@@ -636,6 +682,19 @@ PUBLISHED = {
     "dmpo": dmpo,
     "igpo": igpo,
     "d-treerpo": d_treerpo,
+    "slim-rl": slim_rl,
+    "lightning-rl": lightning_rl,
+}
+# Options of the trainer: fewer or more views than the method's, or rewards of its own
+OPTIONS = {
+    "d2": {"segments": 4},
+    "egspo": {"num_views": 8},
+    "egspo-sa": {"num_views": 8},
+    "lightning-rl": {
+        "reward": [by_letter, has_even_letters],
+        "reward_weights": [1.0, 1.0],
+        "min_speed_spread": 0.0,
+    },
 }
 OURS = {"trajectory", "reinforce", "quick-replay"}  # not published, see tests/d1/scoring and studies/leaderboard
 
@@ -664,7 +723,7 @@ def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tiny_block_
         learning_rate=0.0,
         right_share=None,
         prompt_share=1.0,
-        **({"segments": 4} if method == "d2" else {"num_views": 8} if "egspo" in method else {}),
+        **OPTIONS.get(method, {}),
     )
     trainer.train()
     assert len(trainer.parts) == 2 * BATCHES

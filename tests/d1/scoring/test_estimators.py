@@ -33,6 +33,7 @@ CHOSEN = {  # estimator and settings: those of methods, and all ways to draw
     "bgpo": ("counts", {"p_mask_prompt": 0.5, "num_views": 3, "stratified": True}),
     "counts independent": ("counts", {"num_views": 2}),
     "gdpo": ("gauss", {"p_mask_prompt": 0.5}),
+    "slim-rl": ("block_gauss", {"p_mask_prompt": 0.5}),
     "gdsd": ("complements", {"num_views": 2, "stratified": True}),
     "unigrpo": ("random_masks", {"p_mask_prompt": 0.5, "num_views": 3}),
     "dmpo": ("opposite_masks", {"p_mask_prompt": 0.5, "num_views": 2}),
