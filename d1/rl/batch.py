@@ -5,7 +5,8 @@ the canvas, W writes. To TRL's keys are added
 - `canvas_ids` R T and the other tensors of a `RolloutRecord`;
 - `completion_reward` and, if the last reward is an accuracy, `completion_is_right`, R each (`bridge.py`);
 - `view_noise` R U V P+T and `view_weights` R U V T; where views have them, `view_shown`, `view_targets`,
-  `view_sampled_logps` R U V T. The views of update k are [:, k];
+  `view_sampled_logps` R U V T, and the other fields of `Views`. The views of update k are [:, k];
+- `padded` R, whether any prompt of the rollout is padded, the same for each row;
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward` or a tree of rollouts; of a tree also `start_steps` R, and what
   `d1/rl/tree.py` adds: `sibling_advantages` R V S, `sibling_ids` R V S T and `sibling_positions` R U;

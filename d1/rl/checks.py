@@ -455,7 +455,8 @@ def about_updates(s: Settings) -> Iterator[str]:
                 f"--kl {names(PENALTIES, lambda entry: entry.by_view)}"
             )
     reads = objective.settings is None or "state_reward" in objective.settings
-    # It costs forward passes and rewards, so even the method's own value is refused; `unread` refuses a given one.
+    # It costs forward passes and rewards, so even the method's own value is refused; `unused_settings` refuses a value
+    # that the user set.
     if s.state_reward and not reads and not set_by_user(s, "state_reward"):
         yield (
             f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "

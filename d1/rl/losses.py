@@ -173,8 +173,8 @@ def require_logps(view_logps: Tensor | None) -> Tensor:
 # --- Means: the divisor of a loss, named by `loss_type` ---------------------------------------------------------------
 #
 # Divisors that count tokens, views or rows count them over the whole rollout, so results do not depend on its split
-# into micro-batches. Two exceptions count within a micro-batch, as published: `bnpo`, TRL's and d1's, and the objective
-# `rldf` with its penalty `k3_likely`.
+# into micro-batches. Three exceptions count within a micro-batch, as published: `bnpo`, TRL's and d1's, and the
+# objectives `rldf` and `igpo` with their penalties.
 
 
 def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:

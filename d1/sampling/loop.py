@@ -67,7 +67,7 @@ class Row:
         return sum(map(sum, self.schedule))
 
     def shift(self, tokens: int) -> None:
-        """Continues in a batch whose longest completion is longer by `more` tokens than before."""
+        """Continues in a batch whose longest completion is longer by `tokens` than before."""
         self.offset, self.filled = self.offset + tokens, self.filled + tokens
         self.prompt, self.prompt_in_block = self.prompt - tokens, self.prompt_in_block - tokens
 

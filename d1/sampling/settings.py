@@ -488,7 +488,9 @@ add_sampling_flags = partial(add_flags, FLAGS)
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
     """The settings that parsed flags choose, with defaults for what is None; ValueError if they are wrong or, with a
-    `model_config`, do not suit that kind of model. A model's own length is no default here: see `set_length`."""
+    `model_config`, do not suit that kind of model.
+
+    A model's own length (`ModelFolder.gen_length`) is no default here."""
     length = GEN_LENGTH if flags["gen_length"] is None else flags["gen_length"]
     source = SimpleNamespace(**{**flags, "gen_length": length, "steps": flags["diffusion_steps"]})
     settings = SamplingSettings.of(source, model_config)

@@ -18,7 +18,7 @@ from d1.sampling.settings import SamplingSettings
 
 @dataclass(frozen=True)
 class ViewSettings:
-    """The settings of a run that estimators read; the defaults are d1's.
+    """The settings of a run that estimators read. Defaults are d1's, except that d1 hides 15% of the prompt's tokens.
 
     Attributes:
         gen_length: tokens of the canvas.
@@ -66,13 +66,14 @@ class ViewSettings:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Completions as a rollout left them, on the whole canvas: tokens after a completion's end were sampled, too.
+    """Completions as a rollout left them, on the whole canvas: what follows a completion's end was sampled, too, or
+    filled by the EOS stop.
 
     Attributes:
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
         maskable: (rows, prompt) bool, the prompt tokens that may be hidden: never padding.
         canvas_ids: (rows, gen_length), the ids of the whole canvas.
-        scored: (rows, gen_length) bool, the tokens that count: up to and including the first EOS.
+        scored: (rows, gen_length) bool, the tokens that count in the loss: by default up to and with the first EOS.
         reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 if none did.
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.

@@ -1,6 +1,6 @@
 """ESPO (arXiv 2512.03759): GRPO with one ratio per completion, of bounds of the log-probability.
 
-    rho = exp((B - old) / G); penalty (B - ref)^2 / (2 L); B: the any-order bound from exact counts of hidden tokens
+    rho = exp((B - old) / G); penalty (B - ref)^2 / (2 G); B: the any-order bound from exact counts of hidden tokens
 
 Release: ML-GSAI/ESPO@b5f2dac: recipes/train.yaml, recipes/run_gsm8k_llada.sh, espo/espo_trainer.py.
 Differs: the counts x of hidden tokens are spread evenly over all rows of the rollout.

@@ -179,6 +179,6 @@ def test_products_are_right_and_their_conversations_are_ids_of_rollouts():
         turns = [trained_ids(messages, tokenizer, "answer") for messages in (first, second)]
         written = [ids[begins:] for ids, begins in turns]
         episode = Episode(prompt, start, functions)
-        box.play([episode], lambda rows, turn, written=written: [written[turn]])
+        box.run_episodes([episode], lambda rows, turn, written=written: [written[turn]])
         assert [*start, *episode.ids] == turns[1][0]
         assert [turn.prompt_ids for turn in episode.turns] == [ids[:begins] for ids, begins in turns]
