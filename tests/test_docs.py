@@ -159,7 +159,7 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]
     of_hints, of_trees = {"given", "old_entropies"}, {"sibling_advantages", "sibling_ids", "sibling_positions"}
-    check_shapes("field of `LossInputs`", inputs, width, of_hints | of_trees)
+    check_shapes("field of `LossInputs`", inputs, width, of_hints | of_trees | {"is_right"})  # there is no accuracy
     check_shapes("field of `AdvantageInputs`", seen["groups"], width | {"groups": 2}, set())
     check_shapes("property of `LossInputs`", inputs, width, set())
     assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)
