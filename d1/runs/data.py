@@ -118,15 +118,15 @@ def usable_rows(
     counts = Counter(status)
     bad = [index for index, problem in enumerate(problems) if problem]
 
-    # The first bad rows, each with its place and its problem.
+    # The first bad rows, each with its location and its problem.
     lines: dict[int, str] = {}
     if data is not None and bad:
         lines = lines_of(data, bad[:MAX_LISTED])
     entries = []
     for index in bad[:MAX_LISTED]:
-        place = lines.get(index, f"row {index}")
+        location = lines.get(index, f"row {index}")
         problem = " ".join(problems[index].split())
-        entries.append(f"  {place}: {problem}")
+        entries.append(f"  {location}: {problem}")
     if len(bad) > MAX_LISTED:
         entries.append(f"  and {len(bad) - MAX_LISTED} more")
     listed = "\n".join(entries)

@@ -51,7 +51,7 @@ BOTH = OBJECTIVES | PENALTIES
 def in_a_micro_batch(one):
     """Whether it is a mean over the tokens of a micro-batch, as published."""
     name, loss_type = one
-    return name in ("rldf", "k3_likely") or (loss_type == "bnpo" and (name == "k3" or name in OURS))
+    return name in ("rldf", "k3_likely", "igpo", "k3_kept") or (loss_type == "bnpo" and (name == "k3" or name in OURS))
 
 
 @pytest.fixture(scope="module")
