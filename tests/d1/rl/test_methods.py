@@ -36,7 +36,7 @@ STATES = "rldf"  # scores a token in several states; the other replays use only 
 EDGES = "d-treerpo"  # scores the tokens of several steps in the state before them
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name not in (STATES, EDGES)]
 # In all updates on a rollout
-SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo", "just-grpo-blocks", "just-grpo-fast", "lightning-rl")
+SAME_VIEWS = ("cj-grpo", "dipo", "igpo", "just-grpo", "just-grpo-blocks", "just-grpo-fast", "lightning-rl")
 ALL_KEPT = {"right_share": None, "prompt_share": 1.0, "min_speed_spread": 0.0}  # no prompt is dropped from the loss
 NONE_KEPT = ("slim-rl", "lightning-rl")  # whose own values would drop every prompt of a tiny rollout
 
