@@ -263,7 +263,7 @@ def test_rewards_see_what_trl_shows_them(tiny_model_dir, tmp_path):
     make_trainer(tiny_model_dir, tmp_path, reward=curious, max_steps=1).train()
     own = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     own.add("tokens_per_forward_pass")  # which TRL has not
-    assert seen.keys() == {"letter"} | own
+    assert seen.keys() == {"letter", "trace"} | own
     assert all(len(seen[name]) == 4 for name in ("prompts", "completions", "completion_ids", "letter"))
 
 
