@@ -391,6 +391,11 @@ def sampled_rows(
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
     canvas = batch["canvas_ids"]
     unknown = torch.full(canvas.shape, torch.nan, device=canvas.device)
+    is_end = None
+    if end_ids is not None:  # compared one by one: a list of ids would be an upload that waits
+        is_end = torch.zeros_like(canvas, dtype=torch.bool)
+        for end_id in end_ids:
+            is_end = is_end | (canvas == end_id)
     return SampledRows(
         prompt_ids=batch["prompt_ids"],
         attention_mask=batch["prompt_mask"],
@@ -402,7 +407,7 @@ def sampled_rows(
         entropies=batch.get("rollout_entropies", unknown),
         blocks=canvas_blocks(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
-        is_end=None if end_ids is None else torch.isin(canvas, torch.tensor(end_ids, device=canvas.device)),
+        is_end=is_end,
         start_steps=batch.get("start_steps"),
     )
 

@@ -501,7 +501,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def estimator_rows(self, batch: Batch) -> SampledRows:
         """A batch as estimators see it."""
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        return sampled_rows(batch, self.blocks, protected, self.eos_token_ids)
+        end_ids = None
+        if self.args.branches:  # edges of a tree end at an EOS
+            end_ids = self.eos_token_ids
+        return sampled_rows(batch, self.blocks, protected, end_ids)
 
     def randomness(self, rows: int, ranks: RankView, *purpose: int) -> Randomness:
         """The random numbers of a draw of views for `rows` rows of this process. A `purpose` gives other numbers than

@@ -55,6 +55,7 @@ LOSSES = {  # all for the log
     "d1/rl/losses.py share": (1, "loss with clipping"),
     "d1/rl/methods/stable_drl.py stable_drl": (1, "loss with a metric"),
     "d1/rl/methods/rldf.py rldf": (1, "loss with a metric"),
+    "d1/rl/methods/lightning_rl.py clipped_views_nll": (1, "loss with a metric"),
 }
 SFT = {
     "d1/sft/trainer.py dLLMTrainer.row_losses": (1, "batch"),  # which tokens are hidden: the head is for these
@@ -274,12 +275,12 @@ def test_objectives_and_penalties():
         for function in functions:
             new = logps.clone().requires_grad_()
             given = (new, old, reference, weights * (weights > 0.5), advantages, mask, tokens)
-            loss = function(LossInputs(*given, reveal_steps=steps), loss_settings())
+            loss = function(LossInputs(*given, reveal_steps=steps, is_right=advantages > 0), loss_settings())
             loss = loss[0] if isinstance(loss, tuple) else loss
             loss.backward()
             yield from (loss.detach(), new.grad)
 
-    rehearse(lambda device: [*run(device)], LOSSES, {"loss with clipping": 6, "loss with a metric": 1})
+    rehearse(lambda device: [*run(device)], LOSSES, {"loss with clipping": 9, "loss with a metric": 1})
 
 
 OPTIMIZER = {"optim": "adamw_torch", "learning_rate": 1e-2}  # the fused one is a kernel of real devices
