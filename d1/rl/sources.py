@@ -173,10 +173,6 @@ def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | Non
         if args.rollout_staleness:
             return rooms.PrefetchedRollouts()
         return rooms.ServerRollouts()
-    if args.branches is not None:
-        from d1.rl.tree import TreeRollouts  # which imports this module
-
-        return TreeRollouts(OwnModel(), args.branches)
     return OwnModel()
 
 

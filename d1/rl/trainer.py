@@ -73,6 +73,7 @@ from d1.rl.hints import HINTS, TRACE, choose_replacements
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import SPEED, guarded
 from d1.rl.sources import RolloutRequest, require_continuing, rollout_source
+from d1.rl.tree import TreeRollouts
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, RolloutStart, SamplingSettings, eos_cut
@@ -154,6 +155,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # How completions are sampled, where they come from, and what rewards them.
         self.sampling = args.sampling_settings(model.config)
         self.source = rollout_source(args, rollout_func, model.config)
+        if args.branches is not None:
+            self.source = TreeRollouts(self.source, args.branches)
         if args.hints != "none":
             require_continuing(self.source, self.sampling, model.config, f"--hints {args.hints}")
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]

@@ -14,7 +14,6 @@ value of its child minus the mean value of the other children of its parent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.rl.batch import Batch, RankView, pad_to_width
+from d1.rl.branches import first_level, leaves_below, level_steps
 from d1.rl.bridge import REWARD
 from d1.rl.checks import check_trees
 from d1.rl.sources import RolloutRequest, RolloutSource, require_continuing
@@ -33,28 +33,6 @@ from d1.sampling import Rollout, RolloutStart
 
 if TYPE_CHECKING:
     from d1.rl.trainer import DiffuGRPOTrainer
-
-
-# --- The shape of a tree ----------------------------------------------------------------------------------------------
-
-
-def leaves_below(branches: Sequence[int], level: int) -> int:
-    """The number of leaves below a node of a level; the root has level 0."""
-    return math.prod(branches[level:])
-
-
-def first_level(branches: Sequence[int], leaf: int) -> int:
-    """The level of the node at which a leaf's own edges begin: it is the first leaf of all nodes below."""
-    for level in range(len(branches)):
-        if leaf % leaves_below(branches, level + 1) == 0:
-            return level
-    raise ValueError(f"a tree with branches {[*branches]} has no leaf {leaf}")
-
-
-def level_steps(branches: Sequence[int], steps: int) -> list[int]:
-    """The forward pass at which each level's nodes are, from the root's 0 to the leaves' `steps`."""
-    levels = len(branches)
-    return [level * steps // levels for level in range(levels + 1)]
 
 
 # --- Values and advantages --------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def draw_edges(sampled: SampledRows, random: Randomness, settings: ViewSettings)
     tokens, over the tree's edges in this update and over trees."""
     import torch
 
-    from d1.rl.tree import leaves_below, level_steps
+    from d1.rl.branches import leaves_below, level_steps
     from d1.scoring import Views
     from d1.scoring.replay import clean_prompt
 
