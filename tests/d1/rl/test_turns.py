@@ -383,12 +383,12 @@ def test_turns_read_the_columns_of_those_before_and_episodes_are_those_of_recomp
             box.columns_of = lambda episode: None
         kept = []
 
-        def take(episode, canvas_ids, take=box.take, kept=kept):
+        def take(episode, canvas_ids, take=box.append_turn, kept=kept):
             calls, turn = take(episode, canvas_ids), episode.turns[-1]
             kept.append((len(turn.prompt_ids), len(turn.kept), episode.end, episode.columns.tokens))
             return calls
 
-        box.take = take
+        box.append_turn = take
         batch = trainer._generate_and_score_completions([rows()[row // 4] for row in range(EPISODES)])
         found.append((batch, kept, {name: trainer._metrics["train"][f"sampling/{name}"] for name in COSTS}))
         assert not any(episode.columns.tokens for episode in trainer.episodes)
