@@ -159,7 +159,9 @@ def test_every_method_of_a_paper_says_what_its_authors_trained() -> None:
     own = {"trajectory", "quick-replay", "reinforce"}  # this library's
     assert {name for name, method in METHODS.items() if method.trained is None} == own
     for name in METHODS.keys() - own:
-        assert METHODS[name].trained.prompts >= 8
+        # The authors of these two take a step per 8 views or completions, less than one prompt has.
+        least = {"slim-rl": 8 / 3 / 8, "lightning-rl": 8 / 32}.get(name, 8)
+        assert METHODS[name].trained.prompts == pytest.approx(least, rel=0.02) or METHODS[name].trained.prompts >= 8
         assert METHODS[name].scale["num_generations"] >= 4
     # d1: 8 GPUs x 6 completions x accumulation 2 (shared by 6 of a prompt), LoRA 128 on NF4
     assert METHODS["d1"].trained == Trained(8 * 6 * 2 // 6, lora_r=128, in_4bit=True)
