@@ -108,6 +108,8 @@ def rl(method: str, flags: str = "") -> str:
     """Two rollouts of a method, with two updates each if the method makes several."""
     updates = min(2, METHODS[method].values["num_iterations"])
     steps = "" if "diffusion_steps" in METHODS[method].values else "--diffusion_steps 8"
+    if "branches" in METHODS[method].values:
+        flags += " --branches 2 2"  # four completions
     return f"{RL} --method {method} --num_iterations {updates} --max_steps {2 * updates} {steps} {flags}"
 
 

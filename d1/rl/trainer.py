@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -452,7 +453,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The fields of `AdvantageInputs`, (rows,) each, that the advantage reads: bounds of each completion under the
         policy and the reference, in one draw of views for both. The draw has random numbers of its own, so that the
         views of the updates do not depend on it."""
-        started, args = time.perf_counter(), self.args
+        started, args, score_one = time.perf_counter(), self.args, self.row_scorer()
         drawn = draw_updates(
             self.estimator_rows(batch),
             self.randomness(len(batch["canvas_ids"]), ranks, BOUNDS),
@@ -464,11 +465,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         bounds = {"lengths": batch["completion_mask"].sum(1).float()}
         with self.without_checkpointing():
             if "old" in ADVANTAGES[args.advantage].reads:
-                logps = score_updates(self.model, viewed, self.score_rows, [0])
+                logps = score_updates(self.model, viewed, score_one, [0])
                 bounds["old_bounds"] = completion_bounds(logps, viewed)
             if "reference" in ADVANTAGES[args.advantage].reads:
                 with self.reference() as model:
-                    logps = score_updates(model, viewed, self.score_rows, [0])
+                    logps = score_updates(model, viewed, score_one, [0])
                 bounds["reference_bounds"] = completion_bounds(logps, viewed)
         self.log_metric("seconds/bounds", time.perf_counter() - started)
         return bounds
@@ -559,7 +560,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def score_rollout(self, batch: Batch) -> None:
         """Adds old and reference log-probs, (rows, mu, views, canvas) each, where the loss needs them."""
-        started, args, score_one = time.perf_counter(), self.args, self.score_rows
+        started, args, score_one = time.perf_counter(), self.args, self.row_scorer()
         batch.update(self.with_padded(batch))
 
         # Equal views have equal scores.
@@ -579,7 +580,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                     batch["ref_view_logps"] = score_updates(model, batch, score_one, firsts)
             if "given" in batch and OBJECTIVES[args.objective].reads_given:
                 with evaluating(self.model):
-                    scores = self.score_rows(self.model, batch, views_of(batch, 0), with_entropies=True)
+                    scores = score_one(self.model, batch, views_of(batch, 0), with_entropies=True)
                 batch["old_entropies"] = scores.entropies
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
@@ -588,11 +589,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         into micro-batches, and all scorings of a row need the same kernel."""
         return batch | {"padded": batch["prompt_mask"].eq(0).any().repeat(len(batch["prompt_mask"]))}
 
-    def score_rows(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
-        """`scores` of the rows of a rollout, a micro-batch at a time."""
+    def row_scorer(self) -> Callable[..., Scores]:
+        """`scores` of the rows of a rollout, a micro-batch at a time. Call it before the model is put into evaluation
+        mode for scoring: `mode` is the model's."""
         args = self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
-        return self.scores(model, batch, views, size=size, **options)
+        return partial(self.scores, size=size)
 
     def scores(
         self, model: Any, batch: Batch, views: Views, *, views_at_once: int | None = None, **options: Any
