@@ -152,7 +152,7 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     width = {"rows": 4, "prompt": sampled.prompt_ids.shape[1], "gen_length": 8, "tokens": 8, "views": 3, "group": 2}
     writes = {"write_ids", "write_steps", "write_entropies", "write_logps"}  # of samplers that edit
     blocks = {"blocks"} if kind == "tiny_model_dir" else set()
-    check_shapes("field of `SampledRows`", sampled, width, writes | blocks | {"start_steps"})
+    check_shapes("field of `SampledRows`", sampled, width, writes | blocks | {"start_steps", "is_end"})
     optional = {"shown", "targets", "sampled_logps", "temperatures", "accepted"}
     check_shapes("field of `Views`", views, width, optional)
     assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)

@@ -79,7 +79,7 @@ class SampledRows:
         blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
         write_ids, write_steps, write_entropies, write_logps: (rows, gen_length, writes), of a sampler that edits all
             that it wrote (`d1.sampling.record.Writes`), the last of which is in the tensors above; None for others.
-        is_end: (rows, gen_length) bool, the tokens that end a text, such as an EOS; None: not known.
+        is_end: (rows, gen_length) bool, the tokens that end a text, such as an EOS; None: the rollout is no tree.
         start_steps: (rows,), as in `Rollout`: tokens with an earlier step belong to another row.
     """
 
