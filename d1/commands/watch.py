@@ -169,7 +169,8 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
             options["stops"], options["columns"] = toolbox.stop_of(len(episode.turns)), [toolbox.columns_of(episode)]
             for part in turn(collect):
                 yield film.followed(part, len(part.tokens))
-            if calls := toolbox.append_turn(episode, canvas):
+            calls = toolbox.append_turn(episode, canvas)
+            if calls:
                 toolbox.results(episode, calls, at=[args.seed, args.index, 0])
             last = episode.turns[-1]
             given = [] if episode.end else episode.next_ids[len(last.prompt_ids) + len(last.kept) :]

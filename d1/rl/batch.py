@@ -219,7 +219,12 @@ def set_loss_mask(
     )
     batch["completion_ids"] = ids
     batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
-    batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
+    batch["num_items_in_batch"] = count_scored_tokens(batch, ranks)
+
+
+def count_scored_tokens(batch: Batch, ranks: RankView) -> Tensor:
+    """The number of tokens that count in the loss, of all processes: TRL's `num_items_in_batch`."""
+    return ranks.all_gather(batch["completion_mask"].sum()).sum()
 
 
 def transform_advantages(
@@ -252,13 +257,6 @@ def transform_advantages(
             kept_groups = {field: values[kept] for field, values in groups.items()}
             changed[kept] = entry(AdvantageInputs(**kept_groups), settings)
     return ranks.local_slice(changed.flatten(), len(advantages))
-
-
-def keep_prompts(
-    batch: Batch, shares: Sequence[float] | None, group: int, ranks: RankView, min_speed_spread: float = 0.0
-) -> float:
-    """Drops the prompts that `prompt_filter` does not keep from the loss; returns the share of prompts kept."""
-    return filter_groups(batch, prompt_filter(batch, shares, group, ranks, min_speed_spread), group, ranks)
 
 
 def prompt_filter(
@@ -341,7 +339,7 @@ def filter_groups(batch: Batch, prompts: Tensor, group: int, ranks: RankView) ->
     """Drops all prompts but those of `prompts` (bool, those of all processes) from the loss; returns their share."""
     rows = ranks.local_slice(prompts.repeat_interleave(group), len(batch["advantages"]))
     batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
-    batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
+    batch["num_items_in_batch"] = count_scored_tokens(batch, ranks)
     return prompts.float().mean().item()
 
 
@@ -362,10 +360,9 @@ def sort_into_mini_batches(batches: Sequence[Batch]) -> list[Batch]:
     rows = len(batches[0]["mini_batch"])
     sorted_batches: list[Batch] = [{} for _ in batches]
     for name, value in batches[0].items():
-        is_per_row = isinstance(value, Tensor) and value.dim() > 0
-        parts = (
-            torch.cat([batch[name] for batch in batches])[order].split(rows) if is_per_row else [value] * len(batches)
-        )
+        parts: Sequence[Any] = [value] * len(batches)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            parts = torch.cat([batch[name] for batch in batches])[order].split(rows)
         for batch, part in zip(sorted_batches, parts, strict=True):
             batch[name] = part
     return sorted_batches

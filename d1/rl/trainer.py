@@ -39,11 +39,12 @@ from d1.rl.batch import (
     completion_bounds,
     completion_ids_of,
     count,
+    count_scored_tokens,
     draw_mini_batches,
     draw_updates,
     evaluating,
+    filter_groups,
     first_equal_updates,
-    keep_prompts,
     keep_share,
     largest_ratio,
     loss_inputs,
@@ -394,12 +395,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         choice = keyed_generator(*self.key("rollout"), rows * self.accelerator.num_processes, HINTED)
         source = choose_replacements(unsolved, hinted, args.hint_rows, choice)
         batch |= wide | replace_rows(old, source, more, ranks)
-        batch["num_items_in_batch"] = ranks.all_gather(batch["completion_mask"].sum()).sum()
+        batch["num_items_in_batch"] = count_scored_tokens(batch, ranks)
         changed = source.view(-1, self.group).ge(0).any(1)
         rewards = ranks.all_gather(batch[REWARD]).view(-1, self.group)
         centred = torch.where(changed.unsqueeze(1), rewards - rewards.mean(1, keepdim=True), torch.nan)
-        own = ranks.local_slice(centred.flatten(), rows)
-        batch["advantages"] = torch.where(own.isnan(), batch["advantages"], own)
+        new_advantages = ranks.local_slice(centred.flatten(), rows)
+        batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
         self.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())
         self.log_metric("hints/rows", source.ge(0).float().mean().item())
 
@@ -420,8 +421,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         )
         record, _, passes = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)
-        for row, completion, made in zip(asked.tolist(), completions, passes, strict=True):
-            self.rollout_columns[SPEED][row] = len(completion) / max(made, 1)
+        for row, completion, pass_count in zip(asked.tolist(), completions, passes, strict=True):
+            self.rollout_columns[SPEED][row] = len(completion) / max(pass_count, 1)
         canvas = record["canvas_ids"]
         for name, values in record.items():
             more[name][asked] = cast(Tensor, values)
@@ -434,7 +435,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         args = self.args
         is_training = self.mode == "train"
         if args.drops_prompts and is_training:
-            kept = keep_prompts(batch, args.right_share, self.group, ranks, args.min_speed_spread)
+            kept = filter_groups(batch, self.prompts_to_keep(batch, ranks), self.group, ranks)
             self.log_metric("prompts_kept", kept)
         if args.prompt_share < 1 and is_training:
             # Of the rows' keys, the one after the last row's is free.
@@ -835,7 +836,7 @@ def finished_in_one_pass(
         blocks=blocks,
     )
 
-    # The most likely token of every position, of which the hidden ones are taken.
+    # The most likely token of every position; only those of hidden positions are used.
     greedy = SamplingSettings(gen_length=gen_length, block_length=gen_length, steps=gen_length)
     ids, *_ = predict(
         model,

@@ -272,7 +272,8 @@ class ConfigParser(OneLineParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = sys.argv[1:] if args is None else list(args)
         values = vars(super().parse_args(words, namespace))
-        if file := values.pop("config"):
+        file = values.pop("config")
+        if file:
             values = vars(super().parse_args([*self.words_of(file), *words], namespace))
             del values["config"]
         return self.config(**values)

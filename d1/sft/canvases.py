@@ -85,7 +85,7 @@ class CanvasCollator(dLLMDataCollator):
         token_draws = torch.rand(self.size, generator=generator)
         noise = torch.randint(self.vocab, (self.size,), generator=generator)
 
-        # All canvases of the row, of which one is chosen.
+        # All canvases of the row; one is chosen.
         canvases = []
         for start, end in find_turns(answer) or [(len(text), len(text))]:
             for canvas_start in range(start, max(end, start + 1), self.size):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from d1.rl import checks  # noqa: F401  (the parts of the methods' files join the tables)
-from d1.rl.batch import RankView, keep_prompts, transform_advantages
+from d1.rl.batch import RankView, filter_groups, prompt_filter, transform_advantages
 from d1.rl.losses import (
     ADVANTAGES,
     MEANS,
@@ -512,7 +512,8 @@ def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss():
         "advantages": torch.ones(16),
         "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1]] * 8),
     }
-    kept = keep_prompts(batch, (0.2, 0.7), 4, RankView(lambda here: here, 0))
+    ranks = RankView(lambda here: here, 0)
+    kept = filter_groups(batch, prompt_filter(batch, (0.2, 0.7), 4, ranks), 4, ranks)
     assert kept == 0.5  # shares 0, 1/4, 1 and 2/3 (of the three that could be judged)
     expected = torch.tensor([0, 1, 0, 1]).repeat_interleave(4)
     assert torch.equal(batch["completion_mask"].any(1).long(), expected)
