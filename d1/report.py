@@ -54,14 +54,14 @@ class ShowProblems(TrainerCallback):
 
     def films(self, when: str) -> list[Film]:
         """One film per problem, sampled as in an evaluation during training."""
-        trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
+        trainer, tokenizer, of_training = self.trainer, self.trainer.text_tokenizer, self.trainer.computed_tokens
         trainer.evaluation_rollouts = 0
         prompts = trainer.encoded(list(self.rows["prompt"]))
         if isinstance(trainer, EpisodeTrainer):
             return self.films_of_episodes(when, trainer, prompts)
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.left_pad(prompts))
-        trainer.compute = compute  # counts training only
+        trainer.computed_tokens = of_training
         record: dict[str, Any] = {**record_and_costs(sampled)[0]}
         films = []
         columns = (record[name].tolist() for name in SHOWN)
@@ -73,10 +73,10 @@ class ShowProblems(TrainerCallback):
 
     def films_of_episodes(self, when: str, trainer: EpisodeTrainer, prompts: list[list[int]]) -> list[Film]:
         """One film per problem, of its turns one after the other."""
-        tokenizer, compute = trainer.text_tokenizer, trainer.compute
+        tokenizer, of_training = trainer.text_tokenizer, trainer.computed_tokens
         with evaluating(trainer.model):
             record: dict[str, Any] = {**trainer.run_episodes(prompts)[0]}
-        episodes, trainer.episodes, trainer.compute = trainer.episodes, [], compute
+        episodes, trainer.episodes, trainer.computed_tokens = trainer.episodes, [], of_training
         columns = [record[name].unflatten(0, (-1, trainer.rows_per_completion)).tolist() for name in SHOWN[1:]]
         films = []
         for row, (problem, episode) in enumerate(zip(self.rows, episodes, strict=True)):

@@ -6,8 +6,8 @@ from d1.scoring import Estimator, views_of_canvas
 
 def half(sampled, random, settings):
     """One view: half of a completion's tokens are hidden, at random, and each of these counts twice."""
-    hidden = draw_masks(sampled.scored, 0.5, random.rows).unsqueeze(1)  # (rows, views, canvas)
-    prompt = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows).unsqueeze(1)
+    hidden = draw_masks(sampled.scored, 0.5, random.generators).unsqueeze(1)  # (rows, views, canvas)
+    prompt = draw_masks(sampled.maskable, settings.p_mask_prompt, random.generators).unsqueeze(1)
     return views_of_canvas(prompt, hidden, sampled.scored, weights=2.0 * hidden)
 
 

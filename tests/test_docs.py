@@ -155,7 +155,7 @@ def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path,
     check_shapes("field of `SampledRows`", sampled, width, writes | blocks | {"start_steps", "is_end"})
     optional = {"shown", "targets", "sampled_logps", "temperatures", "accepted"}
     check_shapes("field of `Views`", views, width, optional)
-    assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)
+    assert (len(random.generators), random.first_row, random.total_rows) == (4, 0, 4)
     assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
     width["tokens"] = inputs.mask.shape[1]
     of_hints, of_trees = {"given", "old_entropies"}, {"sibling_advantages", "sibling_ids", "sibling_positions"}

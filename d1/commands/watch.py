@@ -166,7 +166,8 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
             canvas[:] = canvas_ids
 
         while episode.end is None:
-            options["stops"], options["columns"] = toolbox.stop_of(len(episode.turns)), [toolbox.columns_of(episode)]
+            options["stops"] = toolbox.stop_of(len(episode.turns))
+            options["cache_rows"] = [toolbox.cache_rows_of(episode)]
             for part in turn(collect):
                 yield film.followed(part, len(part.tokens))
             calls = toolbox.append_turn(episode, canvas)

@@ -73,7 +73,7 @@ def prepare(
         rows, traces, compute = sampled_before(args, training, sampler, model)
         cap_batch(training, len(rows))
         trainers: dict[str, Any] = {"model": model, "args": training, "processing_class": tokenizer}
-        return DistillTrainer(args, sampler, rows, traces, compute=compute, **trainers)
+        return DistillTrainer(args, sampler, rows, traces, computed_tokens=compute, **trainers)
 
     return {"paper": METHODS[args.method].paper, ROWS + "train_data": prompts.rows}, make_trainer
 

@@ -54,7 +54,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         sampler: of traces, and the prompts.
         rows: the numbers of the prompts that are trained on.
         traces: of these rows.
-        **kwargs: `compute`, tokens that sampling these traces processed; and Trainer's.
+        **kwargs: `computed_tokens`, what sampling these traces processed; and Trainer's.
     """
 
     sums_file = "distill_sums.json"
@@ -107,7 +107,7 @@ class DistillTrainer(SummingTrainer, Trainer):
         compute = partial(read_positions, seen=seen, read=read, columns=columns, **options)
         with self.compute_loss_context_manager():
             found, tokens = run_inside(model, compute)
-        self.compute += tokens.detach()
+        self.computed_tokens += tokens.detach()
         return found
 
     def compute_loss(

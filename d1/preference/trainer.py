@@ -112,7 +112,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         )
         with self.compute_loss_context_manager():
             scores = run_inside(model, compute)
-        self.compute += scores.compute
+        self.computed_tokens += scores.compute
         return scores.logps.sum(-1)
 
     def ratios(self, bounds: Tensor, batch: dict[str, Tensor]) -> Tensor:

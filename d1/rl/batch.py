@@ -106,15 +106,15 @@ def evaluating(model: Any) -> Iterator[None]:
 def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float], list[int]]:
     """The record of a rollout, what sampling took per row on average, and each row's forward passes. Waits for the
     device."""
-    counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
-    passes, tokens, edits, most_writes = torch.stack(counts).cpu()  # one wait for all numbers
+    counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.max_writes]
+    passes, tokens, edits, max_writes = torch.stack(counts).cpu()  # one wait for all numbers
     costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": tokens}
     record: dict[str, Any] = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :]}
     record |= {"reveal_steps": sampled.reveal_steps, "rollout_logps": sampled.logps}
     record["rollout_entropies"] = sampled.entropies
     if sampled.writes is not None:
         record |= {
-            f"write_{name}": values[..., : int(most_writes.max())] for name, values in sampled.writes._asdict().items()
+            f"write_{name}": values[..., : int(max_writes.max())] for name, values in sampled.writes._asdict().items()
         }
         costs["sampling/edits"] = edits
     if sampled.start_steps is not None:
@@ -150,7 +150,7 @@ def sampled_logps(batch: Batch, update: int) -> Tensor:
 # those after the first EOS. A new choice is a function and an entry of `LOSS_MASKS`.
 
 
-class Sampled(NamedTuple):
+class SampledCanvases(NamedTuple):
     """The sampled canvases and their special tokens, (rows, canvas) each.
 
     Attributes:
@@ -173,17 +173,17 @@ class LossMask:
     """An entry of `LOSS_MASKS`.
 
     Attributes:
-        of: the tokens (rows, canvas) bool that count in the loss.
+        select: the tokens (rows, canvas) bool that count in the loss.
         after_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
-        reads_steps: it reads `Sampled.steps`.
+        reads_steps: it reads `SampledCanvases.steps`.
     """
 
-    of: Callable[[Sampled], Tensor]
+    select: Callable[[SampledCanvases], Tensor]
     after_the_end: bool = False
     reads_steps: bool = False
 
 
-def to_the_last_text(sampled: Sampled) -> Tensor:
+def to_the_last_text(sampled: SampledCanvases) -> Tensor:
     """All tokens revealed up to the step that revealed the last token other than EOS (AGRPO, as released)."""
     last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
     return (sampled.steps >= 0) & (sampled.steps <= last)
@@ -208,8 +208,8 @@ def set_loss_mask(
 ) -> None:
     """Makes the tokens of `LOSS_MASKS[name]` the batch's completions; rows that are out of the loss stay out."""
     ids, mask = batch["canvas_ids"], batch["completion_mask"]
-    scored = LOSS_MASKS[name].of(
-        Sampled(
+    scored = LOSS_MASKS[name].select(
+        SampledCanvases(
             ids=ids,
             ended=pad_to_width(mask, ids.shape[1]).bool(),
             steps=batch["reveal_steps"],
@@ -314,7 +314,7 @@ def replace_rows(batch: Batch, source: Tensor, more: Batch, ranks: RankView) -> 
     return filled
 
 
-def keep_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
+def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
     """Keeps this share of the prompts in the loss, rounded up: first those whose rewards differ, then those whose
     equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
 
@@ -429,7 +429,7 @@ def draw_updates(
         counts = views.scoring.sum(1)
         gathered = split.all_gather(counts.to(device)).cpu()
         before = split.local_slice(gathered.cumsum(0) - gathered, len(counts))  # number of views of earlier rows
-        drawn = shared_out(views, updates, random.rows, before.tolist())
+        drawn = divide_views(views, updates, random.generators, before.tolist())
     else:
         draws = 1 if shared else updates
         state = random.shared.get_state()
@@ -447,7 +447,9 @@ def draw_updates(
     }
 
 
-def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator], before: Sequence[int]) -> list[Views]:
+def divide_views(
+    views: Views, updates: int, generators: Sequence[torch.Generator], before: Sequence[int]
+) -> list[Views]:
     """The views of each update: every view that scores something belongs to one update, at random. The rollout's rows
     deal out their views in turn, each after the `before` views of earlier rows, so the numbers of views per update
     differ by at most one."""
@@ -459,7 +461,7 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
     return [views.only(turn == update) for update in range(updates)]
 
 
-def count(batch: Batch, ranks: RankView, rows_per_completion: int = 1) -> Batch:
+def count_scored(batch: Batch, ranks: RankView, rows_per_completion: int = 1) -> Batch:
     """`scoring_views`, `scored_pairs`, `repeated_tokens` and `active_rows`, counted over the rows that are part of the
     loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
@@ -649,8 +651,11 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
 
 def prompt_masked(batch: Batch) -> float:
     """The share of prompt tokens that are hidden, over the views of all updates; with tools, of the first prompts."""
-    noise, prompt = batch["view_noise"], batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
-    return (noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())).item()
+    hidden_RUVL = batch["view_noise"]
+    prompt_RP = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
+    hidden_in_prompt = hidden_RUVL[..., : prompt_RP.shape[1]].sum()
+    updates_and_views = hidden_RUVL.shape[1:3].numel()
+    return (hidden_in_prompt / (prompt_RP.sum() * updates_and_views)).item()
 
 
 def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:

@@ -80,7 +80,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
         self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
-        self.rollout_columns: dict[str, list[float]] = {}  # what rewards also get of the current rollout, per row
+        self.rollout_fields: dict[str, list[float]] = {}  # of the current rollout, per row, for the rewards
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
@@ -183,24 +183,24 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        rewards = super()._calculate_rewards(self.with_rollout_columns(inputs), *args, **kwargs)
+        rewards = super()._calculate_rewards(self.with_rollout_fields(inputs), *args, **kwargs)
         watched = getattr(self.reward_funcs[-1], "only_watched", False)
         if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
         # TRL returns the rewards of all processes.
         local_rewards = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
-        columns = {REWARD: weighted_sum(local_rewards, self.reward_weights.cpu())}
+        row_rewards = {REWARD: weighted_sum(local_rewards, self.reward_weights.cpu())}
         if watched:
-            columns[ACCURACY] = local_rewards[:, -1]
-        self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in columns.items()}
+            row_rewards[ACCURACY] = local_rewards[:, -1]
+        self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in row_rewards.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
-    def with_rollout_columns(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of the dataset with `rollout_columns`, which override columns of the same name."""
+    def with_rollout_fields(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of the dataset with `rollout_fields`, which override columns of the same name."""
         extended = []
         for number, row in enumerate(rows):
-            extended.append({**row, **{name: values[number] for name, values in self.rollout_columns.items()}})
+            extended.append({**row, **{name: values[number] for name, values in self.rollout_fields.items()}})
         return extended
 
     def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
@@ -213,7 +213,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
-        rewards = super()._calculate_rewards(self.with_rollout_columns(self.rows), prompts, completions, completion_ids)
+        rewards = super()._calculate_rewards(self.with_rollout_fields(self.rows), prompts, completions, completion_ids)
         local_rewards = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
         return total.to(rewards.device), local_rewards[:, -1].to(rewards.device)

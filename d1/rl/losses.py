@@ -197,7 +197,7 @@ MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
 }
 
 
-def averaged(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+def reduce_loss(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     """The mean that `settings.loss_type` names."""
     return MEANS[settings.loss_type](sums_RV, inputs, settings)
 
@@ -372,7 +372,7 @@ def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
 def reinforce(inputs: LossInputs, settings: Any) -> Loss:
     """-A log p: the policy gradient, without ratio and clipping (Williams 1992)."""
     per_row = -inputs.advantages * (inputs.logps * inputs.counted).sum(-1)
-    return averaged(per_row.unsqueeze(1), inputs, settings), {}
+    return reduce_loss(per_row.unsqueeze(1), inputs, settings), {}
 
 
 def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
@@ -388,7 +388,7 @@ def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Ten
     return gains, up | (((ratios < low) | (ratios > max(high, delta))) & (advantages < 0))
 
 
-def share(what: Tensor, of: Tensor) -> dict[str, float]:
+def clip_ratio_metric(what: Tensor, of: Tensor) -> dict[str, float]:
     """The metric of clipping: the share of the elements of `of` that are also in `what`, both bool."""
     return {"clip_ratio/region_mean": ((what & of).sum() / of.sum().clamp(min=1)).item()}
 
@@ -402,8 +402,8 @@ def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
     advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
     gains_RVT, clipped_RVT = clip(ratios_RVT, advantages_RV.unsqueeze(-1), settings)
     counted_RVT = inputs.weights * inputs.counted.unsqueeze(1)
-    loss = averaged(-(counted_RVT * gains_RVT).sum(-1), inputs, settings)
-    return loss, share(clipped_RVT, inputs.scored)
+    loss = reduce_loss(-(counted_RVT * gains_RVT).sum(-1), inputs, settings)
+    return loss, clip_ratio_metric(clipped_RVT, inputs.scored)
 
 
 def draws_log_ratios(inputs: LossInputs) -> Tensor:
@@ -462,7 +462,7 @@ def k3(inputs: LossInputs, settings: Any) -> Tensor:
     """k3 of each token in each view, summed with the views' weights. With `--objective trl` the penalty is TRL's own
     instead, k3 of the views' weighted sum."""
     per_token_RVT = k3_of(require_logps(inputs.view_reference) - inputs.view_logps)
-    return averaged((inputs.weights * per_token_RVT * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
+    return reduce_loss((inputs.weights * per_token_RVT * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
 
 
 PENALTIES: dict[str, Penalty] = {

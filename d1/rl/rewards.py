@@ -2,7 +2,7 @@
 
 A reward is a number that is finite as float32, or None if the function does not apply (TRL's convention). Anything else
 ends the run with an error that names the function, the task and the row. Before a run, `check_rewards` calls each
-function once; during the run, `guarded` watches its calls.
+function once; during the run, `guard_reward` watches its calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Reward = Callable[..., Any]
 LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1])]
 
 
-SPEED = "tokens_per_forward_pass"  # a column of the rollout: a completion's tokens / the forward passes of its row
+SPEED = "tokens_per_forward_pass"  # a field of the rollout: a completion's tokens / the forward passes of its row
 
 
 class RewardError(RunError):
@@ -65,7 +65,7 @@ def reward_or_none(value: Any, row: int) -> float | None:
     return number
 
 
-def checked(values: Any, rows: int) -> list[float | None]:
+def parse_rewards(values: Any, rows: int) -> list[float | None]:
     """What a reward function returned, as one float or None per row. Raises BadReward for anything else."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise BadReward(f"returned {type(values).__name__}, not a list with one reward per row")
@@ -82,10 +82,10 @@ def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
             values = thread.submit(asyncio.run, function(**kwargs)).result()
     else:
         values = function(**kwargs)
-    return checked(values, len(kwargs["completions"]))
+    return parse_rewards(values, len(kwargs["completions"]))
 
 
-def guarded(function: Reward, task: str, folder: Path) -> Reward:
+def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
     """Wraps `function` for TRL: anything but rewards becomes a `RewardError`, and Nones are counted.
 
     The share of rows for which it returned None is logged as `rewards/NAME/none_share`.
@@ -107,11 +107,11 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(kwargs, indent=1, default=repr))
             raise RewardError(
-                f"reward {name} of task {task or '?'} {described(function, error)}; {path} has its arguments"
+                f"reward {name} of task {task or '?'} {describe_failure(function, error)}; {path} has its arguments"
             ) from error
 
     def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
-        rewards = checked(values, len(kwargs["completions"]))
+        rewards = parse_rewards(values, len(kwargs["completions"]))
         log_metric = kwargs.get("log_metric")
         if log_metric and not getattr(function, "only_watched", False):
             log_metric(f"rewards/{name}/none_share", rewards.count(None) / max(len(rewards), 1))
@@ -130,7 +130,7 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
     return chosen
 
 
-def described(function: Reward, error: Exception) -> str:
+def describe_failure(function: Reward, error: Exception) -> str:
     """What a reward function did, with its file and line: where it raised, or where it begins if it returned what is
     not a reward."""
     if isinstance(error, BadReward):
@@ -163,7 +163,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
     """Calls every reward of task `name` on an empty completion of the first training row.
 
     Raises:
-        ValueError: a reward raises an error, or returns something that `checked` refuses.
+        ValueError: a reward raises an error, or returns something that `parse_rewards` refuses.
     """
     columns: dict[str, Any] = {key: [value] for key, value in rows[0].items() if key != "prompt"}
     columns["prompts"] = [rows[0]["prompt"]]
@@ -178,7 +178,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
         except Exception as error:
             raise ValueError(
                 f"reward {get_callable_name(reward)} of task {name} cannot score its rows (it "
-                f"{described(reward, error)}); they have the columns {', '.join(rows.column_names)}"
+                f"{describe_failure(reward, error)}); they have the columns {', '.join(rows.column_names)}"
             ) from error
 
 

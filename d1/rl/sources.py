@@ -40,7 +40,7 @@ class RolloutRequest(NamedTuple):
     Attributes:
         prompt_ids, prompt_mask: (rows, prompt), padded on the left.
         keys: of each row's generator, as `keyed_generator` takes it.
-        stops, columns: as in `d1.sampling.rollout`; servers have neither.
+        stops, cache_rows: as in `d1.sampling.rollout`; servers have neither.
         start: the canvases to continue from, of sources that `can_continue`; None: canvases of mask tokens.
     """
 
@@ -48,7 +48,7 @@ class RolloutRequest(NamedTuple):
     prompt_mask: Tensor
     keys: Sequence[Sequence[int]]
     stops: Stops | None = None
-    columns: Sequence[KVCacheRows | None] | None = None
+    cache_rows: Sequence[KVCacheRows | None] | None = None
     start: RolloutStart | None = None
 
 
@@ -76,7 +76,7 @@ class RolloutSource(Protocol):
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if the rollout, with its prompts in `batch`, is not one of the policy."""
 
-    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
         """What the source adds to a rewarded batch with views. All processes call it together."""
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class OwnModel:
                     generator=generators[part],
                     eos_token_ids=trainer.ends or None,
                     stops=request.stops,
-                    columns=None if request.columns is None else request.columns[part],
+                    cache_rows=None if request.cache_rows is None else request.cache_rows[part],
                     start=None if request.start is None else request.start.select(part),
                 )
                 parts.append(sampled)
@@ -147,7 +147,7 @@ class OwnModel:
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """The model's own rollouts need no check."""
 
-    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
         """Its rows are independent."""
         return {}
 

@@ -38,14 +38,13 @@ from d1.rl.batch import (
     RolloutRecord,
     completion_bounds,
     completion_ids_of,
-    count,
+    count_scored,
     count_scored_tokens,
     draw_mini_batches,
     draw_updates,
     evaluating,
     filter_groups,
     first_equal_updates,
-    keep_share,
     largest_ratio,
     loss_inputs,
     mean_entropy,
@@ -62,6 +61,7 @@ from d1.rl.batch import (
     sampling_gap,
     score_batch,
     score_updates,
+    select_prompt_share,
     set_loss_mask,
     strip_padding,
     transform_advantages,
@@ -73,7 +73,7 @@ from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_t
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.hints import HINTS, TRACE, choose_replacements
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
-from d1.rl.rewards import SPEED, guarded
+from d1.rl.rewards import SPEED, guard_reward
 from d1.rl.sources import RolloutRequest, require_continuing, rollout_source
 from d1.rl.tree import TreeRollouts
 from d1.runs.checkpoints import reading_checkpoint
@@ -166,7 +166,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with reference_from(model if args.needs_reference else None, args):
             super().__init__(
                 model=model,
-                reward_funcs=[guarded(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
+                reward_funcs=[guard_reward(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
@@ -184,9 +184,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.eos_stop = not self.samples_in_step and not LOSS_MASKS[args.scored_tokens].after_the_end
 
         self.evaluation_rollouts = 0
-        self.refill, self.sampled = 0, 0  # the number of a refill of the current rollout; with refills, of all batches
+        self.refill = 0  # the number of the current rollout's refill
+        self.num_sampled_batches = 0  # of the whole run, counted with refills alone
         self.source.connect(self)
-        self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
+        # Of training, a sum on the device: `Scores.compute` and the rollouts' forward tokens.
+        self.computed_tokens: Any = 0
 
     def check_completions(self, args: DiffuGRPOConfig, has_rollout_func: bool, environments: Any) -> None:
         """Raises ValueError for settings that do not fit how completions are made: of one canvas each."""
@@ -253,7 +255,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
         # Tokens per forward pass of each row, which a reward may read.
         speeds = [len(completion) / count for completion, count in zip(completions, passes, strict=True)]
-        self.rollout_columns = {SPEED: speeds}
+        self.rollout_fields = {SPEED: speeds}
         costs[f"sampling/{SPEED}"] = fmean(speeds)
         self.log_rollout(started, record, costs)
 
@@ -270,16 +272,25 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         mask: Tensor,
         keys: Sequence[Sequence[int]] | None = None,
         stops: Stops | None = None,
-        columns: Sequence[KVCacheRows | None] | None = None,
+        cache_rows: Sequence[KVCacheRows | None] | None = None,
         start: RolloutStart | None = None,
     ) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout. `keys` are those of the rows'
-        generators; None: they are all rows of this process. `stops`, `columns` and `start`: as in
+        generators; None: they are all rows of this process. `stops`, `cache_rows` and `start`: as in
         `d1.sampling.rollout`; what needs `start` calls `require_continuing` when it is set up."""
         if keys is None:
             keys = self.row_keys("rollout", len(ids))
-        sampled = self.source.sample(RolloutRequest(ids, mask, keys, stops, columns, start))
-        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
+        request = RolloutRequest(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            keys=keys,
+            stops=stops,
+            cache_rows=cache_rows,
+            start=start,
+        )
+        sampled = self.source.sample(request)
+        # Not in place: `evaluation_loop` restores it.
+        self.computed_tokens = self.computed_tokens + sampled.forward_tokens.sum()
         return sampled
 
     @property
@@ -337,8 +348,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def next_batch(self, size: int) -> Batch:
         """A batch of the next prompts in the order, `size` rows of which are this process's."""
-        rows = self.rows_of(self.sampled)[self.first_row(size) :][:size]
-        self.sampled += 1
+        rows = self.rows_of(self.num_sampled_batches)[self.first_row(size) :][:size]
+        self.num_sampled_batches += 1
         return super().sampled_batch(rows)
 
     def after_rollout(self, batch: Batch) -> None:
@@ -348,7 +359,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.draw_views(batch, ranks)
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, ranks)
-        batch |= self.source.columns(batch, ranks)
+        batch |= self.source.batch_fields(batch, ranks)
         if self.mode == "train" and self.mini_batches > 1:
             batch["mini_batch"] = self.draw_mini_batches(ranks, len(batch["advantages"]))
         self.score_rollout(batch)
@@ -422,7 +433,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         record, _, passes = record_and_costs(sampled)
         completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)
         for row, completion, pass_count in zip(asked.tolist(), completions, passes, strict=True):
-            self.rollout_columns[SPEED][row] = len(completion) / max(pass_count, 1)
+            self.rollout_fields[SPEED][row] = len(completion) / max(pass_count, 1)
         canvas = record["canvas_ids"]
         for name, values in record.items():
             more[name][asked] = cast(Tensor, values)
@@ -440,7 +451,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.prompt_share < 1 and is_training:
             # Of the rows' keys, the one after the last row's is free.
             random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
-            kept = keep_share(batch, args.prompt_share, self.group, ranks, random)
+            kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, random)
             self.log_metric("prompts_kept", kept)
         in_loss = batch["completion_mask"].bool().any(1)
         bounds = {}
@@ -498,7 +509,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batch.update(views)
 
         # What losses divide by, over all processes, and which rows share a prompt.
-        batch.update(count(batch, ranks, self.rows_per_completion))
+        batch.update(count_scored(batch, ranks, self.rows_per_completion))
         if OBJECTIVES[self.args.objective].over_group:
             batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + ranks.rank_offset) // self.group
         self.log_metric("prompt_masked", prompt_masked(batch))
@@ -543,7 +554,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             for view in range(scoring.shape[1]):
                 ids, tokens = finished_in_one_pass(model, batch, view, self.mask_token_id, self.blocks)
-                self.compute = self.compute + tokens
+                self.computed_tokens = self.computed_tokens + tokens
                 rewards.append(self.rewards_of(completion_ids_of(ids, self.eos_token_ids)))
         state_rewards = torch.stack(rewards, dim=1).to(scoring.device)
 
@@ -600,7 +611,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def scores(
         self, model: Any, batch: Batch, views: Views, *, views_at_once: int | None = None, **options: Any
     ) -> Scores:
-        """`score_batch` with this run's mask token and precision; adds to `compute`."""
+        """`score_batch` with this run's mask token and precision; adds to `computed_tokens`."""
         with self.accelerator.autocast():
             scores = score_batch(
                 model,
@@ -612,7 +623,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 distribution=self.sampling.record_distribution,
                 **options,
             )
-        self.compute = self.compute + scores.compute
+        self.computed_tokens = self.computed_tokens + scores.compute
         return scores
 
     # --- Loss ---------------------------------------------------------------------------------------------------------
@@ -717,24 +728,24 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
-        compute = self.compute  # counts training only
+        of_training = self.computed_tokens  # evaluations do not count
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            self.compute = compute
+            self.computed_tokens = of_training
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
-        logs["compute_tokens"] = self.total_compute()
+        logs["compute_tokens"] = self.total_computed_tokens()
         if self.log_completions:
             self.make_logs_writable()
         super().log(logs, start_time)
 
-    def total_compute(self) -> int:
+    def total_computed_tokens(self) -> int:
         """Tokens processed so far, over all processes: 1 per token of a forward pass and 2 for its backward pass
         (`Scores.compute`), in rollouts, scoring and updates, not in evaluations."""
-        local_compute = torch.as_tensor(self.compute, device=self.accelerator.device)
-        return int(self.accelerator.gather(local_compute).sum())
+        local_tokens = torch.as_tensor(self.computed_tokens, device=self.accelerator.device)
+        return int(self.accelerator.gather(local_tokens).sum())
 
     # --- Checkpoint state ---------------------------------------------------------------------------------------------
     # What TRL's checkpoints leave out: the current rollout with its views, the position in the cycle of updates, a
@@ -761,8 +772,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             "losses": self.loss_sums(),
             **self.trl_counters(),
             "processes": self.accelerator.num_processes,
-            "compute": int(self.compute),
-            "sampled": self.sampled,
+            "compute": int(self.computed_tokens),
+            "sampled": self.num_sampled_batches,
         }
         counters_file.write_text(json.dumps(counters, default=list))
 
@@ -795,7 +806,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             index, key = name.split(".", 1)
             batches[int(index)][key] = value.to(self.accelerator.device)
         self.set_loss_sums(counters["losses"])
-        self.compute, self.sampled = counters["compute"], counters.get("sampled", 0)
+        self.computed_tokens = counters["compute"]
+        self.num_sampled_batches = counters.get("sampled", 0)
         self.restore_trl(batches, counters)
 
         # The reference and the rollout source.
@@ -819,8 +831,8 @@ def finished_in_one_pass(
     rows, gen_length = canvas_ids.shape
     visible = F.pad(batch["prompt_mask"], (0, gen_length), value=1)
 
-    # What the view hides and shows. (rows, updates, views, tokens): with `state_reward`, all updates have the same
-    # noise (`about_updates`).
+    # What the view hides and shows. (rows, updates, views, tokens): with `state_reward`, all updates hide the same
+    # tokens (`about_updates`).
     hidden = batch["view_noise"][:, 0, view] & visible.bool()
     shown_canvas = canvas_ids
     if "view_shown" in batch:
@@ -882,7 +894,7 @@ def saved_at(output_dir: str | Path, share: float) -> Path:
 
 
 class StopAtCompute(TrainerCallback):
-    """Ends a run at a budget of tokens (`DiffuGRPOTrainer.total_compute`), to compare methods at equal compute.
+    """Ends a run at a budget of tokens (`DiffuGRPOTrainer.total_computed_tokens`), to compare methods at equal compute.
 
     Saves the model at the first step that reaches each of the `shares` of the budget (`saved_at`), and ends the run
     with a checkpoint at the first step that reaches all of it. A linear learning rate falls with the budget: a step's
@@ -893,17 +905,17 @@ class StopAtCompute(TrainerCallback):
         self.spent = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-        self.spent = self.trainer.total_compute()
+        self.spent = self.trainer.total_computed_tokens()
         if args.lr_scheduler_type.value == "linear":
             scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
             scheduler.lr_lambdas = [lambda step: self.budget_left()] * len(scheduler.lr_lambdas)
 
     def budget_left(self) -> float:
         """The share of the budget that is left; times the peak, it is the learning rate of the next step."""
-        return max(0.0, 1 - self.trainer.total_compute() / self.budget)
+        return max(0.0, 1 - self.trainer.total_computed_tokens() / self.budget)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, self.spent = self.spent, self.trainer.total_compute()
+        before, self.spent = self.spent, self.trainer.total_computed_tokens()
         for share in self.shares:
             if before < share * self.budget <= self.spent:  # equal on all processes, unlike what they see on disk
                 self.save_aside(saved_at(args.output_dir, share))

@@ -68,7 +68,7 @@ def siblings(values: Tensor, branches: Sequence[int], level: int) -> Tensor:
     return of_edges.repeat_interleave(children * below, dim=1)
 
 
-def tree_columns(batch: Batch, branches: Sequence[int], ranks: RankView) -> Batch:
+def tree_fields(batch: Batch, branches: Sequence[int], ranks: RankView) -> Batch:
     """`view_advantages`, `sibling_advantages`, `sibling_ids` and `sibling_positions` (`d1/rl/batch.py`) of a batch
     whose view v scores the edges from the nodes of level v."""
     rows, leaves = len(batch["canvas_ids"]), leaves_below(branches, 0)
@@ -169,11 +169,11 @@ class TreeRollouts:
                     values[chosen] = getattr(continued, name)
         return sampled
 
-    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
         """`view_advantages` and the siblings of each edge (`d1/rl/batch.py`)."""
         if self.trainer.mode == "eval":
             return {}
-        return tree_columns(batch, self.branches, ranks)
+        return tree_fields(batch, self.branches, ranks)
 
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         self.source.verify(batch, sampled, keys)

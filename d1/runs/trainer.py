@@ -140,14 +140,15 @@ class RunTrainer(TrainerHooks):
 class SummingTrainer(RunTrainer):
     """The trainer of preference training and distillation: its model has no dropout, and it logs means over rows.
 
-    Values are summed over rows and processes until the next log, and compute is counted; a checkpoint holds both.
-    `compute` starts at the tokens that all processes processed before the training.
+    Values are summed over rows and processes until the next log, and computed tokens are counted; a checkpoint holds
+    both.
+    `computed_tokens` starts at the tokens that all processes processed before the training.
     """
 
     sums_file: str  # its name in a checkpoint
     loss_is_scaled_for_ga = True  # compute_loss divides by the rows of the whole step
 
-    def __init__(self, compute: int = 0, **kwargs: Any) -> None:
+    def __init__(self, computed_tokens: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         require_prepared(self.model)
         self.require_one_gpu()
@@ -156,7 +157,7 @@ class SummingTrainer(RunTrainer):
         self.sums: dict[str, Tensor] = {}  # name -> (), float64, the sum in this process since the last log
         share = float(self.args.process_index == 0)
         # (), float64, tokens that this process has computed so far
-        self.compute = torch.tensor(compute * share, dtype=torch.float64, device=self.args.device)
+        self.computed_tokens = torch.tensor(computed_tokens * share, dtype=torch.float64, device=self.args.device)
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
         return self.global_batches([0] * len(dataset))
@@ -166,8 +167,8 @@ class SummingTrainer(RunTrainer):
         self.sums[name] = self.sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
 
     def total_sums(self) -> dict[str, float]:
-        """`sums` and `compute`, summed over all processes. Every process has to call this."""
-        local_sums = {**self.sums, "compute": self.compute.cpu()}
+        """`sums` and `computed_tokens`, summed over all processes. Every process has to call this."""
+        local_sums = {**self.sums, "compute": self.computed_tokens.cpu()}
         totals = torch.stack(list(local_sums.values())).to(self.args.device)
         totals = self.accelerator.reduce(totals, "sum")
         return dict(zip(local_sums, totals.tolist(), strict=True))
@@ -196,7 +197,7 @@ class SummingTrainer(RunTrainer):
         self.sums = {}
         for name, value in stored["sums"].items():
             self.sums[name] = torch.tensor(value * share, dtype=torch.float64)
-        self.compute = self.sums.pop("compute").to(self.compute)
+        self.computed_tokens = self.sums.pop("compute").to(self.computed_tokens)
 
 
 class LoadExtra(TrainerCallback):

@@ -227,13 +227,13 @@ class Graph:
         inputs: the buffers of the arguments, by name.
         past: those of the cached keys and values, layer by layer.
         states: (rows, positions, hidden), which `replay` writes.
-        columns: keys and values of the pass's own tokens, layer by layer; empty for a cache that is only read.
+        new_values: keys and values of the pass's own tokens, layer by layer; empty for a cache that is only read.
     """
 
     inputs: dict[str, Tensor]
     past: list[Tensor]
     states: Tensor
-    columns: list[Tensor]
+    new_values: list[Tensor]
     replay: Callable[[], Any]
 
 
@@ -319,22 +319,22 @@ class PassGraphs:
             # An empty cache, or one that a pass adds to, is a new one in each run.
             cache = template if buffers and shape.only_reads else same_layers(template)
             states = backbone(ids, mask, positions, **options, **{CACHE: cache})
-            columns: list[Tensor] = []
+            new_values: list[Tensor] = []
             for layer in () if shape.only_reads else layers_of(cache):
                 for values in (layer.keys, layer.values):
-                    columns.append(values[:, :, shape.cached :].clone())  # the graph need not keep the others
-            return states, columns
+                    new_values.append(values[:, :, shape.cached :].clone())  # the graph need not keep the others
+            return states, new_values
 
         # The first run of the computation is on real numbers: those of this pass.
         self.copy_arguments(inputs, tensors)
         try:
-            (states, columns), replay = self.capture(compute)
+            (states, new_values), replay = self.capture(compute)
         except RuntimeError as error:
             self.failed.add(shape)
             logger.warning("--compile graphs: passes of one shape run as always, because a capture failed: %s", error)
             return None
         self.captures += 1
-        return Graph(inputs, buffers, states, columns, replay)
+        return Graph(inputs, buffers, states, new_values, replay)
 
     def past_buffers(self, shape: Shape, past: Any) -> list[Tensor]:
         """Buffers of a shape's cached keys and values, layer by layer: views of the memory that all shapes share. If
@@ -364,8 +364,8 @@ class PassGraphs:
         graph.replay()
         rows, count = tensors["positions"].shape
         if past is not None and not shape.only_reads:
-            for number in range(len(graph.columns) // 2):
-                keys, values = graph.columns[2 * number : 2 * number + 2]
+            for number in range(len(graph.new_values) // 2):
+                keys, values = graph.new_values[2 * number : 2 * number + 2]
                 past.update(keys[:rows], values[:rows], number)  # copies them
         return graph.states[:rows, :count].clone()
 

@@ -321,7 +321,7 @@ class Sampler:
             canvas=canvas.ids,
             passes=canvas.passes,
             forward_tokens=canvas.forward_tokens,
-            most_writes=self.settings.most_writes,
+            max_writes=self.settings.max_writes,
         )
 
     def positions_to_predict(

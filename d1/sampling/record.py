@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -117,8 +118,14 @@ class Step:
     canvas: Tensor  # (rows, length) ids after this pass; later passes change this tensor and the next two in place
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
-    most_writes: int = 1  # `SamplingSettings.most_writes`
+    max_writes: int = 1  # `SamplingSettings.max_writes`
     noised: Tensor | None = None  # (n, k) bool, with uniform noise: what it wrote there is no draw of the model
+
+    @property
+    def most_writes(self) -> int:
+        """Deprecated: the old name of `max_writes`."""
+        warnings.warn("Step.most_writes is now max_writes", FutureWarning, stacklevel=2)
+        return self.max_writes
 
 
 class Writes(NamedTuple):
@@ -192,9 +199,17 @@ class Rollout:
         return torch.cat([self.ids[:, :start], completion], dim=1)
 
     @property
-    def most_writes(self) -> Tensor:
+    def max_writes(self) -> Tensor:
         """(rows,) how often the position that was written most often was."""
-        return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps != -1).sum(-1).amax(-1)
+        if self.writes is None:
+            return torch.ones_like(self.passes)
+        return (self.writes.steps != -1).sum(-1).amax(-1)
+
+    @property
+    def most_writes(self) -> Tensor:
+        """Deprecated: the old name of `max_writes`."""
+        warnings.warn("Rollout.most_writes is now max_writes", FutureWarning, stacklevel=2)
+        return self.max_writes
 
 
 def empty_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
@@ -224,7 +239,7 @@ def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:
     for step in steps:
         if record is None:
             rows, length = step.canvas.shape
-            record = empty_record(rows, length - first, step.canvas.device, step.most_writes)
+            record = empty_record(rows, length - first, step.canvas.device, step.max_writes)
         record_step(record, step, first)
     assert record is not None
     return Rollout.from_record(step.canvas, record, step.passes, step.forward_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import lcm
@@ -61,10 +62,11 @@ def rollout_steps(
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
     stops: Stops | None = None,
-    columns: Sequence[KVCacheRows | None] | None = None,
+    cache_rows: Sequence[KVCacheRows | None] | None = None,
     start: RolloutStart | None = None,
     other_blocks: bool = False,
     recompute: bool = False,
+    columns: Sequence[KVCacheRows | None] | None = None,
     **fields: Any,
 ) -> Iterator[Step]:
     """`rollout`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
@@ -80,13 +82,14 @@ def rollout_steps(
             its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
             as with a parallel sampler.
         stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
-        columns: of each row, the keys and values of an earlier text that begins its prompt: an exact cache reads them,
-            and replaces them by its own when the row ends.
+        cache_rows: of each row, the keys and values of an earlier text that begins its prompt: an exact cache reads
+            them, and replaces them by its own when the row ends.
         start: canvases to continue from. A run that continues an earlier one with the same generators, and in the same
             batch, gives what the earlier one would have given: to the bit without a cache, up to rounding with the
             exact cache of a block-causal model. The first step has no rows.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
+        columns: deprecated, the old name of `cache_rows`.
 
     Raises:
         ValueError: as `rollout`; raised at the call, not at the first step.
@@ -99,14 +102,18 @@ def rollout_steps(
     elif fields:
         raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
 
+    if columns is not None:
+        warnings.warn("columns= of a rollout is now cache_rows=", FutureWarning, stacklevel=2)
+        cache_rows = columns
+
     # Refuse what makes no sense at the call, not at the first step.
     settings = settings.for_model(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
     if start is not None:
         check_start(settings, model.config)
-        if columns is not None:
-            raise ValueError("start: canvases that are continued take no columns of an earlier text")
+        if cache_rows is not None:
+            raise ValueError("start: canvases that are continued take no cache_rows of an earlier text")
 
     # Uniform noise and SCDD have loops of their own.
     steps_of_all = other_sampler(model.config, settings)
@@ -124,17 +131,18 @@ def rollout_steps(
     prompts_in_block: list[int | None] = []
     rows: list[Row] = []
     lengths = prompt_lengths(model.config, attention_mask)
-    for number, (length, cache_rows) in enumerate(zip(lengths, columns or [None] * len(lengths), strict=True)):
+    caches = cache_rows or [None] * len(lengths)
+    for number, (length, row_cache) in enumerate(zip(lengths, caches, strict=True)):
         prompt_in_block = tokens_inside(model.config, length, settings.block_length)
         prompts_in_block.append(prompt_in_block)
         schedule = settings.schedule(None if prompt_in_block is None else prompt_in_block % settings.block_length)
         row = Row(
             number,
-            canvas.start if cache_rows is None or length is None else length,
+            canvas.start if row_cache is None or length is None else length,
             prompt_in_block or 0,
             schedule,
             stops=stops,
-            cache_rows=cache_rows,
+            cache_rows=row_cache,
             ends=tuple(eos_token_ids or ()),
             first_token=settings.first_token,
         )

@@ -200,12 +200,12 @@ def fill_block(
     settings: SamplingSettings,
     generators: Sequence[Generator],
     mask_token_id: int,
-    most_writes: int,
+    max_writes: int,
     masked: bool,
 ) -> Iterator[Step]:
     """Fill the positions `at` of `rows`, which are hidden, in `passes` forward passes."""
     device, noise = canvas.ids.device, MixedNoise(model.config.uniform_ratio)
-    columns = torch.arange(at.start, at.stop, device=device).expand(len(rows), -1)
+    positions = torch.arange(at.start, at.stop, device=device).expand(len(rows), -1)
     visible = canvas.visible[rows]
     options = {"branches": 1, "mask_token_id": mask_token_id, "device": device}
     passes_over_all = cache_of(model.config, None, False).passes(model, masked=masked, aligned=True, **options)
@@ -218,7 +218,7 @@ def fill_block(
             size = (2, at.stop - at.start)
             drawn = [torch.rand(size, generator=one, device=one.device, dtype=torch.float64) for one in generators]
             numbers, times = torch.stack(drawn, dim=1).to(device), (whole[number], whole[number + 1])
-        states, forward_tokens = passes_over_all.states(canvas.ids[rows], visible, columns)
+        states, forward_tokens = passes_over_all.states(canvas.ids[rows], visible, positions)
         found = predict(model, states, shown, numbers, times, settings, noise, mask_token_id)
         canvas.ids[rows, at] = found.ids
         canvas.passes[rows] += 1
@@ -226,4 +226,4 @@ def fill_block(
         written = found.ids != shown
         canvas.sums.index_add_(0, rows, (found.logps + found.entropies).where(written, 0.0).sum(1))
         so_far = canvas.ids, canvas.passes, canvas.forward_tokens
-        yield Step(rows, before, columns, written, *found, *so_far, most_writes)
+        yield Step(rows, before, positions, written, *found, *so_far, max_writes)

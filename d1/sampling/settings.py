@@ -282,7 +282,7 @@ class SamplingSettings:
         return POST_STEPS if self.max_post_steps is None else self.max_post_steps
 
     @property
-    def most_writes(self) -> int:
+    def max_writes(self) -> int:
         """How often a position of the canvas may be written, at most: in every pass of its block."""
         return 1 if self.edits is None else max(2, self.block_length + self.post_steps)
 

@@ -283,7 +283,7 @@ class Stream:
         both.hidden = pad(self.batch.hidden[stay], (0, wider_by, 0, len(new)))
         # The record (4, rows, canvas, writes) keeps the ends of those who stay.
         length, writes = self.record.shape[2:]
-        writes_per_token = max([writes, *(request.settings.most_writes for request in new)])
+        writes_per_token = max([writes, *(request.settings.max_writes for request in new)])
         common = min(longest, length)
         record = empty_record(len(rows), longest, device, writes_per_token)
         record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]

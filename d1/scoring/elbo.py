@@ -18,34 +18,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, ranks_in_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, draw_hidden_prompt, ranks_in_blocks
 from d1.scoring.views import Views, views_of_canvas
 
 # Shapes: times and counts (rows, draws); numbers and ranks of tokens, and what a draw hides, (rows, draws, canvas);
-# prompt noise (rows, views or 1, prompt). A draw gives one view or, if antithetic, two.
+# the hidden prompt (rows, views or 1, prompt). A draw gives one view or, if antithetic, two.
 
 
 def weighted_views(
-    prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor, opposite: Tensor, antithetic: bool
+    hidden_prompt: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor, opposite: Tensor, antithetic: bool
 ) -> Views:
     """Views of the draws; with `antithetic`, also views that hide the other tokens, with the weights `opposite`."""
     if antithetic:
         hidden, weights = torch.cat([hidden, ~hidden], dim=1), torch.cat([weights, opposite], dim=1) / 2
-    return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
+    return views_of_canvas(hidden_prompt, hidden, scored, weights.unsqueeze(-1))
 
 
-def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
+def elbo_views(hidden_prompt: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time."""
     # The opposite view is that of time 1 - t and the numbers 1 - u, so its weight is 1 / (1 - t).
     draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
-    return weighted_views(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
+    return weighted_views(hidden_prompt, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
 
 
-def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
+def espo_views(hidden_prompt: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each count (rows, draws); it hides the scored tokens whose rank (rows, draws, canvas) is below it."""
     draws, lengths, hidden = counts.shape[1], scored.sum(-1, keepdim=True), ranks < counts.unsqueeze(-1)
     weights, opposite = ((lengths + 1) / (draws * count.clamp(min=1)) for count in (counts, lengths - counts))
-    return weighted_views(prompt_noise, hidden, scored, weights, opposite, antithetic)
+    return weighted_views(hidden_prompt, hidden, scored, weights, opposite, antithetic)
 
 
 def draw_uniform(random: Randomness, settings: ViewSettings) -> Tensor:
@@ -57,7 +57,7 @@ def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> T
     """(rows, draws, canvas) in [0, 1), independent for each scored token; others have 1 and use no random number."""
     scored = sampled.scored.cpu()
     numbers = torch.ones(len(scored), draws, scored.shape[1])
-    for row, scored_of_row, generator in zip(numbers, scored, random.rows, strict=True):
+    for row, scored_of_row, generator in zip(numbers, scored, random.generators, strict=True):
         row[:, scored_of_row] = torch.rand(draws, int(scored_of_row.sum()), generator=generator)
     return numbers.to(sampled.scored.device)
 
@@ -73,8 +73,8 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     # Neither 1 / t nor 1 / (1 - t) is infinite.
     times = draw_uniform(random, settings).clamp(2**-24, 1 - 2**-24).to(device)
     numbers = numbers_of_tokens(sampled, random, settings.draws)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.paired_draws)
-    return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, settings.paired_draws)
+    return elbo_views(hidden_prompt, times, numbers, sampled.scored, settings.antithetic)
 
 
 def uniform_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Tensor:
@@ -86,8 +86,8 @@ def uniform_counts(sampled: SampledRows, random: Randomness, settings: ViewSetti
 def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     counts = uniform_counts(sampled, random, settings)
     ranks = ranks_of_tokens(sampled, random, settings.draws)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.paired_draws)
-    return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, settings.paired_draws)
+    return espo_views(hidden_prompt, counts, ranks, sampled.scored, settings.antithetic)
 
 
 def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -101,6 +101,6 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     up = (draw_uniform(random, settings).to(device).unsqueeze(-1) + shift.unsqueeze(1)) % 1
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
     ranks = ranks_in_blocks(numbers_of_tokens(sampled, random, settings.draws), blocks)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, settings.draws)
     weights = lengths.unsqueeze(1) / (settings.draws * counts.clamp(min=1))
-    return views_of_canvas(noise, ranks < counts, scored, weights)
+    return views_of_canvas(hidden_prompt, ranks < counts, scored, weights)

@@ -14,16 +14,16 @@ from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views, score
 
 
-def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Views:
-    """One view, which hides the whole canvas and `prompt_noise` (rows, prompt); `scored` (rows, tokens) weigh 1."""
-    canvas = prompt_noise.new_ones(len(prompt_noise), gen_length)
-    return Views(torch.cat([prompt_noise, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
+def one_step_views(hidden_prompt: Tensor, scored: Tensor, gen_length: int) -> Views:
+    """One view, which hides the whole canvas and `hidden_prompt` (rows, prompt); `scored` (rows, tokens) weigh 1."""
+    canvas = hidden_prompt.new_ones(len(hidden_prompt), gen_length)
+    return Views(torch.cat([hidden_prompt, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
 
 
 def draw_one_step(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """Each maskable token of the prompt is hidden with probability `settings.p_mask_prompt`."""
-    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
-    return one_step_views(noise, sampled.scored, sampled.gen_length)
+    hidden_prompt = draw_masks(sampled.maskable, settings.p_mask_prompt, random.generators)
+    return one_step_views(hidden_prompt, sampled.scored, sampled.gen_length)
 
 
 def mean_field_logps(

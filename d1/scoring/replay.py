@@ -70,17 +70,17 @@ class WrittenTokens(NamedTuple):
         return self._replace(steps=segments.masked_fill(self.steps < 0, -1))
 
 
-def replay_views(prompt_noise: Tensor, written: WrittenTokens, chosen: Tensor, weights: Tensor) -> Views:
+def replay_views(hidden_prompt: Tensor, written: WrittenTokens, chosen: Tensor, weights: Tensor) -> Views:
     """A view for each of a row's `chosen` segments (rows, views), whose own tokens have `weights` (rows, views). Tokens
     written before the segment are visible, also after the completion's end: the sampler saw them, too.
 
-    The `steps` of `written` are numbers of segments; `prompt_noise` is (rows, views or 1, prompt).
+    The `steps` of `written` are numbers of segments; `hidden_prompt` is (rows, views or 1, prompt).
     """
     # (rows, 1, canvas, writes) and (rows, views, 1, 1): compared, they count each position's writes in each view.
     step, at = written.steps.unsqueeze(1), chosen[..., None, None]
     before, now = ((step < at) & (step >= 0)).sum(-1), ((step == at) & written.scored.unsqueeze(1)).sum(-1)
-    noise = torch.cat([prompt_noise.expand(-1, chosen.shape[1], -1), before == 0], dim=-1)
-    views = Views(noise, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
+    hidden = torch.cat([hidden_prompt.expand(-1, chosen.shape[1], -1), before == 0], dim=-1)
+    views = Views(hidden, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
     if written.ids is None:
         return views
 

@@ -180,7 +180,7 @@ class Randomness:
     """The random numbers of a draw.
 
     Attributes:
-        rows: one generator per row, so that a row's views depend neither on its batch nor on the number of processes.
+        generators: one per row, so that a row's views depend neither on its batch nor on the number of processes.
         shared: a generator in the same state on all processes; always draw from it for all `total_rows`, not only for
             the rows of this process.
         first_row: the number, within the rollout of all processes, of the first row of this process.
@@ -189,7 +189,7 @@ class Randomness:
         of_rollout: as `shared`, and in the same state in the draw of every update; None: there is one draw.
     """
 
-    rows: Sequence[Generator]
+    generators: Sequence[Generator]
     shared: Generator
     first_row: int
     total_rows: int
@@ -202,19 +202,25 @@ class Randomness:
         order = torch.randperm(self.total_rows * draws, generator=self.shared)
         # In fp32 a stratum far from 0 has few numbers, and the last of them would be rounded up into the next stratum.
         numbers = strata(order, torch.rand((), generator=self.shared, dtype=torch.float64))
-        return self.own(numbers.view(self.total_rows, draws))
+        return self.local_slice(numbers.view(self.total_rows, draws))
 
     def rotated(self, draws: int) -> Tensor:
         """(rows, draws) in [0, 1): each is uniform, and those of the whole rollout are equally spaced (`rotation`)."""
-        return self.own(rotation(self.total_rows, draws, torch.rand((), generator=self.shared)))
+        return self.local_slice(rotation(self.total_rows, draws, torch.rand((), generator=self.shared)))
 
     def uniform(self, draws: int) -> Tensor:
         """(rows, draws) in [0, 1), independent; each row draws from its own generator."""
-        return torch.stack([torch.rand(draws, generator=generator) for generator in self.rows])
+        return torch.stack([torch.rand(draws, generator=generator) for generator in self.generators])
 
-    def own(self, of_all_rows: Tensor) -> Tensor:
+    def local_slice(self, of_all_rows: Tensor) -> Tensor:
         """The part of `of_all_rows` (all rows, ...) that belongs to the rows of this process."""
-        return of_all_rows[self.first_row : self.first_row + len(self.rows)]
+        return of_all_rows[self.first_row : self.first_row + len(self.generators)]
+
+    @property
+    def rows(self) -> Sequence[Generator]:
+        """Deprecated: the old name of `generators`."""
+        warnings.warn("Randomness.rows is now generators", FutureWarning, stacklevel=2)
+        return self.generators
 
 
 def strata(order: Tensor, u: Tensor) -> Tensor:
@@ -230,6 +236,6 @@ def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
     return ((torch.arange(draws) + starts) / draws + u) % 1
 
 
-def prompt_noise(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:
+def draw_hidden_prompt(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:
     """(rows, views, prompt) bool: each view hides each maskable token of the prompt with probability `p`."""
-    return torch.stack([draw_masks(sampled.maskable, p, random.rows) for _ in range(views)], dim=1)
+    return torch.stack([draw_masks(sampled.maskable, p, random.generators) for _ in range(views)], dim=1)

@@ -38,8 +38,9 @@ class Views:
     """The states in which a batch of completions is scored.
 
     Attributes:
-        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides; values at padding are ignored. If
-            completions are shorter than the canvas, the rest of the canvas is masked in every view.
+        noise: (rows, views, prompt + canvas) bool, the mask of hidden positions: true where a view hides the token.
+            Values at padding are ignored. If completions are shorter than the canvas, the rest of the canvas is hidden
+            in every view.
         weights: (rows, views, tokens) float; a token with weight 0 is not scored in that view and costs nothing.
         shown: (rows, views, canvas) ids that each view shows of the canvas where it hides nothing; None: the
             completions. In a block-causal model, later blocks see the completions all the same.

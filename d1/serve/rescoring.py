@@ -83,10 +83,10 @@ class Rescoring:
         number = trainer.rollout_number if trainer.mode == "train" else trainer.evaluation_rollouts
         row = rows[number % len(rows)]
         one = {name: batch[name][row : row + 1] for name in batch}
-        views, compute = states_of(one, trainer.blocks, number), trainer.compute
+        views, of_training = states_of(one, trainer.blocks, number), trainer.computed_tokens
         with trainer.without_checkpointing(), evaluating(trainer.model):
             scores = trainer.scores(trainer.model, one, views, with_entropies=True, views_at_once=STATES)
-        trainer.compute = compute
+        trainer.computed_tokens = of_training
         found = differences(one, scores, views, exact and certain)
         if found and certain:
             raise ValueError(f"{where(row)}{found}: other weights, settings or tokens sampled them")

@@ -321,7 +321,7 @@ class ServerRollouts:
             mask_token_id=trainer.mask_token_id,
         )
 
-    def columns(self, batch: Batch, ranks: RankView) -> Batch:
+    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
         """Its rows are independent."""
         return {}
 

@@ -144,7 +144,7 @@ class UserRollouts(OwnModel):
             aligned=block_size(config) is not None,
             by_our_rules=False,
         )
-        trainer.rollout_columns = {}
+        trainer.rollout_fields = {}
         trainer.record = record_of(returned, args, expected, trainer.accelerator.device)
         completions = completion_ids_of(trainer.record["canvas_ids"], ends)
         prompt_ids = [token_ids(ids).tolist() for ids in returned["prompt_ids"]]  # arrays of uint16 stay so in TRL

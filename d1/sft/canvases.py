@@ -79,7 +79,7 @@ class CanvasCollator(dLLMDataCollator):
         return batch
 
     def draw_canvas(self, text: Tensor, answer: Tensor, t: float | None, key: tuple[int, ...]) -> dict[str, Tensor]:
-        """One row's columns of the batch. A canvas belongs to one turn, after which EOS fills it."""
+        """One row's tensors of the batch. A canvas belongs to one turn, after which EOS fills it."""
         generator = keyed_generator(*key)
         drawn_t, canvas_draw, conditioned_draw = torch.rand(3, generator=generator)
         token_draws = torch.rand(self.size, generator=generator)
@@ -203,11 +203,10 @@ class CanvasTrainer(dLLMTrainer):
     def nonfinite_rows(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         tokenizer: Any = self.processing_class
         rows = []
-        columns = (inputs["input_ids"], inputs["attention_mask"], inputs["t"])
-        for row_loss, ids, visible, t in zip(row_losses, *columns, strict=True):
-            if not torch.isfinite(row_loss):
-                text = tokenizer.decode(ids[visible.bool()].tolist())
-                rows.append({"text": text, "t": t.item(), "loss": row_loss.item()})
+        for row in (~torch.isfinite(row_losses)).nonzero().flatten().tolist():
+            visible = inputs["attention_mask"][row].bool()
+            text = tokenizer.decode(inputs["input_ids"][row][visible].tolist())
+            rows.append({"text": text, "t": inputs["t"][row].item(), "loss": row_losses[row].item()})
         return rows
 
 
@@ -221,7 +220,7 @@ def find_turns(answer: Tensor) -> list[tuple[int, int]]:
 
 
 def next_tokens(inputs: dict[str, Tensor]) -> Tensor:
-    """(rows, length - 1) bool: the tokens of a batch's texts, from the second column on, that have one before them."""
+    """(rows, length - 1) bool: the tokens of a batch's texts, from the second on, that have one before them."""
     visible = inputs["attention_mask"].bool()
     return visible[:, :-1] & visible[:, 1:]
 
@@ -232,6 +231,6 @@ def sum_cross_entropy(model: Any, states: Tensor, targets: Tensor, tokens: Tenso
     weight = float(tokens.any())
     if not weight:  # score one token with weight 0, because every process has to call the head
         tokens[0, 0] = True
-    rows, columns = token_positions(tokens, states.device)
-    logps, _ = head.target_logps(model, states[rows, columns], targets[rows, columns].clamp(min=0))
+    rows, positions = token_positions(tokens, states.device)
+    logps, _ = head.target_logps(model, states[rows, positions], targets[rows, positions].clamp(min=0))
     return logps.new_zeros(len(states)).index_add(0, rows, -logps * weight)

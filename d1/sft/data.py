@@ -281,8 +281,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         self.seed = seed
         self.eval_draws = eval_draws
         self.lengths = []
-        columns = (self.rows["length"], self.rows["start"], self.rows["status"])
-        for length, start, status in zip(*columns, strict=True):
+        for length, start, status in zip(self.rows["length"], self.rows["start"], self.rows["status"], strict=True):
             self.lengths.append(self.filled_length(length, start, status))
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)

@@ -171,8 +171,8 @@ class dLLMTrainer(RunTrainer, Trainer):
 
         clean_positions = token_positions(predicts, labels.device)
         masked_positions = token_positions(masked, labels.device)
-        clean_rows, clean_columns = clean_positions
-        targets = torch.cat([labels[clean_rows, clean_columns + 1], labels[masked_positions]]).clamp(min=0)
+        clean_rows, clean_text_positions = clean_positions
+        targets = torch.cat([labels[clean_rows, clean_text_positions + 1], labels[masked_positions]]).clamp(min=0)
 
         def compute_losses(inner: Any) -> Tensor:
             states = causal_context_states(inner, inputs, predicts, clean_positions, masked, masked_positions)
@@ -356,21 +356,21 @@ def hidden_states(model: Any, inputs: dict[str, Any], tokens: Tensor, positions:
     model also reads the clean rows; the noised rows follow them, from the first block with one of the tokens on.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    rows, columns = positions
+    rows, text_positions = positions
     lengths = inputs.get("lengths")
     size = block_size(model.config)
     if size is None:
         backbone = backbone_and_head(model)[0]
         if lengths is None:
-            return backbone(noised, visible)[rows, columns]
+            return backbone(noised, visible)[rows, text_positions]
         segments = [(length, 0) for length in lengths]
-        return backbone(noised, None, columns.unsqueeze(0), segments=segments)[0]
+        return backbone(noised, None, text_positions.unsqueeze(0), segments=segments)[0]
 
     clean = torch.where(labels == IGNORED, noised, labels)
     if lengths is not None:
         return packed_two_stream_states(model, clean, noised, lengths, tokens)
     first = int(tokens.any(0).int().argmax()) // size * size
-    return two_stream_states(model, clean, noised[:, first:], visible)[rows, columns - first]
+    return two_stream_states(model, clean, noised[:, first:], visible)[rows, text_positions - first]
 
 
 def causal_context_states(
@@ -392,9 +392,9 @@ def causal_context_states(
 
     # The noised stream begins at or before the first block with a hidden token.
     first = max(0, int(masked.any(0).int().argmax()) - size + 1)
-    # Columns of each row's clean tokens, left to right; rows with fewer of them are filled with others.
+    # Positions of each row's clean tokens, left to right; rows with fewer of them are filled with others.
     width = int(predicts.sum(1).max())
-    columns = predicts.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
+    clean_at = predicts.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
     origin = torch.tensor(starts).unsqueeze(1).to(clean.device, non_blocking=True)
     states = two_stream_states(
         model,
@@ -402,14 +402,14 @@ def causal_context_states(
         noised[:, first:],
         inputs["attention_mask"],
         blocks=Blocks(size, origin),
-        clean_at=columns.to(clean.device, non_blocking=True),
+        clean_at=clean_at.to(clean.device, non_blocking=True),
     )
 
     # (rows, width + length - first, hidden size) -> (n, hidden size)
     ranks = (predicts.cumsum(1) - 1)[predicts].to(clean.device, non_blocking=True)
     clean_rows, _ = clean_positions
-    masked_rows, masked_columns = masked_positions
-    return torch.cat([states[clean_rows, ranks], states[masked_rows, width + masked_columns - first]])
+    masked_rows, masked_text_positions = masked_positions
+    return torch.cat([states[clean_rows, ranks], states[masked_rows, width + masked_text_positions - first]])
 
 
 def mean_loss(prediction: EvalPrediction) -> dict[str, float]:

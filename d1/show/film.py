@@ -105,7 +105,7 @@ def filmed(
             length = canvas.shape[1] - start
             film.tokens, film.steps = [""] * length, [HIDDEN] * length
             film.logps, film.entropies = [0.0] * length, [0.0] * length
-            film.drafts = [[] for _ in range(length if step.most_writes > 1 else 0)]
+            film.drafts = [[] for _ in range(length if step.max_writes > 1 else 0)]
         # A step lists the tokens that its pass predicted, by index in the text; `revealed` says which of them it wrote.
         parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
         for index, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):

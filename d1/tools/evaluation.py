@@ -80,7 +80,7 @@ class EpisodeRows(Rows):
         self.add_row(prompt, number)
         turn = len(episode.turns)
         generator = generator_of(self.args, prompt, turn)
-        return episode.next_ids, generator, self.toolbox.stop_of(turn), self.toolbox.columns_of(episode)
+        return episode.next_ids, generator, self.toolbox.stop_of(turn), self.toolbox.cache_rows_of(episode)
 
     def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
         """Adds a turn to the episode of each row and makes its calls. Returns the entries of those that have ended."""

@@ -111,15 +111,15 @@ class EpisodeTrainer(DiffuGRPOTrainer):
         def sample(rows: list[int], turn: int) -> list[list[int]]:
             ids, mask = self.left_pad([self.episodes[row].next_ids for row in rows])
             own = [keys[row * turns + turn] for row in rows]
-            columns = [self.toolbox.columns_of(self.episodes[row]) for row in rows]
-            sampled = self.sample(ids, mask, own, self.toolbox.stop_of(turn), columns)
+            cache_rows = [self.toolbox.cache_rows_of(self.episodes[row]) for row in rows]
+            sampled = self.sample(ids, mask, own, self.toolbox.stop_of(turn), cache_rows)
             record, spent, _ = record_and_costs(sampled)
             for name, value in spent.items():  # per episode
                 costs[name] = costs.get(name, 0.0) + value * len(rows) / count
             self.source.verify({"prompt_ids": ids, "prompt_mask": mask, **record}, sampled, own)
             at_work = [index for index, row in enumerate(rows) if self.episodes[row].end is None]
-            columns_at_work = {name: values[at_work] for name, values in cast("Batch", record).items()}
-            parts.append(([rows[index] for index in at_work], columns_at_work))
+            record_at_work = {name: values[at_work] for name, values in cast("Batch", record).items()}
+            parts.append(([rows[index] for index in at_work], record_at_work))
             return record["canvas_ids"].tolist()  # this waits for the device
 
         def anyone(own: bool) -> bool:

@@ -62,7 +62,7 @@ class Episode:
         functions: the tools of this episode by name.
         number: of its row, for the log of results.
         messages: the messages after the prompt, as TRL passes them to rewards; arguments of calls are JSON, as text.
-        columns: what the sampler's exact cache keeps for the next turn: columns of the text up to the cut.
+        cache_rows: what the sampler's exact cache keeps for the next turn: keys and values of the text up to the cut.
     """
 
     prompt: Sequence[Message]
@@ -75,11 +75,11 @@ class Episode:
     failed: int = 0
     hung: bool = False
     end: str | None = None
-    columns: KVCacheRows = field(default_factory=KVCacheRows)
+    cache_rows: KVCacheRows = field(default_factory=KVCacheRows)
 
     def finish(self, end: str) -> None:
         self.end = end
-        self.columns.clear()
+        self.cache_rows.clear()
 
     @property
     def ids(self) -> list[int]:
@@ -274,19 +274,19 @@ class Toolbox:
         """`stops` for all turns but the last, where a call has no effect."""
         return self.stops if turn + 1 < self.settings.max_turns else None
 
-    def columns_of(self, episode: Episode) -> KVCacheRows | None:
+    def cache_rows_of(self, episode: Episode) -> KVCacheRows | None:
         """For the sampler of an episode's next turn; None if no other turn is to read them, or the episode is over."""
         if episode.end is not None or self.settings.max_turns == 1:
             return None
-        episode.columns.wanted = self.stop_of(len(episode.turns)) is not None
-        return episode.columns
+        episode.cache_rows.wanted = self.stop_of(len(episode.turns)) is not None
+        return episode.cache_rows
 
     def append_turn(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
         """Adds a canvas to an episode; returns the texts of the calls that need results. Without any, it has ended."""
         is_last = self.stop_of(len(episode.turns)) is None
         kept = list(canvas_ids[: self.cut(canvas_ids, is_last)])
         episode.turns.append(Turn(episode.next_ids, kept))
-        episode.columns.crop(len(episode.next_ids) + len(kept))
+        episode.cache_rows.crop(len(episode.next_ids) + len(kept))
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
         calls = self.calls_in(kept[: first_end(kept, self.ends)])[: self.settings.calls_per_turn]

@@ -64,7 +64,7 @@ SFT = {
 }
 RL = {**SAMPLING, **{place: times for place, times in SCORING.items() if "padding_mask" not in place}} | {
     "d1/rl/batch.py score_batch": (1, "scoring of whole batches"),  # is there padding in the rollout?
-    "d1/rl/trainer.py DiffuGRPOTrainer.total_compute": (1, "log"),
+    "d1/rl/trainer.py DiffuGRPOTrainer.total_computed_tokens": (1, "log"),
     "d1/rl/batch.py record_and_costs": (1, "rollout"),  # passes, for the log
     "d1/rl/batch.py completion_ids_of": (1, "rollout"),
     "d1/runs/trainer.py RunTrainer.require_finite": (1, "batch"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import CLIP, Objective, clip, draws_log_ratios, share
+from d1.rl.losses import CLIP, Objective, clip, clip_ratio_metric, draws_log_ratios
 from d1.rl.methods.cj_grpo import DARE, DARE_SCALE, DARE_TRAINED
 from d1.rl.methods.entry import Page
 from d1.rl.methods.shared import canvas, method
@@ -29,7 +29,7 @@ def bgpo(inputs: LossInputs, settings: Any) -> Loss:
     d_RD, advantages = draws_log_ratios(inputs), inputs.advantages.unsqueeze(1)
     gains_RD, clipped_RD = clip(torch.where(advantages > 0, 1 + d_RD, d_RD.exp()), advantages, settings)
     taking_part_RD = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped_RD)
-    return -(gains_RD * taking_part_RD).mean(), share(clipped_RD, taking_part_RD)
+    return -(gains_RD * taking_part_RD).mean(), clip_ratio_metric(clipped_RD, taking_part_RD)
 
 
 OBJECTIVES = {

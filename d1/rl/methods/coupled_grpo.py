@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 SHARES = (0.2, 0.8)  # the masking probability is uniform between these
 
 
-def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Tensor) -> Views:
+def coupled_views(hidden_prompt: Tensor, half: Tensor, share: Tensor, scored: Tensor) -> Views:
     """Three views: the first hides all tokens, the second those of `half` (rows, canvas), the third the others. A token
-    is in `half` with probability `share` (rows,); `prompt_noise` (rows, 1, prompt) is hidden in all three."""
+    is in `half` with probability `share` (rows,); `hidden_prompt` (rows, 1, prompt) is hidden in all three."""
     import torch
 
     from d1.scoring.views import views_of_canvas
@@ -34,18 +34,18 @@ def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Ten
     # A mask's weight is 0.5 / P(it hides the token), so its expected value is 0.5, as that of the first view.
     hidden = torch.stack([torch.ones_like(half), half, ~half], dim=1)
     weights = torch.stack([torch.full_like(share, 0.5), 0.5 / share, 0.5 / (1 - share)], dim=1).unsqueeze(-1)
-    return views_of_canvas(prompt_noise, hidden, scored, weights)
+    return views_of_canvas(hidden_prompt, hidden, scored, weights)
 
 
 def draw_coupled(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     from d1.masking import draw_masks
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
 
     low, high = SHARES
     share = (low + (high - low) * random.uniform(1)[:, 0]).to(sampled.scored.device)
-    half = draw_masks(sampled.scored, share, random.rows)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
-    return coupled_views(noise, half, share, sampled.scored)
+    half = draw_masks(sampled.scored, share, random.generators)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, 1)
+    return coupled_views(hidden_prompt, half, share, sampled.scored)
 
 
 ESTIMATORS = {"coupled": Estimator(draw_coupled, lambda settings: 3, settings=())}

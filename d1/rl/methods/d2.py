@@ -30,16 +30,16 @@ def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettin
     import torch
 
     from d1.scoring.replay import WrittenTokens, replay_views
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
 
     written = WrittenTokens.from_rows(sampled)
     if sampled.blocks is not None:  # each block has its share of the steps
         settings = replace(settings, steps=-(-settings.steps * settings.block_length // settings.gen_length))
     count = number_of_segments(settings)
     chosen = torch.arange(count, device=written.steps.device).expand(len(written.steps), -1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, 1)
     ones = torch.ones_like(chosen, dtype=torch.float)
-    return replay_views(noise, written.with_segments(written.steps * count // settings.steps), chosen, ones)
+    return replay_views(hidden_prompt, written.with_segments(written.steps * count // settings.steps), chosen, ones)
 
 
 ESTIMATORS = {

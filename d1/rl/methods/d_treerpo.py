@@ -83,7 +83,7 @@ def draw_edges(sampled: SampledRows, random: Randomness, settings: ViewSettings)
         edges = sum(children * len({*chosen} & {*own}) for children, own in zip(branches, numbers, strict=True))
     is_end = torch.zeros_like(sampled.scored) if sampled.is_end is None else sampled.is_end
     leaf = (torch.arange(rows, device=reveal_steps.device) + random.first_row) % leaves
-    noise, weights = [], []
+    hidden, weights = [], []
     for level, (step, next_step) in enumerate(pairwise(steps)):
         is_last = level == len(branches) - 1
         there = (reveal_steps >= 0) & (reveal_steps < step)
@@ -93,9 +93,9 @@ def draw_edges(sampled: SampledRows, random: Randomness, settings: ViewSettings)
         parent = numbers[level][0] + leaf // leaves_below(branches, level)
         taking_part = (starts <= step) & torch.isin(parent, torch.tensor(chosen, device=parent.device))
         tokens = at_child & ~there & before_end & sampled.scored & taking_part.unsqueeze(1)
-        noise.append(torch.cat([clean_prompt(sampled)[:, 0], ~there], dim=1))
+        hidden.append(torch.cat([clean_prompt(sampled)[:, 0], ~there], dim=1))
         weights.append(tokens * (leaves / edges) / tokens.sum(1, keepdim=True).clamp(min=1))
-    return Views(torch.stack(noise, dim=1), torch.stack(weights, dim=1).float())
+    return Views(torch.stack(hidden, dim=1), torch.stack(weights, dim=1).float())
 
 
 # --- The objective ----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LOWEST = 0.1
 
 
-def opposite_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
+def opposite_mask_views(hidden_prompt: Tensor, hidden: Tensor, scored: Tensor) -> Views:
     """Views that hide `hidden` (rows, masks, canvas) of the scored tokens, then those that hide the others; each weighs
     1 / (views x hidden tokens). A view that hides nothing scores nothing."""
     import torch
@@ -49,19 +49,19 @@ def opposite_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) ->
 
     hidden = torch.cat([hidden, ~hidden], dim=1)
     counts = (hidden & scored.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
-    return views_of_canvas(prompt_noise, hidden, scored, 1 / (hidden.shape[1] * counts))
+    return views_of_canvas(hidden_prompt, hidden, scored, 1 / (hidden.shape[1] * counts))
 
 
 def draw_opposite_masks(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     import torch
 
     from d1.masking import draw_masks
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
 
     chances = LOWEST + (1 - LOWEST) * random.uniform(settings.draws)
-    masks = [draw_masks(sampled.scored, of_mask, random.rows) for of_mask in chances.unbind(1)]
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
-    return opposite_mask_views(noise, torch.stack(masks, dim=1), sampled.scored)
+    masks = [draw_masks(sampled.scored, of_mask, random.generators) for of_mask in chances.unbind(1)]
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
+    return opposite_mask_views(hidden_prompt, torch.stack(masks, dim=1), sampled.scored)
 
 
 def tilted_softmax(inputs: AdvantageInputs, settings: Any) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import CLIP, Objective, share
+from d1.rl.losses import CLIP, Objective, clip_ratio_metric
 from d1.rl.methods.cj_grpo import DARE, DARE_SCALE, DARE_TRAINED
 from d1.rl.methods.entry import Page
 from d1.rl.methods.shared import THRESHOLD, method
@@ -32,7 +32,7 @@ def clipped_sequences(inputs: LossInputs, settings: Any) -> Loss:
     low = math.log1p(-settings.epsilon) if settings.epsilon < 1 else -math.inf
     held = torch.where(positive, log_ratios.clamp(max=high), log_ratios.clamp(min=low))
     clipped, taking_part = (held != log_ratios) & (inputs.advantages != 0), inputs.mask.bool().any(-1)
-    return -(inputs.advantages * held.exp() * taking_part).mean(), share(clipped, taking_part)
+    return -(inputs.advantages * held.exp() * taking_part).mean(), clip_ratio_metric(clipped, taking_part)
 
 
 OBJECTIVES = {

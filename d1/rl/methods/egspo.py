@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import CLIP, Objective, Penalty, clip, k3_of, require_logps, share
+from d1.rl.losses import CLIP, Objective, Penalty, clip, clip_ratio_metric, k3_of, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import method
 
@@ -29,7 +29,7 @@ def clipped_steps(inputs: LossInputs, settings: Any) -> Loss:
     advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
     gains_RV, clipped_RV = clip(log_ratios_RV.exp(), advantages_RV, settings)
     per_token_RV = gains_RV * scored_RVT.any(-1) / scored_RVT.sum(-1).clamp(min=1)
-    return -per_token_RV.sum() / inputs.scoring_views, share(clipped_RV, scored_RVT.any(-1))
+    return -per_token_RV.sum() / inputs.scoring_views, clip_ratio_metric(clipped_RV, scored_RVT.any(-1))
 
 
 def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:

@@ -38,7 +38,7 @@ def quadrature() -> tuple[Tensor, Tensor]:
 
 def draw_gauss(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     from d1.scoring.elbo import ranks_of_tokens
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
     from d1.scoring.views import views_of_canvas
 
     scored, device = sampled.scored, sampled.scored.device
@@ -46,9 +46,9 @@ def draw_gauss(sampled: SampledRows, random: Randomness, settings: ViewSettings)
     times = nodes.to(device)
     counts = (times * scored.sum(-1, keepdim=True)).long().clamp(min=1)
     hidden = ranks_of_tokens(sampled, random, len(times)) < counts.unsqueeze(-1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, len(times))
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, len(times))
     weights = (parts.to(device) / times).float().expand(len(scored), -1).unsqueeze(-1)
-    return views_of_canvas(noise, hidden, scored, weights)
+    return views_of_canvas(hidden_prompt, hidden, scored, weights)
 
 
 ESTIMATORS = {"gauss": Estimator(draw_gauss, lambda settings: NODES, settings=())}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import Objective, Penalty, draws_log_ratios, require_logps, share
+from d1.rl.losses import Objective, Penalty, clip_ratio_metric, draws_log_ratios, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.espo import ESPO_OPTIMIZER
 from d1.rl.methods.shared import canvas, method
@@ -31,13 +31,13 @@ def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSet
     import torch
 
     from d1.scoring.elbo import ranks_of_tokens, uniform_counts, weighted_views
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
 
     counts = uniform_counts(sampled, random, settings)
     hidden = ranks_of_tokens(sampled, random, settings.draws) < counts.unsqueeze(-1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
     weights = torch.full_like(counts, 1 / settings.draws, dtype=torch.float)
-    return weighted_views(noise, hidden, sampled.scored, weights, weights, antithetic=True)
+    return weighted_views(hidden_prompt, hidden, sampled.scored, weights, weights, antithetic=True)
 
 
 def gdsd(inputs: LossInputs, settings: Any) -> Loss:
@@ -50,7 +50,7 @@ def gdsd(inputs: LossInputs, settings: Any) -> Loss:
     held_RD = log_ratios_RD.clamp(math.log1p(-settings.epsilon), math.log1p(settings.epsilon))
     taking_part_RD = inputs.mask.bool().any(1, keepdim=True).expand_as(held_RD)
     distance_RD = held_RD / inputs.lengths.unsqueeze(1) - 10 * inputs.advantages.unsqueeze(1)
-    return (distance_RD**2 * taking_part_RD).sum(1).mean(), share(held_RD != log_ratios_RD, taking_part_RD)
+    return (distance_RD**2 * taking_part_RD).sum(1).mean(), clip_ratio_metric(held_RD != log_ratios_RD, taking_part_RD)
 
 
 def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:

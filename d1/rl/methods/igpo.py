@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from d1.rl.hints import Hint
-from d1.rl.losses import CLIP, Objective, Penalty, clip, k3_of, require_logps, share
+from d1.rl.losses import CLIP, Objective, Penalty, clip, clip_ratio_metric, k3_of, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
 
@@ -114,7 +114,7 @@ def igpo(inputs: LossInputs, settings: Any) -> Loss:
     log_ratios_R = ((inputs.logps - inputs.old) * inputs.mask).sum(1) / inputs.lengths
     gains_R, clipped_R = clip(log_ratios_R.exp(), inputs.advantages, settings)
     loss = -(gains_R * kept_R).sum() / kept_R.sum().clamp(min=1)
-    return loss, share(clipped_R, inputs.mask.any(1))
+    return loss, clip_ratio_metric(clipped_R, inputs.mask.any(1))
 
 
 def k3_kept(inputs: LossInputs, settings: Any) -> Tensor:

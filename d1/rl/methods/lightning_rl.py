@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import CLIP, Advantage, Objective, averaged, clipped_views
+from d1.rl.losses import CLIP, Advantage, Objective, clipped_views, reduce_loss
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import CONSTANT, THRESHOLD, method
 
@@ -40,7 +40,7 @@ def clipped_views_nll(inputs: LossInputs, settings: Any) -> Loss:
         raise ValueError("is_right is missing: an entry needs reads_right=True")
     loss, metrics = clipped_views(inputs, settings)
     counted_RVT = inputs.weights * inputs.mask.unsqueeze(1) * inputs.is_right[:, None, None]
-    nll = averaged(-(counted_RVT * inputs.view_logps).sum(-1), inputs, settings)
+    nll = reduce_loss(-(counted_RVT * inputs.view_logps).sum(-1), inputs, settings)
     return loss + settings.nll_weight * nll, metrics | {"nll": nll.item()}
 
 

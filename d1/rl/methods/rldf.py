@@ -53,8 +53,8 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     chosen = torch.where(is_new > 0, chosen, again).unsqueeze(-1)
     first = (counts > 0).long().argmax(-1)[:, None, None]
     hidden = torch.where(scored.unsqueeze(1), steps.unsqueeze(1) >= chosen, chosen == first)
-    noise = torch.cat([clean_prompt(sampled).expand(-1, chosen.shape[1], -1), hidden], dim=-1)
-    return Views(noise, (hidden & scored.unsqueeze(1)).float())
+    hidden_text = torch.cat([clean_prompt(sampled).expand(-1, chosen.shape[1], -1), hidden], dim=-1)
+    return Views(hidden_text, (hidden & scored.unsqueeze(1)).float())
 
 
 def likely(inputs: LossInputs) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import CLIP, Objective, Penalty, clip, k3_of, require_logps, share
+from d1.rl.losses import CLIP, Objective, Penalty, clip, clip_ratio_metric, k3_of, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.gdpo import NODES, quadrature
 from d1.rl.methods.shared import CONSTANT, THRESHOLD, method
@@ -62,7 +62,7 @@ def draw_block_gauss(sampled: SampledRows, random: Randomness, settings: ViewSet
     import torch
 
     from d1.scoring.elbo import numbers_of_tokens
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
     from d1.scoring.views import views_of_canvas
 
     scored, device = sampled.scored, sampled.scored.device
@@ -80,9 +80,9 @@ def draw_block_gauss(sampled: SampledRows, random: Randomness, settings: ViewSet
     first_RVT = torch.zeros_like(hidden_RVT).scatter(-1, rescaled_RVT.argmin(-1, keepdim=True), True)
     hidden_RVT = torch.where(hidden_RVT.any(-1, keepdim=True), hidden_RVT, first_RVT)
 
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, NODES)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, NODES)
     weights = parts.to(device).float().expand(len(scored), -1).unsqueeze(-1)
-    return views_of_canvas(noise, hidden_RVT, scored, weights)
+    return views_of_canvas(hidden_prompt, hidden_RVT, scored, weights)
 
 
 ESTIMATORS = {"block_gauss": Estimator(draw_block_gauss, lambda settings: NODES, settings=())}
@@ -102,7 +102,7 @@ def clipped_view_means(inputs: LossInputs, settings: Any) -> Loss:
     means_RV = sums_RV / scored_RVT.sum(-1).clamp(min=1)
     gains_RV, clipped_RV = clip(means_RV.clamp(-10, 10).exp(), inputs.advantages.unsqueeze(1), settings)
     loss = -(view_weights(inputs) * gains_RV).sum() / inputs.scoring_views
-    return loss, share(clipped_RV, scored_RVT.any(-1))
+    return loss, clip_ratio_metric(clipped_RV, scored_RVT.any(-1))
 
 
 def k3_per_canvas(inputs: LossInputs, settings: Any) -> Tensor:

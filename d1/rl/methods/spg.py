@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from d1.rl.losses import ROW_MEANS, Objective, averaged
+from d1.rl.losses import ROW_MEANS, Objective, reduce_loss
 from d1.rl.methods.d1 import D1_TRAINED
 from d1.rl.methods.entry import Page
 from d1.rl.methods.shared import method
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 # more likely.
 
 
-def spg_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
+def spg_views(hidden_prompt: Tensor, hidden: Tensor, scored: Tensor) -> Views:
     """Views that hide `hidden` (rows, views, canvas); each is the mean over its hidden tokens, divided by the number of
     views."""
     from d1.scoring.views import views_of_canvas
 
     counts = (hidden & scored.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
-    return views_of_canvas(prompt_noise, hidden, scored, 1 / (hidden.shape[1] * counts))
+    return views_of_canvas(hidden_prompt, hidden, scored, 1 / (hidden.shape[1] * counts))
 
 
 def hidden_of_row(length: int, block: int, hide: int, order: Tensor, block_length: int, perturbed: Tensor) -> Tensor:
@@ -86,13 +86,13 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: ViewSet
 def draw_blocks(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     import torch
 
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
 
     count = settings.draws
-    rows = zip(sampled.scored.cpu(), random.rows, strict=True)
+    rows = zip(sampled.scored.cpu(), random.generators, strict=True)
     hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, generator in rows])
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)
-    return spg_views(noise, hidden.to(sampled.scored.device), sampled.scored)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, count)
+    return spg_views(hidden_prompt, hidden.to(sampled.scored.device), sampled.scored)
 
 
 # --- The objective ----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
 def spg(inputs: LossInputs, settings: Any) -> Loss:
     """-A x bound, each row weighted by its length (SPG, arXiv 2510.09541, section 3)."""
     per_row = -inputs.advantages * sandwiched(inputs, settings) * inputs.lengths
-    return averaged(per_row.unsqueeze(1), inputs, settings), {}
+    return reduce_loss(per_row.unsqueeze(1), inputs, settings), {}
 
 
 # The estimator and the settings of the bounds are StableDRL's, too.

@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 TIMES = (0.1, 0.9)
 
 
-def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
-    """Views that hide `hidden` (rows, views, canvas) and `prompt_noise` (rows, views or 1, prompt); the weights of each
-    view sum to the completion's length divided by the number of views."""
+def random_mask_views(hidden_prompt: Tensor, hidden: Tensor, scored: Tensor) -> Views:
+    """Views that hide `hidden` (rows, views, canvas) and `hidden_prompt` (rows, views or 1, prompt); the weights of
+    each view sum to the completion's length divided by the number of views."""
     from d1.scoring.views import views_of_canvas
 
     count = (hidden & scored.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
     weights = scored.sum(-1)[:, None, None] / (hidden.shape[1] * count)
-    return views_of_canvas(prompt_noise, hidden, scored, weights)
+    return views_of_canvas(hidden_prompt, hidden, scored, weights)
 
 
 def draw_random(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     import torch
 
     from d1.masking import draw_masks
-    from d1.scoring.rollouts import prompt_noise
+    from d1.scoring.rollouts import draw_hidden_prompt
 
     low, high = TIMES
     times = low + (high - low) * random.uniform(settings.draws)
-    hidden = torch.stack([draw_masks(sampled.scored, of_view, random.rows) for of_view in times.unbind(1)], dim=1)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
-    return random_mask_views(noise, hidden, sampled.scored)
+    hidden = torch.stack([draw_masks(sampled.scored, of_view, random.generators) for of_view in times.unbind(1)], dim=1)
+    hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, settings.draws)
+    return random_mask_views(hidden_prompt, hidden, sampled.scored)
 
 
 ESTIMATORS = {

@@ -63,7 +63,7 @@ def test_episodes_are_those_played_alone_in_any_batch(tiny_model_dir, tiny_block
         assert {**item, **dict.fromkeys(costs)} == {**other, **dict.fromkeys(costs)}
         assert other["forward_passes"] <= item["forward_passes"]
     assert sum(item["forward_passes"] for item in stopped) < sum(item["forward_passes"] for item in found[0])
-    monkeypatch.setattr(Toolbox, "columns_of", lambda self, episode: None)
+    monkeypatch.setattr(Toolbox, "cache_rows_of", lambda self, episode: None)
     recomputed = without_times(run(model_dir, "recomputed", "--eos_stop"))
     for item, other in zip(without_times(stopped), recomputed, strict=True):  # columns save tokens alone
         assert {**item, "forward_tokens": 0} == {**other, "forward_tokens": 0}

@@ -110,7 +110,7 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_shares_
         tensors = load_file(saved / "model.safetensors")
         assert all(torch.equal(value, kept[step][name]) for name, value in tensors.items())
     checkpoint = str(folder / "checkpoint-7")
-    assert run.total_compute() == spent[7]
+    assert run.total_computed_tokens() == spent[7]
     assert budget_exhausted(checkpoint, budget)
     assert budget_exhausted(checkpoint, spent[7])
     assert not budget_exhausted(checkpoint, spent[7] + 1)
@@ -154,7 +154,7 @@ def test_processes_spend_one_budget_together(tmp_path):
     assert budget_exhausted(str(tmp_path), 100)
     assert not budget_exhausted(str(tmp_path), 101)
     gathered = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(30)]))
-    assert DiffuGRPOTrainer.total_compute(SimpleNamespace(compute=70, accelerator=gathered)) == 100
+    assert DiffuGRPOTrainer.total_computed_tokens(SimpleNamespace(computed_tokens=70, accelerator=gathered)) == 100
 
 
 def test_progress_is_to_the_step_that_spends_the_budget():

@@ -228,9 +228,9 @@ def test_what_the_model_sampled_passes_and_anything_else_does_not(tiny_model_dir
     model = tiny_block_dir if case == "blocks" else tiny_model_dir
     trainer = make_method(model, tmp_path, "d1", eos_stop=False, **HOW[case])
     batch = sampled(trainer)
-    before = trainer.compute.item(), torch.get_rng_state(), trainer.model.training
+    before = trainer.computed_tokens.item(), torch.get_rng_state(), trainer.model.training
     check(trainer, batch)
-    assert trainer.compute.item() == before[0]
+    assert trainer.computed_tokens.item() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     assert trainer.model.training == before[2]
     wrong = {

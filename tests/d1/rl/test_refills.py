@@ -62,7 +62,7 @@ def test_dropped_prompts_are_replaced_by_the_next_ones_that_are_kept(tiny_block_
     assert [counts for *_, counts in rows] == [keep for keep in kept for _ in range(GROUP)]
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert (entry["sampling/refills"], entry["prompts_kept"]) == (used, pytest.approx(sum(kept) / PROMPTS))
-    assert trainer.sampled == 1 + used
+    assert trainer.num_sampled_batches == 1 + used
 
 
 def test_a_resumed_run_goes_on_with_the_next_prompts(tiny_block_dir, tmp_path):
@@ -72,7 +72,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts(tiny_block_dir, tmp_path):
     whole.train()
     resumed = make_method(tiny_block_dir, tmp_path / "resumed", "dipo", Kept, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert whole.sampled > 4
+    assert whole.num_sampled_batches > 4
     assert resumed.rollouts == whole.rollouts[2:]
     assert_same(whole, resumed)
 

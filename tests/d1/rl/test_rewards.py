@@ -19,7 +19,7 @@ from trl import ModelConfig
 
 from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guarded, rewards_of, weighted_sum
+from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guard_reward, rewards_of, weighted_sum
 from d1.tasks import load_task, with_rewards
 from tests.tiny_grpo import SETTINGS
 
@@ -66,7 +66,7 @@ def call(function: Any, **columns: Any) -> Any:
 def test_numbers_and_none_pass_as_they_are(tmp_path: Path, container: Any) -> None:
     values = NUMBERS if container in (list, tuple, iter) else [0.5, 1.0, -2.0]
     columns = {"completions": ["a"] * len(values)}
-    found = call(guarded(constant(container(values)), "task", tmp_path), **columns)
+    found = call(guard_reward(constant(container(values)), "task", tmp_path), **columns)
     assert found == [None if value is None else float(value) for value in values]
     assert {type(value) for value in found} <= {float, type(None)}
     assert not list(tmp_path.iterdir())
@@ -76,7 +76,7 @@ def test_numbers_and_none_pass_as_they_are(tmp_path: Path, container: Any) -> No
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_reward_names_function_task_and_row(tmp_path: Path, kind: str, case: str) -> None:
     values, problem = BAD[case]
-    reward = guarded(constant(values, kind), "letters", tmp_path / "run")
+    reward = guard_reward(constant(values, kind), "letters", tmp_path / "run")
     with pytest.raises(RewardError, match=rf"reward odd of task letters {problem}.*reward_error_odd.json has its"):
         call(reward, **COLUMNS)
     assert json.loads((tmp_path / "run" / "reward_error_odd.json").read_text()) == COLUMNS
@@ -103,7 +103,7 @@ async def later(letter: list, **columns: Any) -> list[float]:
 )
 def test_a_function_that_raises_is_named(tmp_path: Path, function: Any, name: str) -> None:
     with pytest.raises(RewardError, match=rf"reward {name} of task t raised KeyError: .*no such letter"):
-        call(guarded(function, "t", tmp_path), **COLUMNS)
+        call(guard_reward(function, "t", tmp_path), **COLUMNS)
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -125,11 +125,11 @@ def value(text):
     *_, parsed, short = with_rewards(letters_task, str(file)).REWARDS
     where = re.escape(str(file))
     with pytest.raises(RewardError, match=rf"parsed of task t raised JSONDecodeError: .* \({where}, line 4\)"):
-        call(guarded(parsed, "t", tmp_path), **COLUMNS)
+        call(guard_reward(parsed, "t", tmp_path), **COLUMNS)
     with pytest.raises(RewardError, match=rf"returned 0 rewards for 3 rows \({where}, line 9\)"):
-        call(guarded(short, "t", tmp_path), **COLUMNS)
+        call(guard_reward(short, "t", tmp_path), **COLUMNS)
     with pytest.raises(RewardError, match=r"returned \[\] for row 0, which .*test_rewards\.py, line \d+\)"):
-        call(guarded(functools.partial(constant([[]])), "t", tmp_path), completions=["a"])
+        call(guard_reward(functools.partial(constant([[]])), "t", tmp_path), completions=["a"])
     rows = letters_task.load_rows("train")
     for reward, where in ((parsed, r"it raised TypeError: .*, line 4"), (short, r"it returned 0 rewards .*, line 9")):
         with pytest.raises(ValueError, match=rf"cannot score its rows \({where}\)\); they have the columns"):
@@ -139,7 +139,7 @@ def value(text):
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_the_share_of_none_is_logged(tmp_path: Path, kind: str) -> None:
     logged: dict[str, float] = {}
-    reward = guarded(constant([None, 1.0, None], kind), "task", tmp_path)
+    reward = guard_reward(constant([None, 1.0, None], kind), "task", tmp_path)
     assert call(reward, **COLUMNS, log_metric=logged.__setitem__) == [None, 1.0, None]
     assert logged == {"rewards/odd/none_share": 2 / 3}
 

@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.batch import LOSS_MASKS, RankView, keep_share, sampled_rows, views_of
+from d1.rl.batch import LOSS_MASKS, RankView, sampled_rows, select_prompt_share, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -116,7 +116,7 @@ def test_a_share_of_the_prompts_is_kept_by_spread_then_solved_then_the_longest()
             batch = {"completion_reward": torch.tensor(reward).flatten(), "reveal_steps": steps}
             batch |= {"completion_mask": mask.clone(), "advantages": torch.zeros(24)}
             ranks = RankView(all_gather=lambda values: values, rank_offset=0)
-            share = keep_share(batch, kept / 8 - 0.01, 3, ranks, keyed_generator(seed))
+            share = select_prompt_share(batch, kept / 8 - 0.01, 3, ranks, keyed_generator(seed))
             assert share == kept / 8
             rows = batch["completion_mask"].any(1).view(8, 3)
             assert torch.equal(rows.all(1), rows.any(1))

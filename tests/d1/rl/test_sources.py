@@ -20,7 +20,7 @@ def test_the_trainers_own_model_continues_rollouts_in_batches(tiny_model_dir, tm
     mask_id = trainer.mask_token_id
     start = RolloutStart.from_rollout(whole, 3, mask_id)
     assert trainer.source.can_continue
-    before = trainer.compute.clone()
+    before = trainer.computed_tokens.clone()
     found = trainer.source.sample(RolloutRequest(ids, mask, keys, start=start))
     for row in range(3):
         own = [keyed_generator(7, row)]
@@ -42,7 +42,7 @@ def test_the_trainers_own_model_continues_rollouts_in_batches(tiny_model_dir, tm
         assert torch.equal(getattr(found, name)[there], getattr(whole, name)[there])
     again = trainer.sample(ids, mask, keys, start=start)
     assert torch.equal(again.ids, found.ids)
-    assert trainer.compute - before == again.forward_tokens.sum()
+    assert trainer.computed_tokens - before == again.forward_tokens.sum()
 
 
 def test_sources_that_cannot_continue_are_refused_at_the_set_up(tiny_model_dir, tmp_path):

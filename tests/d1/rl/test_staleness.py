@@ -42,7 +42,7 @@ class Loop(DiffuGRPOTrainer):
         options = {"mask_token_id": self.mask_token_id, "eos_token_ids": ends, "generator": generators}
         with evaluating(model):
             sampled = rollout(model, ids, mask, self.sampling, **options)
-        self.compute = self.compute + sampled.forward_tokens.sum()
+        self.computed_tokens = self.computed_tokens + sampled.forward_tokens.sum()
         self.log_metric("sampling/staleness", min(number, self.args.rollout_staleness))
         self.log_metric("sampling/staleness_steps", self.state.global_step - step)
         return sampled

@@ -367,7 +367,7 @@ def test_two_processes_with_unequal_turns_sample_the_episodes_of_one(tiny_model_
 
 
 @pytest.mark.parametrize("kind", ["block-causal", "causal context"])
-def test_turns_read_the_columns_of_those_before_and_episodes_are_those_of_recomputation(
+def test_turns_read_the_cached_tokens_of_those_before_and_episodes_are_those_of_recomputation(
     tiny_block_dir, tiny_causal_dir, tmp_path, kind
 ):
     """Exactly the whole clean blocks before the cut (with a causal context: those that were finished) are not processed
@@ -380,18 +380,18 @@ def test_turns_read_the_columns_of_those_before_and_episodes_are_those_of_recomp
         trainer.model.train()
         box = trainer.toolbox
         if not reads:
-            box.columns_of = lambda episode: None
+            box.cache_rows_of = lambda episode: None
         kept = []
 
         def take(episode, canvas_ids, take=box.append_turn, kept=kept):
             calls, turn = take(episode, canvas_ids), episode.turns[-1]
-            kept.append((len(turn.prompt_ids), len(turn.kept), episode.end, episode.columns.tokens))
+            kept.append((len(turn.prompt_ids), len(turn.kept), episode.end, episode.cache_rows.tokens))
             return calls
 
         box.append_turn = take
         batch = trainer._generate_and_score_completions([rows()[row // 4] for row in range(EPISODES)])
         found.append((batch, kept, {name: trainer._metrics["train"][f"sampling/{name}"] for name in COSTS}))
-        assert not any(episode.columns.tokens for episode in trainer.episodes)
+        assert not any(episode.cache_rows.tokens for episode in trainer.episodes)
     (one, kept, costs), (other, _, whole) = found
     for name in ("canvas_ids", "prompt_ids", "completion_mask", "reveal_steps"):
         assert torch.equal(one[name], other[name]), name

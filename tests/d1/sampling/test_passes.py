@@ -147,16 +147,16 @@ def following(texts):
     return rows, ids, mask
 
 
-def copies(columns):
-    return [KVCacheRows(list(one.layers)) for one in columns]
+def copies(cache_rows):
+    return [KVCacheRows(list(one.layers)) for one in cache_rows]
 
 
 @pytest.mark.parametrize(
     ("kind", "ends"), [("sdar", None), ("sdar", ENDS), ("Fast_dLLM_Qwen", None), (CAUSAL, None), (CAUSAL, ENDS)]
 )
-def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is_cut(load, kind, ends):
+def test_turns_that_read_cached_tokens_are_those_that_recompute_wherever_the_canvas_is_cut(load, kind, ends):
     """Three turns, cut at every offset in a block: tokens, log-probs and passes of a batch, of some of its rows, and of
-    a stream; and exactly the kept columns are not processed again."""
+    a stream; and exactly the cached tokens are not processed again."""
     model = load(kind)
     size = 4 if kind == CAUSAL else model.config.block_size
     whole, length = 1 if kind == CAUSAL else size, 3 * size
@@ -179,7 +179,7 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
         for turn in range(3):
             known, again = [one.tokens for one in held], copies(held)
             some, streamed = copies(held), copies(held)
-            found = sample(ids, mask, turn, columns=held)
+            found = sample(ids, mask, turn, cache_rows=held)
             without, recomputed = sample(ids, mask, turn), sample(ids, mask, turn, recompute=True)
             for other in (without, recomputed):
                 for name in ("ids", "reveal_steps", "passes"):
@@ -189,10 +189,10 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
             saved = torch.tensor([min(of, width - 1) // whole * whole for of, width in zip(known, widths, strict=True)])
             assert torch.equal(without.forward_tokens - found.forward_tokens, saved)
             with computed_tokens(model) as computed:
-                sample(ids, mask, turn, columns=again)
+                sample(ids, mask, turn, cache_rows=again)
             assert sum(tokens for _, tokens in computed) == found.forward_tokens.sum()
             # Of rows 1 and 3 alone, and of a stream in which rows wait.
-            part = sample(ids, mask, turn, [1, 3], columns=[some[1], some[3]])
+            part = sample(ids, mask, turn, [1, 3], cache_rows=[some[1], some[3]])
             for name in ("ids", "reveal_steps", "forward_tokens"):
                 assert torch.equal(getattr(part, name), getattr(found, name)[[1, 3]]), name
             assert_near(part.logps, found.logps[[1, 3]], least=SHARP_LOGITS)
@@ -218,12 +218,12 @@ def test_turns_that_read_columns_are_those_that_recompute_wherever_the_canvas_is
             widths = [len(row) for row in rows]
 
 
-def test_guidance_and_models_with_full_attention_leave_no_columns(load):
+def test_guidance_and_models_with_full_attention_leave_no_cache_rows(load):
     ids, mask = make_prompts([5, 2], 0)
     for kind, more in (("sdar", {"cfg_scale": 0.5}), ("llada", {})):
         held = [KVCacheRows(), KVCacheRows()]
         expected, found = (
-            rollout(load(kind), ids, mask, columns=columns, **LENGTHS, **more) for columns in (None, held)
+            rollout(load(kind), ids, mask, cache_rows=cache_rows, **LENGTHS, **more) for cache_rows in (None, held)
         )
         assert [one.tokens for one in held] == [0, 0]
         assert torch.equal(expected.ids, found.ids)

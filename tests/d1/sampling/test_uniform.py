@@ -126,7 +126,7 @@ def test_the_record_has_every_state_and_scored_anew_gives_its_numbers(model, out
     assert (starts == -2).all()
     assert writes.ids.max() < VOCAB
     visible = torch.cat([mask, torch.ones_like(found.ids[:, ids.shape[1] :])], dim=1)
-    for number in range(int(found.most_writes.max()) - 1):
+    for number in range(int(found.max_writes.max()) - 1):
         logits = backbone_and_head(model)[1](canvas_states(model, found.ids, writes.ids[..., number], visible))
         logits = logits / how.temperature_of(number)
         entropies = token_entropies(logits)
