@@ -9,7 +9,8 @@ the canvas, W writes. To TRL's keys are added
 - `padded` R, whether any prompt of the rollout is padded, the same for each row;
 - `old_view_logps` and `ref_view_logps` R U V T, where the loss needs them;
 - `view_advantages` R V, with `state_reward` or a tree of rollouts; of a tree also `start_steps` R, and what
-  `d1/rl/tree.py` adds: `sibling_advantages` R V S, `sibling_ids` R V S T and `sibling_positions` R U;
+  `d1/rl/tree.py` adds: `sibling_advantages` R V S, `sibling_ids` R V S T and `sibling_positions` R U, and `is_end` R T
+  until its views are drawn;
 - after a rollout with hints, `given` R T and, for `Objective.reads_given`, `old_entropies` R T;
 - `mini_batch` R, if a rollout has several: the number of the one that a row belongs to;
 - `group` R, the number of a row's prompt, and `log_ratios` R x (rows per prompt), for `Objective.over_group`;
@@ -378,21 +379,14 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
 
 
-def sampled_rows(
-    batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | None = None, end_ids: Sequence[int] | None = None
-) -> SampledRows:
+def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | None = None) -> SampledRows:
     """A batch as estimators see it, sampled by a model with these blocks. The special tokens of `protect_specials_of`,
-    a tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN. `end_ids` end a text."""
+    a tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
     maskable = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
     canvas = batch["canvas_ids"]
     unknown = torch.full(canvas.shape, torch.nan, device=canvas.device)
-    is_end = None
-    if end_ids is not None:  # compared one by one: a list of ids would be an upload that waits
-        is_end = torch.zeros_like(canvas, dtype=torch.bool)
-        for end_id in end_ids:
-            is_end = is_end | (canvas == end_id)
     return SampledRows(
         prompt_ids=batch["prompt_ids"],
         attention_mask=batch["prompt_mask"],
@@ -404,7 +398,7 @@ def sampled_rows(
         entropies=batch.get("rollout_entropies", unknown),
         blocks=canvas_blocks(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
-        is_end=is_end,
+        is_end=batch.get("is_end"),
         start_steps=batch.get("start_steps"),
     )
 

@@ -2,8 +2,8 @@
 
 A group without a right completion has no advantages. With `hints`, its rows are sampled once more, from canvases that
 hold parts of the row's worked solution, the column `trace`; right completions among these replace rows of the group
-(`DiffuGRPOTrainer.add_hinted`). An entry of `HINTS` chooses the parts, and where on the canvas they lie. A new one is a
-function and an entry, in a method's file. This module imports no torch, so that the methods' files need none either.
+(`hinted.py`). An entry of `HINTS` chooses the parts, and where on the canvas they lie. A new one is a function and an
+entry, in a method's file. This module imports no torch, so that the methods' files need none either.
 """
 
 from __future__ import annotations
@@ -45,17 +45,3 @@ class Hint:
 
 
 HINTS: dict[str, Hint] = {"none": Hint(None)}
-
-
-def choose_replacements(unsolved: Tensor, right: Tensor, most: int, generator: Generator) -> Tensor:
-    """(rows,) of all processes, the row that replaces each row; -1: the row stays. In each `unsolved` group (prompts,),
-    at most `most` of the rows that are `right` (prompts, group), at random, replace the first ones."""
-    import torch
-
-    prompts, group = right.shape
-    source = torch.full((prompts, group), -1, dtype=torch.long)
-    for prompt, rows in enumerate((right & unsolved.unsqueeze(1)).cpu()):
-        able = rows.nonzero().squeeze(1)
-        able = able[torch.randperm(len(able), generator=generator)][:most]
-        source[prompt, : len(able)] = prompt * group + able
-    return source.flatten().to(right.device)

@@ -2,8 +2,8 @@
 
 The trainer has one `RolloutSource`, and does not know which. `OwnModel` samples with the model that is trained. The
 others are outside the core: servers (`d1/serve/rollouts.py`), servers that sample ahead of the updates
-(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`). `TreeRollouts` (`d1/rl/tree.py`) asks another source
-to continue its rollouts.
+(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`). Two sources wrap another one and ask it to continue
+its rollouts: `TreeRollouts` (`d1/rl/tree.py`) and `HintedRollouts` (`d1/rl/hinted.py`).
 """
 
 from __future__ import annotations
@@ -76,8 +76,12 @@ class RolloutSource(Protocol):
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if the rollout, with its prompts in `batch`, is not one of the policy."""
 
-    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
-        """What the source adds to a rewarded batch with views. All processes call it together."""
+    def before_views(self, batch: Batch, ranks: RankView) -> None:
+        """Changes a rewarded batch, before the tokens that count, the advantages and the views are set. All processes
+        call it together."""
+
+    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
+        """Changes a batch with views and their scores. All processes call it together."""
 
     def close(self) -> None:
         """Called at the end of training, or after an error; training may begin again."""
@@ -147,9 +151,11 @@ class OwnModel:
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """The model's own rollouts need no check."""
 
-    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
-        """Its rows are independent."""
-        return {}
+    def before_views(self, batch: Batch, ranks: RankView) -> None:
+        """The batch stays as it is."""
+
+    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
+        """The batch stays as it is."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -161,8 +167,65 @@ class OwnModel:
         """As `save`."""
 
 
-def rollout_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any) -> RolloutSource:
-    """The source that the arguments of a trainer choose, for a model of this config; it is not connected yet."""
+class SourceWrapper:
+    """A source that samples by another one, `source`. A subclass overrides what is different."""
+
+    trainer: DiffuGRPOTrainer
+
+    def __init__(self, source: RolloutSource) -> None:
+        self.source = source
+        self.name, self.rollout_func = source.name, source.rollout_func
+        self.samples_here, self.can_continue = source.samples_here, source.can_continue
+
+    def connect(self, trainer: DiffuGRPOTrainer) -> None:
+        self.trainer = trainer
+        self.source.connect(trainer)
+
+    def sample(self, request: RolloutRequest) -> Rollout:
+        return self.source.sample(request)
+
+    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
+        self.source.verify(batch, sampled, keys)
+
+    def before_views(self, batch: Batch, ranks: RankView) -> None:
+        self.source.before_views(batch, ranks)
+
+    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
+        self.source.after_scoring(batch, ranks)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def save(self, folder: Path) -> None:
+        self.source.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.source.load(folder)
+
+
+# --- The source of a run ----------------------------------------------------------------------------------------------
+
+
+def rollout_source(
+    args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any, settings: SamplingSettings
+) -> RolloutSource:
+    """The source that the arguments of a trainer choose, for a model of this config and these settings of the sampler;
+    it is not connected yet. Raises ValueError if they contradict each other."""
+    source = sampling_source(args, rollout_func, config)
+    if args.branches is not None:
+        from d1.rl.tree import TreeRollouts
+
+        source = TreeRollouts(source, args.branches)
+    if args.hints != "none":
+        from d1.rl.hinted import HintedRollouts
+
+        require_continuing(source, settings, config, f"--hints {args.hints}")
+        source = HintedRollouts(source, args.hints, args.hint_rows)
+    return source
+
+
+def sampling_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any) -> RolloutSource:
+    """Who samples: the trainer, servers, or a user's function."""
     if rollout_func is not None and args.merged_rollouts:
         raise ValueError("--merged_rollouts true: a rollout_func samples, not the trainer: leave it out")
     if rollout_func is not None and args.branches is not None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,6 @@ from d1.rl.batch import (
     completion_bounds,
     completion_ids_of,
     count_scored,
-    count_scored_tokens,
     draw_mini_batches,
     draw_updates,
     evaluating,
@@ -55,7 +54,6 @@ from d1.rl.batch import (
     prompt_masked,
     record_and_costs,
     replace_filtered_groups,
-    replace_rows,
     sampled_logps,
     sampled_rows,
     sampling_gap,
@@ -68,17 +66,15 @@ from d1.rl.batch import (
     view_logps_as_sampled,
     views_of,
 )
-from d1.rl.bridge import ACCURACY, REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
+from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_traces, check_trainer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.hints import HINTS, TRACE, choose_replacements
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import SPEED, guard_reward
-from d1.rl.sources import RolloutRequest, require_continuing, rollout_source
-from d1.rl.tree import TreeRollouts
+from d1.rl.sources import RolloutRequest, rollout_source
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
-from d1.sampling import Rollout, RolloutStart, SamplingSettings, eos_cut
+from d1.sampling import Rollout, RolloutStart, SamplingSettings
 from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
@@ -92,8 +88,7 @@ logger = logging.getLogger(__name__)
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
 
-# The last part of a key, after the row's number: a draw of views for advantages; hints, and rollouts with them
-BOUNDS, HINTS_DRAWN, HINTED = 1, 1, 2
+BOUNDS = 1  # the last part of a row's key, after its number, in a draw of views for advantages
 
 REFERENCE = "reference.safetensors"  # of a checkpoint whose run syncs the reference
 FORMAT = 5  # of the checkpoint state
@@ -156,11 +151,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
         # How completions are sampled, where they come from, and what rewards them.
         self.sampling = args.sampling_settings(model.config)
-        self.source = rollout_source(args, rollout_func, model.config)
-        if args.branches is not None:
-            self.source = TreeRollouts(self.source, args.branches)
-        if args.hints != "none":
-            require_continuing(self.source, self.sampling, model.config, f"--hints {args.hints}")
+        self.source = rollout_source(args, rollout_func, model.config, self.sampling)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
 
         with reference_from(model if args.needs_reference else None, args):
@@ -359,87 +350,22 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.draw_views(batch, ranks)
         if self.args.state_reward:
             batch["view_advantages"] = self.state_advantages(batch, ranks)
-        batch |= self.source.batch_fields(batch, ranks)
         if self.mode == "train" and self.mini_batches > 1:
             batch["mini_batch"] = self.draw_mini_batches(ranks, len(batch["advantages"]))
         self.score_rollout(batch)
+        self.source.after_scoring(batch, ranks)
         self.evaluation_rollouts += self.mode == "eval"
 
     def complete_rows(self, batch: Batch) -> None:
         """Makes the rows of the loss from TRL's batch: which of their tokens count, and their advantages."""
         ranks = self.rank_view(batch)
-        if self.args.hints != "none" and self.mode == "train":
-            self.add_hinted(batch, ranks)
+        self.source.before_views(batch, ranks)
         self.choose_scored_tokens(batch, ranks)
         self.change_advantages(batch, ranks)
 
     def rank_view(self, batch: Batch) -> RankView:
         """Access to the rows of all processes."""
         return RankView(self.accelerator.gather, self.first_row(len(batch["advantages"])))
-
-    def add_hinted(self, batch: Batch, ranks: RankView) -> None:
-        """Replaces rows of groups without a right completion by right ones that were sampled with hints (`HINTS`), and
-        sets the advantages of these groups anew."""
-        args, rows, length = self.args, len(batch["canvas_ids"]), self.sampling.gen_length
-        right = ranks.all_gather(batch[ACCURACY]).view(-1, self.group)
-        unsolved = right.nansum(1).eq(0)
-        self.log_metric("hints/unsolved", unsolved.float().mean().item())
-        if not unsolved.any():
-            return
-        wide = pad_batch(batch, batch["prompt_ids"].shape[1], length, self.text_tokenizer.pad_token_id)
-        names = ("completion_ids", "completion_mask", ACCURACY, REWARD, *self.record)
-        old = {name: wide[name] for name in ("advantages", *names)}
-        old["given"] = torch.zeros_like(batch["canvas_ids"], dtype=torch.bool)
-
-        # Sample the rows of these groups once more, each from its own hints and with its own random numbers.
-        asked = ranks.local_slice(unsolved.repeat_interleave(self.group), rows).nonzero().squeeze(1)
-        more = {name: value.clone() for name, value in old.items()}
-        if len(asked):
-            self.sample_hinted(batch, asked, more)
-
-        # Reward them; the other rows keep their completions. All processes call the rewards with all of their rows.
-        completions = completion_ids_of(more["canvas_ids"], self.eos_token_ids)
-        more[REWARD], more[ACCURACY] = self.rewards_and_accuracy(completions)
-
-        # Right ones replace rows of their group.
-        hinted = ranks.all_gather(more[ACCURACY]).view(-1, self.group).eq(1)
-        choice = keyed_generator(*self.key("rollout"), rows * self.accelerator.num_processes, HINTED)
-        source = choose_replacements(unsolved, hinted, args.hint_rows, choice)
-        batch |= wide | replace_rows(old, source, more, ranks)
-        batch["num_items_in_batch"] = count_scored_tokens(batch, ranks)
-        changed = source.view(-1, self.group).ge(0).any(1)
-        rewards = ranks.all_gather(batch[REWARD]).view(-1, self.group)
-        centred = torch.where(changed.unsqueeze(1), rewards - rewards.mean(1, keepdim=True), torch.nan)
-        new_advantages = ranks.local_slice(centred.flatten(), rows)
-        batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
-        self.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())
-        self.log_metric("hints/rows", source.ge(0).float().mean().item())
-
-    def sample_hinted(self, batch: Batch, asked: Tensor, more: Batch) -> None:
-        """Puts rollouts of the rows `asked` of this process, with hints, into the rows of `more`."""
-        hint, length = HINTS[self.args.hints], self.sampling.gen_length
-        keys = self.row_keys("rollout", len(batch["canvas_ids"]))
-        given = []
-        for row in asked.tolist():
-            trace = self.text_tokenizer(str(self.rows[row][TRACE]), add_special_tokens=False)["input_ids"]
-            given.append(hint(trace, length, keyed_generator(*keys[row], HINTS_DRAWN)))
-        ids = torch.stack(given).to(asked.device)
-        sampled = self.sample(
-            batch["prompt_ids"][asked],
-            batch["prompt_mask"][asked],
-            [(*keys[row], HINTED) for row in asked.tolist()],
-            start=RolloutStart.from_ids(torch.where(ids >= 0, ids, self.mask_token_id)),
-        )
-        record, _, passes = record_and_costs(sampled)
-        completions = completion_ids_of(record["canvas_ids"], self.eos_token_ids)
-        for row, completion, pass_count in zip(asked.tolist(), completions, passes, strict=True):
-            self.rollout_fields[SPEED][row] = len(completion) / max(pass_count, 1)
-        canvas = record["canvas_ids"]
-        for name, values in record.items():
-            more[name][asked] = cast(Tensor, values)
-        more["completion_ids"][asked] = canvas
-        more["completion_mask"][asked] = eos_cut(canvas, self.eos_token_ids).to(more["completion_mask"].dtype)
-        more["given"][asked] = canvas == ids  # the EOS stop may have overwritten some
 
     def change_advantages(self, batch: Batch, ranks: RankView) -> None:
         """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
@@ -517,10 +443,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def estimator_rows(self, batch: Batch) -> SampledRows:
         """A batch as estimators see it."""
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        end_ids = None
-        if self.args.branches:  # edges of a tree end at an EOS
-            end_ids = self.eos_token_ids
-        return sampled_rows(batch, self.blocks, protected, end_ids)
+        return sampled_rows(batch, self.blocks, protected)
 
     def randomness(self, rows: int, ranks: RankView, *purpose: int) -> Randomness:
         """The random numbers of a draw of views for `rows` rows of this process. A `purpose` gives other numbers than
@@ -590,10 +513,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             if args.loss_reads_reference:
                 with self.reference() as model:
                     batch["ref_view_logps"] = score_updates(model, batch, score_one, firsts)
-            if "given" in batch and OBJECTIVES[args.objective].reads_given:
-                with evaluating(self.model):
-                    scores = score_one(self.model, batch, views_of(batch, 0), with_entropies=True)
-                batch["old_entropies"] = scores.entropies
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
     def with_padded(self, batch: Batch) -> Batch:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from d1.rl.batch import Batch, RankView, pad_to_width
 from d1.rl.branches import first_level, leaves_below, level_steps
 from d1.rl.bridge import REWARD
 from d1.rl.checks import check_trees
-from d1.rl.sources import RolloutRequest, RolloutSource, require_continuing
+from d1.rl.sources import RolloutRequest, RolloutSource, SourceWrapper, require_continuing
 from d1.sampling import Rollout, RolloutStart
 
 if TYPE_CHECKING:
@@ -107,18 +106,14 @@ def tree_fields(batch: Batch, branches: Sequence[int], ranks: RankView) -> Batch
 # --- The source -------------------------------------------------------------------------------------------------------
 
 
-class TreeRollouts:
+class TreeRollouts(SourceWrapper):
     """The source of a training rollout whose prompts have trees; it asks `source` to continue rollouts. Evaluations
     sample independent completions."""
 
-    name = "a tree of rollouts"
-    rollout_func: Callable[..., dict[str, Any]] | None = None
-    can_continue = False
-    trainer: DiffuGRPOTrainer
-
     def __init__(self, source: RolloutSource, branches: Sequence[int]) -> None:
-        self.source, self.branches = source, [*branches]
-        self.samples_here = source.samples_here
+        super().__init__(source)
+        self.name, self.can_continue = "a tree of rollouts", False
+        self.branches = [*branches]
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
         """ValueError if the source, the sampler or the model cannot continue rollouts."""
@@ -129,8 +124,7 @@ class TreeRollouts:
                 "--branches: processes that each hold a part of the weights would make different numbers of forward "
                 "passes: use DDP, ZeRO-2, or ZeRO-3 with ds3_gather_for_generation"
             )
-        self.trainer = trainer
-        self.source.connect(trainer)
+        super().connect(trainer)
 
     def sample(self, request: RolloutRequest) -> Rollout:
         if self.trainer.mode == "eval":
@@ -169,23 +163,21 @@ class TreeRollouts:
                     values[chosen] = getattr(continued, name)
         return sampled
 
-    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
-        """`view_advantages` and the siblings of each edge (`d1/rl/batch.py`)."""
-        if self.trainer.mode == "eval":
-            return {}
-        return tree_fields(batch, self.branches, ranks)
+    def before_views(self, batch: Batch, ranks: RankView) -> None:
+        """Adds `is_end`: edges of a tree end at an EOS."""
+        super().before_views(batch, ranks)
+        # Ids are compared one by one: a list of them would be an upload that waits.
+        is_end = torch.zeros_like(batch["canvas_ids"], dtype=torch.bool)
+        for end_id in self.trainer.eos_token_ids:
+            is_end = is_end | (batch["canvas_ids"] == end_id)
+        batch["is_end"] = is_end
 
-    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
-        self.source.verify(batch, sampled, keys)
-
-    def close(self) -> None:
-        self.source.close()
-
-    def save(self, folder: Path) -> None:
-        self.source.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self.source.load(folder)
+    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
+        """Adds `view_advantages` and the siblings of each edge (`d1/rl/batch.py`)."""
+        super().after_scoring(batch, ranks)
+        del batch["is_end"]  # only the views depend on it
+        if self.trainer.mode == "train":
+            batch.update(tree_fields(batch, self.branches, ranks))
 
 
 def blank_rollout(request: RolloutRequest, gen_length: int) -> Rollout:

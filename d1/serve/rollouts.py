@@ -321,9 +321,11 @@ class ServerRollouts:
             mask_token_id=trainer.mask_token_id,
         )
 
-    def batch_fields(self, batch: Batch, ranks: RankView) -> Batch:
-        """Its rows are independent."""
-        return {}
+    def before_views(self, batch: Batch, ranks: RankView) -> None:
+        """The batch stays as it is."""
+
+    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
+        """The batch stays as it is."""
 
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Scores a row of the rollout again. All processes call it together."""

@@ -216,6 +216,7 @@ class EpisodeTrainer(DiffuGRPOTrainer):
     def complete_rows(self, batch: Batch) -> None:
         """Changes the advantages of episodes, and makes their turns the rows."""
         ranks = self.rank_view(batch)
+        self.source.before_views(batch, ranks)
         self.change_advantages(batch, ranks)
         batch |= flatten_episodes(batch, {**self.record}, self.rows_per_completion, ranks)
         batch.pop("tool_mask", None)

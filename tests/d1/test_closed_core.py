@@ -99,6 +99,8 @@ print("\\n" + json.dumps({"called": sorted(called), "modules": modules}))
 """
 # Files of the core for what a model or a setting asks for: their functions run for these alone.
 LEAVES = (
+    "d1.rl.hinted",
+    "d1.rl.tree",
     "d1.sampling.causal",
     "d1.sampling.edits",
     "d1.sampling.infilling",

@@ -52,7 +52,7 @@ SCORING = {
     "d1/scoring/rollouts.py SampledRows.to": (1, "column"),  # views are drawn where the generators are
 }
 LOSSES = {  # all for the log
-    "d1/rl/losses.py share": (1, "loss with clipping"),
+    "d1/rl/losses.py clip_ratio_metric": (1, "loss with clipping"),
     "d1/rl/methods/stable_drl.py stable_drl": (1, "loss with a metric"),
     "d1/rl/methods/rldf.py rldf": (1, "loss with a metric"),
     "d1/rl/methods/lightning_rl.py clipped_views_nll": (1, "loss with a metric"),

@@ -10,7 +10,8 @@ import torch
 from d1.masking import keyed_generator
 from d1.rl.bridge import ACCURACY, REWARD, rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.hints import HINTS, Hint, choose_replacements
+from d1.rl.hinted import choose_replacements
+from d1.rl.hints import HINTS, Hint
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
 from d1.rl.methods.igpo import draw_chunks, kept_tokens, place_chunks
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -152,9 +153,9 @@ def test_without_given_tokens_the_loss_is_trls_of_whole_rows(tiny_model_dir, tmp
 class Recorder(DiffuGRPOTrainer):
     """Keeps the rollout's batch as it was before and after hints."""
 
-    def add_hinted(self, batch, ranks):
+    def complete_rows(self, batch):
         self.before = dict(batch)
-        super().add_hinted(batch, ranks)
+        super().complete_rows(batch)
         self.after = dict(batch)
 
 
