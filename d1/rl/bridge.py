@@ -385,19 +385,23 @@ def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
 
 @contextlib.contextmanager
 def reference_from(model: Any | None, args: Any) -> Iterator[None]:
-    """Inside, TRL's constructor copies the reference of a full fine-tune from `model` in memory; None: no reference.
+    """Inside, TRL's constructor makes the reference model of a full fine-tune from `model`, which is in memory; None:
+    the run needs no reference. Delete this when the constructor takes a reference model."""
 
-    TRL itself would load the reference from its path, as a causal model, whenever `beta` is not 0. If ZeRO-3 split the
-    weights over the ranks on loading, they are loaded again. TRL makes a reference only for its KL: inside, a `beta` of
-    0 in `args` is 1 for a run whose advantages alone read the reference.
-    """
-
-    def copied(*args: Any, **kwargs: Any) -> Any:
+    def copy_of_model(*_: Any, **__: Any) -> Any:
+        # If ZeRO-3 split the weights over the ranks on loading, they are loaded again.
         if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             return load_model(model.name_or_path, dtype=model.dtype)
         return copy.deepcopy(model)
 
-    original, trl_grpo.create_model_from_path = trl_grpo.create_model_from_path, copied
+    # TRL would load the reference from its path, as a causal model: for the time of the constructor, the function that
+    # does so is replaced by a copy of `model`.
+    original = trl_grpo.create_model_from_path
+    trl_grpo.create_model_from_path = copy_of_model
+
+    # TRL makes a reference only if `beta`, the weight of its KL, is not 0. A run whose advantages alone read the
+    # reference has a beta of 0: for the time of the constructor it is 1, so that TRL makes one. No loss sees this 1:
+    # `args` get their beta back below, and the trainer sets its own `beta` after the constructor.
     beta = args.beta
     if model is not None and not beta:
         args.beta = 1.0

@@ -154,6 +154,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.source = rollout_source(args, rollout_func, model.config, self.sampling)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
 
+        # TRL's constructor. Inside `reference_from`, it makes the reference from this model, also for a beta of 0.
         with reference_from(model if args.needs_reference else None, args):
             super().__init__(
                 model=model,
@@ -164,7 +165,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 rollout_func=self.source.rollout_func,
                 **kwargs,
             )
-        # 0, so that TRL adds no KL and reads no reference of its own, unless the KL is TRL's
+        # Unless the KL is TRL's, its beta is 0: then TRL adds no KL and reads no reference of its own.
         self.beta = args.beta if args.has_trls_kl else 0.0
         has_blocks = block_size(self.model.config) is not None
         check_trainer(args, self.sampling, self.reward_funcs, has_blocks, self.weights_are_split, self.samples_in_step)
