@@ -49,7 +49,9 @@ def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:
         from d1.transformers_bridge import attention_kernel
 
         is_flash = (attention_kernel(config) or "").startswith("flash_attention")
-        return PACKED_TEXTS if is_flash and not windowed(config) else NO_CACHE
+        if is_flash and not windowed(config):
+            return PACKED_TEXTS
+        return NO_CACHE
     from d1.models.attention import has_causal_context
 
     if has_causal_context(config):

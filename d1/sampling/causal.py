@@ -21,13 +21,16 @@ class CausalSampler(Sampler):
     def positions_to_predict(
         self, batch: Batch, progress: Sequence[Row], hidden: Tensor
     ) -> tuple[Tensor, Sequence[int]]:
-        begins = [row.first_token == "causal" and row.step == 0 for row in progress]
         predicted, counts = super().positions_to_predict(batch, progress, hidden)
+        begins = [row.first_token == "causal" and row.step == 0 for row in progress]
         if not any(begins):
             return predicted, counts
+
+        # Rows whose block begins predict its first position alone.
         waiting = batch.upload(begins).bool().unsqueeze(1).expand_as(hidden).clone()
         waiting[:, 0] = False
-        return predicted & ~waiting, [1 if alone else count for alone, count in zip(begins, counts, strict=True)]
+        counts = [1 if row_begins else count for row_begins, count in zip(begins, counts, strict=True)]
+        return predicted & ~waiting, counts
 
     def advance(self, batch: Batch, active: list[int], hidden: Tensor, choice: Choice) -> None:
         super().advance(batch, active, hidden, choice)
@@ -37,19 +40,25 @@ class CausalSampler(Sampler):
 def end_blocks(batch: Batch, active: list[int]) -> None:
     """End the block of each row of `active` that has an EOS and, before it, nothing that is hidden: the rest of the
     block is filled with the EOS."""
-    by_ends: dict[tuple[int, ...], list[int]] = {}
+    # Rows with the same EOS stop are looked at together.
+    groups: dict[tuple[int, ...], list[int]] = {}
     for index in active:
-        if batch.rows[index].first_token is not None and batch.rows[index].ends and batch.rows[index].remaining:
-            by_ends.setdefault(batch.rows[index].ends, []).append(index)
-    canvas, inside = batch.canvas, torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
-    for ends, alike in by_ends.items():
-        numbers = batch.upload([[index, batch.rows[index].filled, batch.rows[index].size] for index in alike])
+        row = batch.rows[index]
+        if row.first_token is not None and row.ends and row.remaining:
+            groups.setdefault(row.ends, []).append(index)
+    canvas = batch.canvas
+    in_block = torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
+    for ends, indices in groups.items():
+        # The tokens of their blocks, (n, block); rows, filled and sizes are (n, 1).
+        numbers = batch.upload([[index, batch.rows[index].filled, batch.rows[index].size] for index in indices])
         rows, filled, sizes = numbers.T.unsqueeze(2)
-        at = rows, canvas.fill_positions[rows, (filled + inside) % canvas.fill_positions.shape[1]]
-        ids, hidden = canvas.ids[at], batch.hidden[rows.squeeze(1)]
-        is_end = torch.isin(ids, batch.upload(ends)) & (hidden.cumsum(1) == 0) & (inside < sizes)
+        positions = canvas.fill_positions[rows, (filled + in_block) % canvas.fill_positions.shape[1]]
+        ids, hidden = canvas.ids[rows, positions], batch.hidden[rows.squeeze(1)]
+
+        # An EOS before which nothing is hidden ends the block.
+        is_end = torch.isin(ids, batch.upload(ends)) & (hidden.cumsum(1) == 0) & (in_block < sizes)
         ended = is_end.any(1, keepdim=True)
-        canvas.ids[at] = torch.where(hidden & ended, ends[0], ids)
+        canvas.ids[rows, positions] = torch.where(hidden & ended, ends[0], ids)
         batch.hidden[rows.squeeze(1)] = hidden & ~ended
-        for index in compress(alike, ended.squeeze(1).tolist()):  # the step's host sync
+        for index in compress(indices, ended.squeeze(1).tolist()):  # the step's host sync
             batch.rows[index].remaining = 0

@@ -56,7 +56,8 @@ class EditingSampler(Sampler):
         assert choice.edited is not None
         # The step's one host sync: which rows take another step.
         counts = torch.stack([hidden.sum(1), choice.edited.sum(1)], dim=1).tolist()
-        for row, (hides, edits) in zip((batch.rows[index] for index in active), counts, strict=True):
+        for index, (hides, edits) in zip(active, counts, strict=True):
+            row = batch.rows[index]
             settings = self.settings_of(row)
             row.remaining = hides
             if settings.edits is not None:
@@ -67,8 +68,10 @@ class EditingSampler(Sampler):
 def remaining_after_edits(row: Row, hides: int, edits: int, post_steps: int) -> int:
     """What is `remaining` after a pass that made `edits` edits and left `hides` tokens hidden: nothing after a pass
     over a full block without edits, or after `post_steps` of them."""
-    had_masks, row.hidden_count = row.hidden_count > 0, hides
-    row.post_passes += not had_masks
+    had_masks = row.hidden_count > 0
+    row.hidden_count = hides
+    if not had_masks:
+        row.post_passes += 1
     is_settled = not had_masks and not edits
     if not hides and (is_settled or row.post_passes >= post_steps):
         return 0

@@ -64,7 +64,9 @@ def check_compile(
         raise ValueError(f"--compile must be one of {', '.join(COMPILE)}, got {compile!r}")
     if compile == "none":
         return
-    kind, kernel = config.model_type, kernel or attention_kernel(config) or ""
+    kind = config.model_type
+    if not kernel:
+        kernel = attention_kernel(config) or ""
     if compile == "graphs" and (on_cpu or not torch.cuda.is_available()):
         raise ValueError("--compile graphs needs a GPU: CUDA graphs replay its kernels")
     if not has_masks(config):
@@ -102,13 +104,16 @@ COMPILED_MODELS: WeakKeyDictionary[Any, tuple[Hashable, Any]] = WeakKeyDictionar
 
 def forward_pass(model: Any) -> Forward:
     """`backbone` of `backbone_and_head`, compiled if `set_compile` says so."""
-    inner, compile, (backbone, _) = unwrapped(model), compile_of(model), backbone_and_head(model)
+    inner, compile = unwrapped(model), compile_of(model)
+    backbone, _ = backbone_and_head(model)
     if compile == "none":
         return backbone
+
+    # `backbone` holds the model, and what the table keeps must not: the model would never be freed.
     state = compile, compile_key(inner)
     if inner not in COMPILED_MODELS or COMPILED_MODELS[inner][0] != state:
-        # `backbone` holds the model, and the table must not: it would never be freed.
-        COMPILED_MODELS[inner] = state, PassGraphs() if compile == "graphs" else CompiledLayers()
+        compiled: Any = PassGraphs() if compile == "graphs" else CompiledLayers()
+        COMPILED_MODELS[inner] = state, compiled
     compiled = COMPILED_MODELS[inner][1]
 
     def forward(*args: Any, **options: Any) -> Tensor:
@@ -193,10 +198,21 @@ class Shape:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], past: DynamicCache | None) -> Shape:
         """The shape of a pass, after padding."""
-        ids, is_cached = tensors["input_ids"], past is not None and past.get_seq_length() > 0
-        rows, cached = row_bucket(len(ids)), past.get_seq_length() if past is not None and is_cached else 0
-        # Keys can be added only where a mask hides them.
-        padded = -(-cached // KEY_BUCKET) * KEY_BUCKET if "attention_mask" in tensors else cached
+        ids = tensors["input_ids"]
+        rows = row_bucket(len(ids))
+
+        # The cache. Keys can be added only where a mask hides them.
+        cached, only_reads, layers = 0, None, []
+        if past is not None:
+            cached, only_reads = past.get_seq_length(), is_read_only(past)
+        if past is not None and cached:
+            for layer in layers_of(past):
+                layers.append((layer.keys.dtype, layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        padded = cached
+        if "attention_mask" in tensors:
+            padded = -(-cached // KEY_BUCKET) * KEY_BUCKET
+
+        # The other arguments.
         inputs = []
         for name, value in tensors.items():
             size = [rows, *value.shape[1:]]
@@ -204,13 +220,15 @@ class Shape:
                 size[-1] += padded - cached
             if name != "positions":
                 inputs.append((name, value.dtype, tuple(size)))
-        layers = []
-        for layer in layers_of(past) if past is not None and is_cached else ():
-            layers.append((layer.keys.dtype, layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         device = ids.device.type
-        precision = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        only_reads = None if past is None else is_read_only(past)
-        return cls(rows, padded, only_reads, tuple(inputs), tuple(layers), precision)
+        return cls(
+            rows=rows,
+            cached=padded,
+            only_reads=only_reads,
+            inputs=tuple(inputs),
+            layers=tuple(layers),
+            precision=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+        )
 
 
 def row_bucket(rows: int) -> int:
@@ -267,18 +285,26 @@ class PassGraphs:
         **options: Any,
     ) -> Tensor:
         """`backbone` with the same arguments, by a graph if there is one for their shape."""
+        # The arguments that are tensors; others, such as segments of packed rows, have no graph.
         arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "positions": positions, **options}
         past = arguments.pop(CACHE, None)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        graph = None
-        if positions is not None and all(value is None or name in tensors for name, value in arguments.items()):
+        tensors = {}
+        has_graph = positions is not None
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            elif value is not None:
+                has_graph = False
+
+        # The pass, by its graph if there is one.
+        if has_graph:
             shape = Shape.from_tensors(tensors, past)
             graph = self.get_graph(shape, backbone, tensors, past)
-        if graph is None:
-            self.eager_passes += 1
-            return backbone(input_ids, attention_mask, positions, **options)
-        self.replays += 1
-        return self.replay(graph, shape, tensors, past)
+            if graph is not None:
+                self.replays += 1
+                return self.replay(graph, shape, tensors, past)
+        self.eager_passes += 1
+        return backbone(input_ids, attention_mask, positions, **options)
 
     def get_graph(self, shape: Shape, backbone: Forward, tensors: dict[str, Tensor], past: Any) -> Graph | None:
         """The graph of a shape with at least as many positions; None if the shape is new or cannot be captured."""
@@ -311,18 +337,22 @@ class PassGraphs:
                 layer.keys, layer.values = keys, values
 
         def compute() -> tuple[Tensor, list[Tensor]]:
-            options = dict(inputs)
+            options: dict[str, Any] = dict(inputs)
             ids, positions = options.pop("input_ids"), options.pop("positions")
             mask = options.pop("attention_mask", None)
             if shape.only_reads is None:
                 return backbone(ids, mask, positions, **options), []
             # An empty cache, or one that a pass adds to, is a new one in each run.
-            cache = template if buffers and shape.only_reads else same_layers(template)
-            states = backbone(ids, mask, positions, **options, **{CACHE: cache})
+            cache = template
+            if not buffers or not shape.only_reads:
+                cache = same_layers(template)
+            options[CACHE] = cache
+            states = backbone(ids, mask, positions, **options)
             new_values: list[Tensor] = []
-            for layer in () if shape.only_reads else layers_of(cache):
-                for values in (layer.keys, layer.values):
-                    new_values.append(values[:, :, shape.cached :].clone())  # the graph need not keep the others
+            if not shape.only_reads:
+                for layer in layers_of(cache):
+                    for values in (layer.keys, layer.values):
+                        new_values.append(values[:, :, shape.cached :].clone())  # the graph need not keep the others
             return states, new_values
 
         # The first run of the computation is on real numbers: those of this pass.
@@ -339,23 +369,27 @@ class PassGraphs:
     def past_buffers(self, shape: Shape, past: Any) -> list[Tensor]:
         """Buffers of a shape's cached keys and values, layer by layer: views of the memory that all shapes share. If
         it is too small, it is made anew, and the graphs with it."""
-        sizes = []
-        for _, heads, keys, values in shape.layers:
-            sizes += [(shape.rows, heads, shape.cached, keys), (shape.rows, heads, shape.cached, values)]
-        dtypes = [dtype for dtype, *_ in shape.layers for _ in range(2)]
+        # A shape without cached keys has no buffers, and keeps the memory of the others.
+        if not shape.layers:
+            return []
+        sizes, dtypes = [], []
+        for dtype, heads, key_size, value_size in shape.layers:
+            sizes += [(shape.rows, heads, shape.cached, key_size), (shape.rows, heads, shape.cached, value_size)]
+            dtypes += [dtype, dtype]
         counts = [math.prod(size) for size in sizes]
-        fits = len(self.memory) == len(sizes) and all(
-            memory.numel() >= count and memory.dtype == dtype
-            for memory, count, dtype in zip(self.memory, counts, dtypes, strict=True)
-        )
-        if sizes and not fits:
+
+        # Is the memory large enough?
+        fits = len(self.memory) == len(sizes)
+        if fits:
+            for memory, count, dtype in zip(self.memory, counts, dtypes, strict=True):
+                fits = fits and memory.numel() >= count and memory.dtype == dtype
+        if not fits:
             self.graphs.clear()
             self.memory, self.held = [], ([], None)
             like = layers_of(past)[0].keys
             for count, dtype in zip(counts, dtypes, strict=True):
                 self.memory.append(like.new_zeros(count, dtype=dtype))
-        # A shape without cached keys has no buffers, and keeps the memory of the others.
-        return [memory[: math.prod(size)].view(size) for memory, size in zip(self.memory, sizes, strict=False)]
+        return [memory[:count].view(size) for memory, count, size in zip(self.memory, counts, sizes, strict=True)]
 
     def replay(self, graph: Graph, shape: Shape, tensors: dict[str, Tensor], past: Any) -> Tensor:
         self.copy_arguments(graph.inputs, tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -72,8 +71,12 @@ def infill_steps(
         NotFiniteError: as `infill`.
     """
     require_prepared(model)
-    visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
+    visible = torch.ones_like(ids)
+    if attention_mask is not None:
+        visible = attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
+
+    # Refuse what makes no sense at the call, not at the first step.
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (ids, hidden, visible))
         raise ValueError(f"ids, hidden (bool) and attention_mask must be (rows, length); got {shapes}, {hidden.dtype}")
@@ -81,39 +84,52 @@ def infill_steps(
         raise ValueError("no position is hidden: there is nothing to fill")
     if (holes & (seen == 0)).any():
         raise ValueError("some hidden positions are padding: attention_mask must be 1 where a token is filled in")
-    size = block_size(model.config)
-    block = count_positions(seen) // size if size else torch.zeros_like(seen)
     # Rows that hide equally many tokens of each block have the same settings; those that hide none take no part.
+    size = block_size(model.config)
+    block = torch.zeros_like(seen)  # (rows, length) the number of each token's block
+    if size:
+        block = count_positions(seen) // size
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in holes.any(1).nonzero().flatten().tolist():
-        sizes = block[row][holes[row]].unique(return_counts=True)[1].tolist()
-        groups.setdefault(tuple(sizes), []).append(row)
-    progress, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
+        _, counts = block[row][holes[row]].unique(return_counts=True)
+        groups.setdefault(tuple(counts.tolist()), []).append(row)
+
+    # The sampler of each group, and the schedules of its rows.
+    progress = [Row(number=row, prompt=0, prompt_in_block=0, schedule=[]) for row in range(len(ids))]
+    samplers: dict[tuple[int, ...], Sampler] = {}
     for sizes, rows in groups.items():
         settings = infill_settings(model.config, sum(sizes), block_length=block_length, steps=steps, **fields)
         check_generator(settings, generator, len(ids), None)
-        work.append((rows, make_sampler(model, settings, mask_token_id, noise_dtype)))
+        samplers[sizes] = make_sampler(model, settings, mask_token_id, noise_dtype)
         for row in rows:
-            progress[row].schedule = settings.schedule() if size is None else block_schedule(sizes, settings.steps)
+            if size is None:
+                progress[row].schedule = settings.schedule()
+            else:
+                progress[row].schedule = block_schedule(sizes, settings.steps)
+
+    # Text after the blocks with hidden positions is not read.
     first = block.masked_fill(~holes, block.shape[1]).amin(1, keepdim=True)
     if size is not None and (seen.bool() & ~holes & (block > first)).any():
         logger.warning(
             "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there is not read",
             *(model.config.model_type, size),
         )
-    # Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.
+
+    # The canvas. Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.
     fill_positions = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
     fill_positions = fill_positions.to(ids.device, non_blocking=True)
     canvas = Canvas.create(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, fill_positions)
     batch = Batch.create(progress, canvas, generator)
     masked = not bool(seen.all())
 
-    def complete(rows: list[int], sampler: Sampler) -> Iterator[Step]:
-        passes = sampler.passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
-        return sampler.fill_canvas(batch, rows, passes)
+    def fill_all_groups() -> Iterator[Step]:
+        for sizes, rows in groups.items():
+            passes = samplers[sizes].passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
+            yield from samplers[sizes].fill_canvas(batch, rows, passes)
 
     # Any of the samplers can check the canvas: they share the model.
-    return work[0][1].check_finite(chain.from_iterable(complete(*group) for group in work), canvas)
+    sampler = next(iter(samplers.values()))
+    return sampler.check_finite(fill_all_groups(), canvas)
 
 
 def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
@@ -126,11 +142,12 @@ def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
             "before text that is there. Sample a completion instead"
         )
     model_block = block_size(config)
-    chosen: dict[str, Any] = {"block_length": model_block or BLOCK_LENGTH}
-    chosen |= {name: value for name, value in fields.items() if value is not None}
-    if chosen.get("steps") is None:
-        chosen["steps"] = default_steps(count, chosen["block_length"], tokens_per_step=1)
-    settings = SamplingSettings(gen_length=count, **chosen | {"steps": min(chosen["steps"], count)})
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    block_length = chosen.pop("block_length", model_block or BLOCK_LENGTH)
+    steps = chosen.pop("steps", None)
+    if steps is None:
+        steps = default_steps(count, block_length, tokens_per_step=1)
+    settings = SamplingSettings(gen_length=count, block_length=block_length, steps=min(steps, count), **chosen)
     refuse_scdd(settings, "filling in")
     if settings.cache is not None:
         raise ValueError(

@@ -58,12 +58,16 @@ def select_rows(past: DynamicCache, rows: Tensor) -> DynamicCache:
 def join_rows(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
     """One cache with the rows of all parts, padded on the left, in the order `order`."""
     whole, width = same_layers(parts[0]), max(past.get_seq_length() for past in parts)
-    for layer, *same_layer in zip(layers_of(whole), *map(layers_of, parts), strict=True):
-        for name in ("keys", "values"):
-            tensors = [getattr(part, name) for part in same_layer]
-            padded = []
-            for tensor in tensors:
-                missing = width - tensor.shape[2]
-                padded.append(pad(tensor, (0, 0, missing, 0)) if missing else tensor)
-            setattr(layer, name, torch.cat(padded)[order])
+    for number, layer in enumerate(layers_of(whole)):
+        layers = [layers_of(past)[number] for past in parts]
+        layer.keys = torch.cat([left_pad_values(part.keys, width) for part in layers])[order]
+        layer.values = torch.cat([left_pad_values(part.values, width) for part in layers])[order]
     return whole
+
+
+def left_pad_values(values: Tensor, width: int) -> Tensor:
+    """Keys or values (rows, heads, tokens, size), padded on the left to `width` tokens."""
+    missing = width - values.shape[2]
+    if not missing:
+        return values
+    return pad(values, (0, 0, missing, 0))

@@ -74,7 +74,9 @@ class Row:
     @property
     def size(self) -> int:
         """Tokens of the block."""
-        return sum(self.schedule[self.block]) if self.lengths is None else self.lengths[self.block]
+        if self.lengths is not None:
+            return self.lengths[self.block]
+        return sum(self.schedule[self.block])
 
     @property
     def scheduled_later(self) -> int:
@@ -89,8 +91,10 @@ class Row:
         """Begin the next block that hides something."""
         self.remaining = 0
         while self.remaining == 0:
-            self.filled += self.size if self.block >= 0 else 0
-            self.block, self.step, self.post_passes = self.block + 1, 0, 0
+            if self.block >= 0:
+                self.filled += self.size
+            self.block += 1
+            self.step = self.post_passes = 0
             self.remaining = self.hidden_count = sum(self.schedule[self.block])
 
 
@@ -112,9 +116,13 @@ class Batch:
         if isinstance(generator, Sequence):
             for row, row_generator in zip(rows, generator, strict=True):
                 row.generator = row_generator
-        longest = max((size for row in rows for size in row.lengths or map(sum, row.schedule)), default=0)
+            generator = None
+        longest = 0
+        for row in rows:
+            for size in row.lengths or map(sum, row.schedule):
+                longest = max(longest, size)
         hidden = torch.zeros(len(rows), longest, dtype=torch.bool, device=canvas.ids.device)
-        return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator, unfilled)
+        return cls(rows=rows, canvas=canvas, hidden=hidden, generator=generator, unfilled=unfilled)
 
     def upload(self, numbers: Any) -> Tensor:
         """Copy whole numbers to the device, without waiting for it."""
@@ -122,9 +130,13 @@ class Batch:
 
     def generators(self, rows: list[int]) -> Generators:
         """The generators of these rows, or that of the batch if they have none."""
-        generators = [self.rows[row].generator for row in rows]
-        present = [generator for generator in generators if generator is not None]
-        return present if len(present) == len(generators) else self.generator
+        generators = []
+        for row in rows:
+            generator = self.rows[row].generator
+            if generator is None:
+                return self.generator
+            generators.append(generator)
+        return generators
 
     def open_blocks(self, active: list[int]) -> list[Block]:
         """Begin the next block of each row of `active` whose block is full, and return all their blocks."""
@@ -138,11 +150,13 @@ class Batch:
         hidden = in_block < sizes
         if self.unfilled is not None:
             filled = self.upload([self.rows[index].filled for index in opened]).unsqueeze(1)
-            hidden &= self.unfilled[self.upload(opened).unsqueeze(1), (filled + in_block) % self.unfilled.shape[1]]
+            positions = (filled + in_block) % self.unfilled.shape[1]
+            hidden = hidden & self.unfilled[self.upload(opened).unsqueeze(1), positions]
         self.hidden[self.upload(opened)] = hidden
 
         # Where the blocks lie in the text.
-        start, blocks = self.canvas.start, []
+        start = self.canvas.start
+        blocks = []
         for index in active:
             row = self.rows[index]
             block = Block(
@@ -158,17 +172,20 @@ class Batch:
 
     def finished(self, active: list[int], ends: Sequence[int]) -> list[int]:
         """The rows of `active` that are complete or ended by the EOS stop, which fills the later blocks of a row."""
-        complete = [index for index in active if self.rows[index].is_complete]
-        between_blocks = [
-            index for index in active if self.rows[index].remaining == 0 and not self.rows[index].is_complete
-        ]
+        complete, between_blocks = list[int](), list[int]()
+        for index in active:
+            if self.rows[index].is_complete:
+                complete.append(index)
+            elif self.rows[index].remaining == 0:
+                between_blocks.append(index)
         if not ends or not between_blocks:
             return complete
 
         # Rows between two blocks: an EOS in what they have filled ends them.
         rows, end_ids = self.upload(between_blocks), self.upload(ends)
-        filled = self.upload([self.rows[index].filled + self.rows[index].size for index in between_blocks]).unsqueeze(1)
-        firsts = self.upload([self.rows[index].offset for index in between_blocks]).unsqueeze(1)
+        waiting = [self.rows[index] for index in between_blocks]
+        filled = self.upload([row.filled + row.size for row in waiting]).unsqueeze(1)
+        firsts = self.upload([row.offset for row in waiting]).unsqueeze(1)
         all_completions = self.canvas.ids[:, self.canvas.start :]
         completions = all_completions[rows]
         positions = torch.arange(completions.shape[1], device=completions.device)
@@ -176,16 +193,16 @@ class Batch:
         ended = (torch.isin(completions, end_ids) & ~hidden & (positions >= firsts)).any(1)
 
         # So does a stop of the row itself, which is asked on the host.
-        if any(self.rows[index].stops for index in between_blocks):
+        if any(row.stops for row in waiting):
             stopped = []
-            for ids, index in zip(completions.tolist(), between_blocks, strict=True):
-                row = self.rows[index]
+            for ids, row in zip(completions.tolist(), waiting, strict=True):
                 stopped.append(bool(row.stops and row.stops(ids[row.offset : row.filled + row.size])))
-            ended |= torch.tensor(stopped).to(ended.device, non_blocking=True)
+            ended = ended | torch.tensor(stopped).to(ended.device, non_blocking=True)
 
         # Fill their later blocks.
         all_completions[rows] = completions.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
-        return sorted([*complete, *compress(between_blocks, ended.tolist())])  # the block's one host sync
+        has_ended = ended.tolist()  # the block's one host sync
+        return sorted(complete + list(compress(between_blocks, has_ended)))
 
     def evict_rows(self, active: list[int], done: Sequence[int], passes: Passes) -> None:
         """Store the keys and values of the rows `done`, out of those of `active`, which began the last block."""
@@ -209,14 +226,16 @@ def select_confident(
 ) -> Tensor:
     """(n, k) bool, which predictions at `hidden` positions are kept: `due` (n,) by the schedule, or more by the
     rule."""
+    # The rank of each prediction, 0 for the one to keep first.
     draw = partial(uniform, logps.shape, generator, logps, left)
     scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
-    sorted_by = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
-    ranks = sorted_by.argsort(dim=-1)
-    if settings.rule is not None:  # it counts how many of the best to reveal
-        best = scores.gather(1, sorted_by), entropies.gather(1, sorted_by)
-        certain = RULES[settings.rule].count(*best, settings.level)
-        due = certain.maximum(due).minimum(hidden.sum(1))
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
+    ranks = order.argsort(dim=-1)
+
+    # A rule counts how many of the best to reveal.
+    if settings.rule is not None:
+        count = RULES[settings.rule].count(scores.gather(1, order), entropies.gather(1, order), settings.level)
+        due = count.maximum(due).minimum(hidden.sum(1))
     return ranks < due.unsqueeze(1)
 
 
@@ -279,10 +298,12 @@ class Sampler:
     def step(self, batch: Batch, active: list[int], passes: Passes) -> Step:
         """Run one forward pass of the n rows `active`; each row reveals tokens of its block. Tensors are (n, k), with k
         the most positions that a row predicts."""
-        canvas, progress = batch.canvas, [batch.rows[row] for row in active]
-        filled, later = [row.filled for row in progress], [row.scheduled_later for row in progress]
-        rows, filled, later = batch.upload([active, filled, later])
-        hidden = batch.hidden[rows]
+        canvas = batch.canvas
+        progress = [batch.rows[row] for row in active]
+        rows, filled, later = batch.upload(
+            [active, [row.filled for row in progress], [row.scheduled_later for row in progress]]
+        )
+        hidden = batch.hidden[rows]  # (n, block)
 
         # Mask: the positions of its block that each row predicts, ascending. A row with fewer of them than another one
         # is padded with other positions, each a different one.
@@ -291,7 +312,13 @@ class Sampler:
         indices = (filled.unsqueeze(1) + in_block) % canvas.fill_positions.shape[1]
         positions = canvas.fill_positions[rows.unsqueeze(1), indices]
         is_target = predicted.gather(1, in_block)
-        targets = Targets(rows, positions, is_target, is_target & hidden.gather(1, in_block), counts)
+        targets = Targets(
+            rows=rows,
+            positions=positions,
+            is_target=is_target,
+            hidden=is_target & hidden.gather(1, in_block),
+            counts=counts,
+        )
 
         # Predict: the hidden states there, from one forward pass.
         numbers = canvas.passes[rows]
@@ -302,7 +329,8 @@ class Sampler:
         choice = self.choose(batch, active, targets, states, due)
 
         # Write the chosen tokens.
-        ids, chosen, at = choice.ids, choice.chosen, (rows.unsqueeze(1), positions)
+        ids, chosen = choice.ids, choice.chosen
+        at = (rows.unsqueeze(1), positions)
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         canvas.sums.index_add_(0, rows, torch.where(chosen, choice.record_logps + choice.entropies, 0.0).sum(1))
         hidden = hidden.scatter(1, in_block, hidden.gather(1, in_block) & ~chosen)
@@ -354,18 +382,20 @@ class Sampler:
             self.model, states, targets.counts, settings, self.mask_token_id, generators, self.noise_dtype
         )
         chosen = select_confident(settings, logps, entropies, targets.hidden, due, targets.counts, generators)
-        return Choice(ids, logps, entropies, record_logps, chosen)
+        return Choice(ids=ids, logps=logps, entropies=entropies, record_logps=record_logps, chosen=chosen)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
-        branches = [canvas.ids[rows]]
-        if passes.branches == 2:
-            branches.append(branches[0].masked_fill(canvas.context_mask[rows], self.mask_token_id))
-        visible = canvas.visible[rows].repeat(len(branches), 1)
-        states, computed = passes.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
+        branches = passes.branches
+        ids = canvas.ids[rows]
+        if branches == 2:
+            unconditional = ids.masked_fill(canvas.context_mask[rows], self.mask_token_id)
+            ids = torch.cat([ids, unconditional])
+        visible, positions = canvas.visible[rows].repeat(branches, 1), positions.repeat(branches, 1)
+        states, computed = passes.states(ids, visible, positions)  # (branches x n, k, hidden), (branches x n,)
         canvas.passes[rows] += 1
-        canvas.forward_tokens[rows] += computed.unflatten(0, (len(branches), -1)).sum(0)
-        return states.unflatten(0, (len(branches), -1))
+        canvas.forward_tokens[rows] += computed.unflatten(0, (branches, -1)).sum(0)
+        return states.unflatten(0, (branches, -1))
 
     def fill_blocks(self, batch: Batch, active: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `active` until all of them (or, if not `together`, one) have filled their blocks."""

@@ -40,20 +40,30 @@ def stream_in_batches(
     mask_token_id: int | None,
 ) -> Iterator[tuple[list[int], Rollout]]:
     """`rollout_stream`: `batch_size` prompts after the other. ValueError for a prompt with `stops`."""
-    waiting, pad = enumerate(prompts), mask_token_id
-    if pad is None:
-        pad = model.config.pad_token_id or 0
-    while batch := [*islice(waiting, batch_size)]:
-        for number, (_, generator, *stops) in batch:
+    sampler_name, pad_id = f"the sampler {settings.sampler}", mask_token_id
+    if mask_token_id is None:
+        sampler_name, pad_id = "a model with uniform noise", model.config.pad_token_id or 0
+    waiting = enumerate(prompts)
+    while True:
+        # The next prompts, with their numbers in the stream
+        numbers, prompt_ids, generators = [], [], []
+        for number, (ids, generator, *stops) in islice(waiting, batch_size):
             if any(stops):
-                noise = "a model with uniform noise" if mask_token_id is None else f"the sampler {settings.sampler}"
-                raise ValueError(f"{noise} has no stops within a completion, which tools need")
+                raise ValueError(f"{sampler_name} has no stops within a completion, which tools need")
             if generator is None:
                 raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-        ids, mask = (values.to(model.device) for values in left_pad([[*prompt[0]] for _, prompt in batch], pad))
-        generators = [prompt[1] for _, prompt in batch]
+            numbers.append(number)
+            prompt_ids.append(list(ids))
+            generators.append(generator)
+        if not numbers:
+            return
+
+        # Their rollout
+        padded_ids, mask = left_pad(prompt_ids, pad_id)
+        padded_ids, mask = padded_ids.to(model.device), mask.to(model.device)
+        filling = steps(model, padded_ids, mask, settings, generators, ends, mask_token_id)
         try:
-            sampled = rollout_of(steps(model, ids, mask, settings, generators, ends, mask_token_id), ids.shape[1])
+            sampled = rollout_of(filling, padded_ids.shape[1])
         except NotFiniteError as error:
-            raise NotFiniteError(batch[error.number][0], error.why) from error
-        yield [number for number, _ in batch], sampled
+            raise NotFiniteError(numbers[error.number], error.why) from error
+        yield numbers, sampled

@@ -34,8 +34,9 @@ class PackedPasses(Passes):
         if self.lengths is None:
             self.lengths = self.locate_tokens(visible)
         segments: Any = [(length, 0) for length in self.lengths]  # no text has noised copies
-        packed, at = ids.flatten()[self.real].unsqueeze(0), self.number.gather(1, positions)
-        states = self.backbone(packed, None, at.flatten().unsqueeze(0), segments=segments)
+        packed = ids.flatten()[self.real].unsqueeze(0)
+        at = self.number.gather(1, positions).flatten().unsqueeze(0)
+        states = self.backbone(packed, None, at, segments=segments)
         return states[0].unflatten(0, positions.shape), visible.sum(-1)
 
     def locate_tokens(self, visible: Tensor) -> list[int]:

@@ -35,7 +35,10 @@ class KVCacheRows:
 
     @property
     def tokens(self) -> int:
-        return self.layers[0][0].shape[1] if self.layers else 0
+        if not self.layers:
+            return 0
+        keys, _ = self.layers[0]
+        return keys.shape[1]
 
     def crop(self, tokens: int) -> None:
         """Drops all but those of the first `tokens`."""
@@ -94,7 +97,9 @@ class Passes:
 
     def forward_all(self, ids: Tensor, visible: Tensor, positions: Tensor, past: DynamicCache | None = None) -> Tensor:
         """The states at `positions` from a pass over the whole text, whose keys and values go to `past`."""
-        options: dict[str, Any] = {} if past is None else {CACHE: past}
+        options: dict[str, Any] = {}
+        if past is not None:
+            options[CACHE] = past
         if self.masked and self.over_queries:
             options["position_ids"] = count_positions(visible)
         return self.backbone(ids, self.mask(visible, ids.shape[1]), positions, **options)
@@ -108,20 +113,31 @@ class Passes:
         returns their cache, a tensor (rows, keys) about its keys, and the two results of `states`, as this does for all
         rows.
         """
-        groups = [group for group in (range(old), range(old, count)) if group]
-        if len(groups) == 1:
-            return forward_group(groups[0], slice(None))
-        rows = [self.in_branches([*group], count) for group in groups]
-        pasts, about_keys, states, computed = zip(*map(forward_group, groups, rows), strict=True)
-        order, width = torch.cat(rows).argsort(), max(tensor.shape[1] for tensor in about_keys)
-        wide = torch.cat([pad(tensor, (width - tensor.shape[1], 0)) for tensor in about_keys])
-        return join_rows([*pasts], order), wide[order], torch.cat(states)[order], torch.cat(computed)[order]
+        if old == count or old == 0:
+            return forward_group(range(count), slice(None))
+        old_rows = self.in_branches(list(range(old)), count)
+        new_rows = self.in_branches(list(range(old, count)), count)
+        old_past, old_keys, old_states, old_computed = forward_group(range(old), old_rows)
+        new_past, new_keys, new_states, new_computed = forward_group(range(old, count), new_rows)
+
+        # All rows in their order; what is said about keys is padded on the left, as the cache is.
+        order = torch.cat([old_rows, new_rows]).argsort()
+        past = join_rows([old_past, new_past], order)
+        width = max(old_keys.shape[1], new_keys.shape[1])
+        old_keys = pad(old_keys, (width - old_keys.shape[1], 0))
+        new_keys = pad(new_keys, (width - new_keys.shape[1], 0))
+        about_keys = torch.cat([old_keys, new_keys])[order]
+        states = torch.cat([old_states, new_states])[order]
+        computed = torch.cat([old_computed, new_computed])[order]
+        return past, about_keys, states, computed
 
     def mask(self, visible: Tensor, queries: int) -> Tensor | None:
         """The attention mask for `queries` queries that see the keys `visible` (rows, keys)."""
         if not self.masked:
             return None
-        return over_queries(visible, queries) if self.over_queries else visible
+        if self.over_queries:
+            return over_queries(visible, queries)
+        return visible
 
     def per_row(self, numbers: list[int]) -> Tensor:
         """(rows,) on the device, from one number per row of a branch. The copy does not wait for the device."""
@@ -163,12 +179,23 @@ class Window:
         positions = first.unsqueeze(1) + torch.arange(width, device=first.device)
         inside = positions.clamp(0, visible.shape[1] - 1)
         computed = visible.gather(1, inside) * (positions < end.unsqueeze(1))
-        return cls(past, stored, positions, computed, count_positions(visible).gather(1, inside))
+        return cls(
+            past=past,
+            stored=stored,
+            positions=positions,
+            computed=computed,
+            position_ids=count_positions(visible).gather(1, inside),
+        )
 
     def select_rows(self, rows: Tensor) -> Window:
-        past, starts = select_rows(self.past, rows), None if self.starts is None else self.starts[rows]
-        stored, positions = self.stored[rows], self.positions[rows]
-        return Window(past, stored, positions, self.computed[rows], self.position_ids[rows], starts)
+        return Window(
+            past=select_rows(self.past, rows),
+            stored=self.stored[rows],
+            positions=self.positions[rows],
+            computed=self.computed[rows],
+            position_ids=self.position_ids[rows],
+            starts=None if self.starts is None else self.starts[rows],
+        )
 
 
 class WindowPasses(Passes):
@@ -216,15 +243,20 @@ class Windows(WindowPasses):
     def __init__(self, model: Any, *, to_end: bool, **options: Any) -> None:
         super().__init__(model, **options)
         self.to_end = to_end
-        self.masked |= not self.aligned
+        self.masked = self.masked or not self.aligned
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         past, length = DynamicCache(), ids.shape[1]
         states = self.forward_all(ids, visible, positions, past)
-        # The window's keys are removed from the cache if all rows have the same window, and hidden if they differ.
+
+        # The window of each row.
         firsts = [max(0, block.start - self.shift) for block in self.blocks]
-        ends = [length if self.to_end else min(block.end, length) for block in self.blocks]
+        ends = [min(block.end, length) for block in self.blocks]
+        if self.to_end:
+            ends = [length] * len(self.blocks)
         first, end = self.per_row(firsts), self.per_row(ends)
+
+        # The window's keys are removed from the cache if all rows have the same window, and hidden if they differ.
         if self.aligned:
             stored = remove_range(visible, 1, firsts[0], ends[0])
             for layer in layers_of(past):
@@ -275,37 +307,60 @@ class FinishedBlocks(WindowPasses):
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         count, old = len(self.blocks), len(self.kept)
-        origins = [block.origin for block in self.blocks]
-        firsts, ends = map(list, zip(*(self.processed(block, ids.shape[1]) for block in self.blocks), strict=True))
-        # Blocks whose first token is predicted from the clean text take no part in this pass.
-        now = [first if block.causal else end for block, first, end in zip(self.blocks, firsts, ends, strict=True)]
-        stored = [self.stored[row] for row in self.kept] + [self.readable_tokens(block) for block in self.blocks[old:]]
-        known = [origin + tokens for origin, tokens in zip(origins, stored, strict=True)]
-        width, ahead = max(map(sub, ends, firsts)), max(map(sub, now, firsts))
-        first, end, computed_from, computed_to = map(self.per_row, (firsts, ends, known, now))
-        asked = positions - (first == computed_to).long().unsqueeze(1)  # the token before the first one
+
+        # Of each row: the window of the later passes, where this pass ends, and how many tokens are stored already.
+        firsts, ends, pass_ends, stored = list[int](), list[int](), list[int](), list[int]()
+        for number, block in enumerate(self.blocks):
+            first, end = self.processed(block, ids.shape[1])
+            firsts.append(first)
+            ends.append(end)
+            # Blocks whose first token is predicted from the clean text take no part in this pass.
+            pass_ends.append(first if block.causal else end)
+            if number < old:
+                stored.append(self.stored[self.kept[number]])
+            else:
+                stored.append(self.readable_tokens(block))
+        stored_until = [block.origin + tokens for block, tokens in zip(self.blocks, stored, strict=True)]
+        ahead = max(map(sub, pass_ends, firsts))  # positions of this pass in the window
+
+        # The same on the device, (rows,).
+        window_first, window_end = self.per_row(firsts), self.per_row(ends)
+        pass_first, pass_end = self.per_row(stored_until), self.per_row(pass_ends)
+        # The first token of a block that takes no part is predicted from the token before it.
+        positions = positions - (window_first == pass_end).long().unsqueeze(1)
 
         def forward_group(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-            past, seen = self.kept_blocks() if group[0] < old else self.read_blocks(stored[old:])
-            more = max(firsts[row] - known[row] for row in group)
+            if group[0] < old:
+                past, seen = self.kept_blocks()
+            else:
+                past, seen = self.read_blocks(stored[old:])
             # One window for all rows of the group: it starts with the `more` positions that are not stored yet.
-            window = Window.create(past, seen, visible[rows], first[rows] - more, computed_to[rows], more + ahead)
-            window.computed *= window.positions >= computed_from[rows].unsqueeze(1)
-            window.starts = self.block_starts(first[rows])
-            states = self.forward_window(window, ids[rows], asked[rows])
+            more = max(firsts[row] - stored_until[row] for row in group)
+            window = Window.create(
+                past, seen, visible[rows], window_first[rows] - more, pass_end[rows], width=more + ahead
+            )
+            window.computed *= window.positions >= pass_first[rows].unsqueeze(1)
+            window.starts = self.block_starts(window_first[rows])
+            states = self.forward_window(window, ids[rows], positions[rows])
             if ahead:
                 past.crop(-ahead)
-            return past, torch.cat([seen, window.computed[:, :more]], dim=1), states, window.computed.sum(-1)
+            seen = torch.cat([seen, window.computed[:, :more]], dim=1)
+            return past, seen, states, window.computed.sum(-1)
 
         self.finished, self.seen, states, computed = self.forward_groups(old, count, forward_group)
-        self.stored = [first - origin for first, origin in zip(firsts, origins, strict=True)]
-        window = Window.create(self.finished, self.seen, visible, first, end, width)
-        window.starts = self.block_starts(first)
+        self.stored = [first - block.origin for first, block in zip(firsts, self.blocks, strict=True)]
+
+        # The window of the later passes.
+        width = max(map(sub, ends, firsts))
+        window = Window.create(self.finished, self.seen, visible, window_first, window_end, width)
+        window.starts = self.block_starts(window_first)
         return window, states, computed
 
     def readable_tokens(self, block: Block) -> int:
         """How many tokens a new row reads: whole blocks, without the last token, which may predict the next one."""
-        tokens = 0 if block.cache_rows is None else min(block.cache_rows.tokens, block.start - block.origin - 1)
+        if block.cache_rows is None:
+            return 0
+        tokens = min(block.cache_rows.tokens, block.start - block.origin - 1)
         return max(tokens - tokens % self.size, 0)
 
     def read_blocks(self, counts: list[int]) -> tuple[DynamicCache, Tensor]:
@@ -320,7 +375,8 @@ class FinishedBlocks(WindowPasses):
                 readers.append((row, block.cache_rows.layers))
 
         # Layer by layer: their keys and values, on the right of the new cache.
-        for number, (some_keys, some_values) in enumerate(readers[0][1] if readers else []):
+        first_layers = readers[0][1] if readers else []
+        for number, (some_keys, some_values) in enumerate(first_layers):
             heads, _, size = some_keys.shape
             keys = some_keys.new_zeros(len(counts), heads, longest, size)
             heads, _, size = some_values.shape
@@ -358,7 +414,8 @@ class FinishedBlocks(WindowPasses):
         past, seen, count = self.finished, self.seen, len(self.stored)
         if self.kept != [*range(count)]:
             rows = self.in_branches(self.kept, count)
-            past, seen = select_rows(past, rows), seen[rows]
+            past = select_rows(past, rows)
+            seen = seen[rows]
         longest = max(self.stored[row] for row in self.kept)
         if not longest:
             return DynamicCache(), seen[:, :0]
@@ -368,7 +425,8 @@ class FinishedBlocks(WindowPasses):
         at = order[:, None, :, None]
         past = same_layers(past)
         for layer in layers_of(past):
-            layer.keys, layer.values = (values.take_along_dim(at, dim=2) for values in (layer.keys, layer.values))
+            layer.keys = layer.keys.take_along_dim(at, dim=2)
+            layer.values = layer.values.take_along_dim(at, dim=2)
         return past, seen.gather(1, order)
 
 
@@ -403,11 +461,12 @@ class RecomputedContext(Passes):
         self.start, self.end, self.causal = self.start[rows], self.end[rows], self.causal[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        start, end, causal = (values.unsqueeze(1) for values in (self.start, self.end, self.causal))
+        start, end, causal = self.start.unsqueeze(1), self.end.unsqueeze(1), self.causal.unsqueeze(1)
         everywhere = torch.arange(ids.shape[1], device=ids.device)
         opened = (everywhere >= start) & (everywhere < end) & (causal == 0)
         self.causal = torch.zeros_like(self.causal)
-        return self.backbone(ids, self.mask(visible, ids.shape[1]), positions - causal, opened=opened), visible.sum(-1)
+        states = self.backbone(ids, self.mask(visible, ids.shape[1]), positions - causal, opened=opened)
+        return states, visible.sum(-1)
 
 
 # --- Delayed: passes that process only the tokens that have changed ---------------------------------------------------
@@ -435,31 +494,42 @@ class DelayedPasses(Passes):
         self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # at_work, past, stale, width of waiting rows
 
     def begin_blocks(self, blocks: list[Block], kept: list[int]) -> None:
-        past, count, kept = self.past, len(self.origins), kept if self.lasts else []
-        self.past, self.end = None, self.per_row([block.end for block in blocks]).unsqueeze(1)
-        self.start = self.per_row([block.start for block in blocks]).unsqueeze(1)
+        if not self.lasts:
+            kept = []
+        past, self.past = self.past, None
         if kept:
             assert past is not None
-            if self.waiting or kept != [*range(count)]:
-                parts = [*self.waiting, (self.at_work, past, self.stale, self.width)]
-                numbers, caches, stale, widths = zip(*parts, strict=True)
-                order = torch.cat(numbers).argsort()[self.in_branches(kept, count)]
-                past, self.stale, self.width = join_rows([*caches], order), torch.cat(stale)[order], max(widths)
-            if width := blocks[0].origin - self.origins[kept[0]]:  # of padding before what is stored; negative: removed
-                for layer in layers_of(past):
-                    layer.keys, layer.values = (pad(values, (0, 0, width, 0)) for values in (layer.keys, layer.values))
-                self.stale = pad(self.stale, (width, 0))
-            self.past = past
+            self.past = self.kept_rows(past, kept)
+            padding = blocks[0].origin - self.origins[kept[0]]  # before what is stored; negative: it is removed
+            if padding:
+                for layer in layers_of(self.past):
+                    layer.keys = pad(layer.keys, (0, 0, padding, 0))
+                    layer.values = pad(layer.values, (0, 0, padding, 0))
+                self.stale = pad(self.stale, (padding, 0))
         self.opening, self.old, self.waiting = True, len(kept), []
         self.origins = [block.origin for block in blocks]
+        self.start = self.per_row([block.start for block in blocks]).unsqueeze(1)
+        self.end = self.per_row([block.end for block in blocks]).unsqueeze(1)
+
+    def kept_rows(self, past: DynamicCache, kept: list[int]) -> DynamicCache:
+        """The cache of the `kept` rows, those at work and those that wait; `stale` and `width` become theirs."""
+        count = len(self.origins)
+        if not self.waiting and kept == list(range(count)):
+            return past
+        parts = [*self.waiting, (self.at_work, past, self.stale, self.width)]
+        numbers, caches, stale, widths = zip(*parts, strict=True)
+        order = torch.cat(numbers).argsort()[self.in_branches(kept, count)]
+        self.stale, self.width = torch.cat(stale)[order], max(widths)
+        return join_rows(list(caches), order)
 
     def gather_cache_rows(self, rows: Tensor) -> None:
         assert self.past is not None
         if self.lasts:
-            kept = torch.zeros_like(self.at_work, dtype=torch.bool).index_fill_(0, rows, True)
-            full = kept.byte().argsort(stable=True)[: len(kept) - len(rows)]
+            is_working = torch.zeros_like(self.at_work, dtype=torch.bool).index_fill_(0, rows, True)
+            full = is_working.byte().argsort(stable=True)[: len(is_working) - len(rows)]
             self.waiting.append((self.at_work[full], select_rows(self.past, full), self.stale[full], self.width))
-        self.past, self.stale, self.at_work = select_rows(self.past, rows), self.stale[rows], self.at_work[rows]
+        self.past = select_rows(self.past, rows)
+        self.stale, self.at_work = self.stale[rows], self.at_work[rows]
         self.start, self.end = self.start[rows], self.end[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -468,16 +538,22 @@ class DelayedPasses(Passes):
         now = torch.zeros_like(ids, dtype=torch.bool).scatter(1, positions, hidden)
 
         def forward_group(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+            # Rows without a cache
             if group[0] >= old:
                 past = DynamicCache()
                 states = self.forward_all(ids[rows], visible[rows], positions[rows], past)
                 return past, now[rows], states, visible[rows].sum(-1)
+
+            # Rows with a cache: of their tokens, those that were hidden in the last pass or are hidden in this one
             assert self.past is not None
-            computed = self.stale | now[rows]  # hidden in the last pass or in this one
-            width = self.width + positions.shape[1] * self.opening
+            computed = self.stale | now[rows]
+            width = self.width
+            if self.opening:
+                width += positions.shape[1]
             anew = computed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
-            texts = ids[rows], visible[rows], positions[rows]
-            states = self.forward_changed(self.past, *texts, anew, computed.gather(1, anew))
+            states = self.forward_changed(
+                self.past, ids[rows], visible[rows], positions[rows], anew, computed.gather(1, anew)
+            )
             # Where logits predict the next token, the tokens before the hidden ones are processed, too.
             return self.past, now[rows], states, computed.sum(-1) + hidden[rows].sum(-1) * self.shift
 
@@ -497,7 +573,8 @@ class DelayedPasses(Passes):
         # Keys: those stored of tokens that are not processed again, then the new ones.
         stored = visible.scatter(1, anew, visible.gather(1, anew) * ~computed)
         number = torch.arange(anew.shape[1], device=ids.device).expand_as(anew)
-        queries, keys, options = anew, [stored, computed.long()], {}
+        queries, keys = anew, [stored, computed.long()]
+        options: dict[str, Any] = {CACHE: past}
         at = torch.zeros_like(ids).scatter(1, anew, number).gather(1, positions)
         if self.shift:  # predictions are made from the tokens before the hidden ones: these are queries, too
             before = (positions - 1).clamp(min=0)
@@ -511,14 +588,17 @@ class DelayedPasses(Passes):
             self.mask(torch.cat(keys, dim=1), queries.shape[1]),
             at,
             position_ids=count_positions(visible).gather(1, queries),
-            **{CACHE: past},
             **options,
         )
+
         # The pass appended its keys and values: move those of the `computed` tokens to their own positions.
-        length, at, fresh = ids.shape[1], anew[:, None, :, None], computed[:, None, :, None]
+        length, token_at, is_computed = ids.shape[1], anew[:, None, :, None], computed[:, None, :, None]
+
+        def moved(values: Tensor) -> Tensor:
+            old, new = values[:, :, :length], values[:, :, length : length + anew.shape[1]]
+            new = torch.where(is_computed, new, old.take_along_dim(token_at, 2))
+            return old.scatter(2, token_at.expand_as(new), new)
+
         for layer in layers_of(past):
-            for name in ("keys", "values"):
-                old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)
-                new = torch.where(fresh, new[:, :, : anew.shape[1]], old.take_along_dim(at, 2))
-                setattr(layer, name, old.scatter(2, at.expand_as(new), new))
+            layer.keys, layer.values = moved(layer.keys), moved(layer.values)
         return states

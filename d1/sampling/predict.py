@@ -27,19 +27,26 @@ def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: S
     """
     rows, positions = shape[:2]
     numbers = like.new_empty(tuple(shape))
+    if not counts:
+        counts = [positions] * rows
     for chunk_rows, chunk_positions in chunks(rows, max(1, positions), math.prod(shape[2:])):
+        chunk = numbers[chunk_rows, chunk_positions]
+
+        # One generator for all rows
         if generator is None or isinstance(generator, Generator):
-            chunk = numbers[chunk_rows, chunk_positions]
             if generator is None or generator.device == like.device:
                 chunk.uniform_(generator=generator)  # what torch.rand draws, without a copy
             else:
                 drawn = torch.rand(chunk.shape, generator=generator, device=generator.device, dtype=like.dtype)
                 chunk.copy_(drawn, non_blocking=True)
             continue
-        chunk, row_counts = numbers[chunk_rows, chunk_positions], (counts or [positions] * rows)[chunk_rows]
-        for row, row_generator, count in zip(chunk, generator[chunk_rows], row_counts, strict=True):
-            draws, device = min(max(count - chunk_positions.start, 0), len(row)), row_generator.device
-            drawn = torch.rand(draws, *shape[2:], generator=row_generator, device=device, dtype=like.dtype)
+
+        # One per row, which draws for the first `counts` positions of the row
+        for row, row_generator, count in zip(chunk, generator[chunk_rows], counts[chunk_rows], strict=True):
+            draws = min(max(count - chunk_positions.start, 0), len(row))
+            drawn = torch.rand(
+                (draws, *shape[2:]), generator=row_generator, device=row_generator.device, dtype=like.dtype
+            )
             row[:draws].copy_(drawn, non_blocking=True)
             row[draws:] = 0.5
     return numbers
@@ -88,10 +95,15 @@ def compute_entropies(logits: Tensor, log_normaliser: Tensor) -> Tensor:
     """Entropies in nats (rows, n) of logits (rows, n, vocab), given their logsumexp; a few positions at a time: on a
     CPU, they stay in its cache."""
     factor = head.chunk_factor(logits.device)
-    at_once = max(1, head.CHUNK_ELEMENTS // (16 if factor == 1 else 4) * factor // logits.shape[-1])
-    parts = zip(logits.flatten(0, 1).split(at_once), log_normaliser.flatten().split(at_once), strict=True)
-    each = (chunk - normaliser.unsqueeze(-1) for chunk, normaliser in parts)
-    return torch.cat([logps.exp().mul_(logps).sum(-1).neg_() for logps in each]).view_as(log_normaliser)
+    elements = head.CHUNK_ELEMENTS // (16 if factor == 1 else 4) * factor
+    at_once = max(1, elements // logits.shape[-1])
+    chunks_of_logits = logits.flatten(0, 1).split(at_once)
+    chunks_of_normalisers = log_normaliser.flatten().split(at_once)
+    entropies = []
+    for chunk, normaliser in zip(chunks_of_logits, chunks_of_normalisers, strict=True):
+        logps = chunk - normaliser.unsqueeze(-1)
+        entropies.append(logps.exp().mul_(logps).sum(-1).neg_())
+    return torch.cat(entropies).view_as(log_normaliser)
 
 
 def predict(
@@ -102,7 +114,7 @@ def predict(
     mask_token_id: int,
     generator: Generators,
     noise_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A token for each position, its log-probability, the entropy there, and the log-probability to record, which is
     that under `settings.record_distribution`: (rows, n) each.
 
@@ -113,20 +125,31 @@ def predict(
         states: (branches, rows, n, hidden): the conditional branch and, with guidance, the unconditional one.
         counts: how many of the n positions each row needs; random numbers are drawn for these only.
     """
-    rows, n = states.shape[1:3]
+    branches, rows, n = states.shape[:3]
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
-    predicted = torch.empty(3, rows, n, device=states.device)
+    logps, entropies, record_logps = torch.empty(3, rows, n, device=states.device)
     run_head = head.backbone_and_head(model)[1]
-    for chunk_rows, chunk_positions in chunks(rows, n, vocabulary(model.config), head.chunk_factor(states.device)):
-        generators = generator[chunk_rows] if isinstance(generator, Sequence) else generator
-        logits = run_head(states[:, chunk_rows, chunk_positions].flatten(0, 1)).float().unflatten(0, (len(states), -1))
-        logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
+    for chunk in chunks(rows, n, vocabulary(model.config), head.chunk_factor(states.device)):
+        chunk_rows, chunk_positions = chunk
+
+        # The logits, (branches, chunk rows, chunk positions, vocab), and of these (chunk rows, chunk positions, vocab).
+        chunk_states = states[:, chunk_rows, chunk_positions]
+        logits = run_head(chunk_states.flatten(0, 1)).float().unflatten(0, (branches, -1))
+        if branches == 1:
+            logits = logits[0]
+        else:
+            logits = logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
+
+        # The predictions.
+        generators = generator
+        if isinstance(generator, Sequence):
+            generators = generator[chunk_rows]
         chunk_counts = [min(max(count - chunk_positions.start, 0), logits.shape[1]) for count in counts[chunk_rows]]
-        chunk = predict_from(logits, chunk_counts, settings, mask_token_id, generators, noise_dtype)
-        for values, chunk_values in zip((ids, *predicted), chunk, strict=True):
-            values[chunk_rows, chunk_positions] = chunk_values
+        ids[chunk], logps[chunk], entropies[chunk], record_logps[chunk] = predict_from(
+            logits, chunk_counts, settings, mask_token_id, generators, noise_dtype
+        )
         del logits  # before the next chunk's
-    return ids, *predicted
+    return ids, logps, entropies, record_logps
 
 
 def predict_from(
@@ -136,21 +159,37 @@ def predict_from(
     mask_token_id: int,
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`predict`, from `logits` (rows, n, vocab) in fp32, which it changes."""
-    plain = settings.rule is not None and RULES[settings.rule].plain_entropies
+    plain_entropies = settings.rule is not None and RULES[settings.rule].plain_entropies
     # Greedy: one pass over the logits gives all three. The mask token is excluded from the choice, not from log p.
-    if settings.temperature == 0 and not plain:
+    if settings.temperature == 0 and not plain_entropies:
         ids, logps, entropies = head.most_likely(logits, mask_token_id)
         return ids, logps, entropies, logps
+
+    # The model's own distribution.
     log_normaliser = logits.logsumexp(-1)
-    entropies = head.token_entropies(logits) if plain else compute_entropies(logits, log_normaliser)
+    if plain_entropies:
+        entropies = head.token_entropies(logits)
+    else:
+        entropies = compute_entropies(logits, log_normaliser)
+
     # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
-    recorded_under = settings.record_distribution
-    all_logits = logits.clone() if recorded_under != OWN else logits
-    logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
-    draw_logits = settings.draw_distribution.truncated(logits) if settings.draw_distribution.truncates else logits
+    record_distribution, draw_distribution = settings.record_distribution, settings.draw_distribution
+    logits_with_mask = logits
+    if record_distribution != OWN:
+        logits_with_mask = logits.clone()
+
+    # Draw. A mask token must never be drawn, not even when few are left.
+    logits[..., mask_token_id] = -torch.inf
+    draw_logits = logits
+    if draw_distribution.truncates:
+        draw_logits = draw_distribution.truncated(logits)
     ids = draw_ids(draw_logits, settings.temperature, generator, noise_dtype, counts)
+
+    # Log-probabilities, and those to record.
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
-    record_logps = logps if recorded_under == OWN else head.token_logps(recorded_under.logits(all_logits, ids), ids)
+    record_logps = logps
+    if record_distribution != OWN:
+        record_logps = head.token_logps(record_distribution.logits(logits_with_mask, ids), ids)
     return ids, logps, entropies, record_logps

@@ -38,13 +38,15 @@ class Canvas:
 
 def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
     """The canvas of a completion: mask tokens after the prompt."""
-    (rows, width), device = prompt_ids.shape, prompt_ids.device
-    real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
+    rows, width = prompt_ids.shape
+    real = attention_mask.long()
+    masks = prompt_ids.new_full((rows, gen_length), mask_token_id)
+    fill_positions = torch.arange(width, width + gen_length, device=prompt_ids.device)
     return Canvas.create(
         ids=torch.cat([prompt_ids, masks], dim=1),
         visible=torch.cat([real, torch.ones_like(masks)], dim=1),
         context_mask=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
-        fill_positions=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
+        fill_positions=fill_positions.expand(rows, -1),
     )
 
 
@@ -70,7 +72,13 @@ class RolloutStart:
     def from_ids(cls, ids: Tensor) -> RolloutStart:
         """Canvases (rows, gen_length) with some tokens that are given in advance."""
         zeros = torch.zeros(ids.shape, device=ids.device)
-        return cls(ids, torch.zeros_like(ids[:, 0]), torch.full_like(ids, -1), zeros, zeros)
+        return cls(
+            ids=ids,
+            steps=torch.zeros_like(ids[:, 0]),
+            reveal_steps=torch.full_like(ids, -1),
+            logps=zeros,
+            entropies=zeros,
+        )
 
     @classmethod
     def from_rollout(cls, sampled: Rollout, step: int, mask_token_id: int, given: Tensor | None = None) -> RolloutStart:
@@ -78,7 +86,9 @@ class RolloutStart:
         fewer passes, without what the EOS stop filled. `given`: (rows, gen_length) bool, the tokens that were there
         before the first pass; None: there were none."""
         was_revealed = (sampled.reveal_steps >= 0) & (sampled.reveal_steps < step)
-        is_there = was_revealed if given is None else was_revealed | given
+        is_there = was_revealed
+        if given is not None:
+            is_there = was_revealed | given
         canvas = sampled.ids[:, -is_there.shape[1] :]
         return cls(
             ids=torch.where(is_there, canvas, mask_token_id),
@@ -90,7 +100,13 @@ class RolloutStart:
 
     def select(self, rows: Any) -> RolloutStart:
         """Some of the rows: a slice or an index."""
-        return RolloutStart(**{name: values[rows] for name, values in vars(self).items()})
+        return RolloutStart(
+            ids=self.ids[rows],
+            steps=self.steps[rows],
+            reveal_steps=self.reveal_steps[rows],
+            logps=self.logps[rows],
+            entropies=self.entropies[rows],
+        )
 
     def add_to(self, sampled: Rollout) -> Rollout:
         """The rollout that continued from here, with the record of the passes before."""
@@ -165,21 +181,37 @@ class Rollout:
     @classmethod
     def from_record(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
         """A rollout from a `record` made by `empty_record`."""
-        logps, entropies, numbers, written = record  # (rows, canvas, writes) each
-        writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
+        logps, entropies, steps, written_ids = record  # (rows, canvas, writes) each
+        writes = None
+        if record.shape[-1] > 1:
+            writes = Writes(ids=written_ids.long(), steps=steps.long(), logps=logps, entropies=entropies)
+
+        # Of each position, the last write that is a draw of the model; (rows, canvas, 1).
         index = torch.arange(record.shape[-1], device=record.device)
-        last = index.where(numbers >= 0, 0).amax(-1, keepdim=True)
-        logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
-        numbers = numbers.clamp(min=-1)
-        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes)
+        last = index.where(steps >= 0, 0).amax(-1, keepdim=True)
+        return cls(
+            ids=ids,
+            logps=logps.gather(-1, last).squeeze(-1),
+            reveal_steps=steps.gather(-1, last).squeeze(-1).clamp(min=-1).long(),
+            entropies=entropies.gather(-1, last).squeeze(-1),
+            passes=passes,
+            forward_tokens=forward_tokens,
+            writes=writes,
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
         """The rows of several rollouts in one."""
-        fields: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        writes = fields.pop("writes")
-        fields = {name: None if values[0] is None else torch.cat(values) for name, values in fields.items()}
-        return cls(**fields, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
+        joined: dict[str, Any] = {}
+        for name, first in vars(parts[0]).items():
+            values = [getattr(part, name) for part in parts]
+            if first is None:
+                joined[name] = None
+            elif name == "writes":
+                joined[name] = Writes(*(torch.cat(tensors) for tensors in zip(*values, strict=True)))
+            else:
+                joined[name] = torch.cat(values)
+        return cls(**joined)
 
     @property
     def edits(self) -> Tensor:
@@ -225,12 +257,16 @@ def record_step(record: Tensor, step: Step, first: int = 0) -> None:
     numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
     written = step.revealed
     if step.noised is not None:
-        numbers, written = numbers.masked_fill(step.noised, -2), written | step.noised
+        numbers = numbers.masked_fill(step.noised, -2)
+        written = written | step.noised
     now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
+
+    # Each position's next free write, (4, n, k, writes).
     at = (slice(None), step.rows.unsqueeze(1), step.positions - first)
     before = record[at]
-    next_write = torch.arange(record.shape[-1], device=record.device) == (before[2] != -1).sum(-1, keepdim=True)
-    record[at] = torch.where(written.unsqueeze(-1) & next_write, now.unsqueeze(-1), before)
+    count = (before[2] != -1).sum(-1, keepdim=True)
+    is_next = torch.arange(record.shape[-1], device=record.device) == count
+    record[at] = torch.where(written.unsqueeze(-1) & is_next, now.unsqueeze(-1), before)
 
 
 def rollout_of(steps: Iterable[Step], first: int = 0) -> Rollout:

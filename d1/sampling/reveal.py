@@ -33,7 +33,7 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
             f"{gen_length} tokens in {blocks} blocks need between {blocks} and {gen_length} steps, got {steps}"
         )
     sizes, steps_per_block = split_evenly(gen_length, blocks), split_evenly(steps, blocks)
-    return [split_evenly(*block) for block in zip(sizes, steps_per_block, strict=True)]
+    return [split_evenly(size, block_steps) for size, block_steps in zip(sizes, steps_per_block, strict=True)]
 
 
 def block_schedule(sizes: Sequence[int], steps: int) -> list[list[int]]:
@@ -46,7 +46,7 @@ def block_schedule(sizes: Sequence[int], steps: int) -> list[list[int]]:
         block = slowest[0][1]
         steps_per_block[block] += 1
         heapreplace(slowest, (-sizes[block] / steps_per_block[block], block))
-    return [split_evenly(*block) for block in zip(sizes, steps_per_block, strict=True)]
+    return [split_evenly(size, block_steps) for size, block_steps in zip(sizes, steps_per_block, strict=True)]
 
 
 def rest_of_schedule(block: Sequence[int], done: int, hidden: int, has_rule: bool) -> list[int]:
@@ -58,8 +58,12 @@ def rest_of_schedule(block: Sequence[int], done: int, hidden: int, has_rule: boo
     left = max(len(block) - done, 1)
     if not has_rule:
         return split_evenly(hidden, min(left, hidden))
-    kept = [min(sum(block[done + step :]), hidden) for step in range(1, left)] + [0]
-    return [before - after for before, after in zip([hidden, *kept], kept, strict=False)]
+    schedule, before = [], hidden
+    for step in range(1, left + 1):
+        after = min(sum(block[done + step :]), hidden) if step < left else 0  # tokens hidden after this step
+        schedule.append(before - after)
+        before = after
+    return schedule
 
 
 def threshold(logps: Tensor, entropies: Tensor, level: float) -> Tensor:

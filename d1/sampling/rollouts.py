@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -119,7 +118,8 @@ def rollout_steps(
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
         generators = generator if isinstance(generator, Sequence) else []
-        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
+        ends = eos_token_ids or ()
+        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, ends, mask_token_id)
 
     masked = not bool(attention_mask.all())
     sampler = make_sampler(model, settings, mask_token_id, noise_dtype)
@@ -135,12 +135,18 @@ def rollout_steps(
     for number, (length, row_cache) in enumerate(zip(lengths, caches, strict=True)):
         prompt_in_block = tokens_inside(model.config, length, settings.block_length)
         prompts_in_block.append(prompt_in_block)
-        schedule = settings.schedule(None if prompt_in_block is None else prompt_in_block % settings.block_length)
+        if prompt_in_block is None:
+            schedule = settings.schedule()
+        else:
+            schedule = settings.schedule(prompt_in_block % settings.block_length)
+        prompt_width = canvas.start
+        if row_cache is not None and length is not None:  # cached tokens are counted without padding
+            prompt_width = length
         row = Row(
-            number,
-            canvas.start if row_cache is None or length is None else length,
-            prompt_in_block or 0,
-            schedule,
+            number=number,
+            prompt=prompt_width,
+            prompt_in_block=prompt_in_block or 0,
+            schedule=schedule,
             stops=stops,
             cache_rows=row_cache,
             ends=tuple(eos_token_ids or ()),
@@ -164,14 +170,14 @@ def rollout_steps(
     batch = Batch.create(rows, canvas, generator, unfilled)
     cache = cache_of(model.config, settings.cache, recompute)
 
-    def complete(group: tuple[int, ...]) -> Iterator[Step]:
-        passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
-        return sampler.fill_canvas(batch, groups[group], passes, eos_token_ids or ())
+    def fill_all_groups() -> Iterator[Step]:
+        if start is not None:  # its rows may all be whole
+            yield empty_step(canvas)
+        for group in sorted(groups):
+            passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
+            yield from sampler.fill_canvas(batch, groups[group], passes, eos_token_ids or ())
 
-    steps: Iterator[Step] = chain.from_iterable(map(complete, sorted(groups)))
-    if start is not None:  # its rows may all be whole
-        steps = chain([empty_step(canvas)], steps)
-    return sampler.check_finite(steps, canvas)
+    return sampler.check_finite(fill_all_groups(), canvas)
 
 
 def check_generator(
@@ -198,6 +204,8 @@ def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
 def tokens_inside(config: Any, length: int | None, block_length: int) -> int | None:
     """Of a prompt's `prompt_lengths`, the tokens from the last position where a block of the model and a block of
     `block_length` begin together. With a causal context, blocks begin at the end of the prompt."""
-    if length is None or has_causal_context(config):
-        return None if length is None else 0
+    if length is None:
+        return None
+    if has_causal_context(config):
+        return 0
     return length % lcm(config.block_size, block_length)

@@ -131,22 +131,30 @@ def predict(
     """
     run_head = head.backbone_and_head(model)[1]
     at_once = max(1, head.CHUNK_ELEMENTS // 8 // vocabulary(model.config))  # fp64, in four tensors
-    flat, seen = states.flatten(0, 1), shown.flatten()
-    draws = None if numbers is None else numbers.flatten(1)
-    parts = []
-    for start in range(0, len(flat), at_once):
+    flat_states, flat_shown = states.flatten(0, 1), shown.flatten()
+    t, s = times
+    ids, logps, entropies = [], [], []
+    for start in range(0, len(flat_states), at_once):
         chunk = slice(start, start + at_once)
-        logits = run_head(flat[chunk]).float()
-        without_mask = logits.index_fill(-1, seen.new_tensor([mask_token_id]), -torch.inf)
-        if draws is None:
-            ids = without_mask.argmax(-1)
+        z = flat_shown[chunk]
+        logits = run_head(flat_states[chunk]).float()  # (n, vocab)
+        without_mask = logits.index_fill(-1, z.new_tensor([mask_token_id]), -torch.inf)
+        if numbers is None:
+            chunk_ids = without_mask.argmax(-1)
         else:
+            stay_numbers, candidate_numbers = numbers.flatten(1)[:, chunk]
             p = nucleus((without_mask.double() / settings.temperature).softmax(-1), settings.nucleus)
-            stays = draws[0, chunk] < stay_probability(p, seen[chunk], *times, noise, mask_token_id)
-            f = candidate_distribution(p, times[1], noise, mask_token_id)
-            ids = torch.where(stays, seen[chunk], quantiles(f.log(), draws[1, chunk]))
-        parts.append((ids, head.token_logps(logits, ids), head.token_entropies(logits)))
-    return Predicted(*(torch.cat(column).view(shown.shape) for column in zip(*parts, strict=True)))
+            stays = stay_numbers < stay_probability(p, z, t, s, noise, mask_token_id)
+            f = candidate_distribution(p, s, noise, mask_token_id)
+            chunk_ids = torch.where(stays, z, quantiles(f.log(), candidate_numbers))
+        ids.append(chunk_ids)
+        logps.append(head.token_logps(logits, chunk_ids))
+        entropies.append(head.token_entropies(logits))
+    return Predicted(
+        ids=torch.cat(ids).view(shown.shape),
+        logps=torch.cat(logps).view(shown.shape),
+        entropies=torch.cat(entropies).view(shown.shape),
+    )
 
 
 # --- The sampler ------------------------------------------------------------------------------------------------------
@@ -167,14 +175,24 @@ def scdd_steps(
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     active, first = list(range(len(prompt_ids))), prompt_ids.shape[1]
     masked = not bool(attention_mask.all())
-    max_passes = max(len(block) for block in settings.schedule())
+    max_writes = max(2, *(len(block) for block in settings.schedule()))
     for block in settings.schedule():
         at = slice(first, first + sum(block))
         rows = torch.tensor(active, device=canvas.ids.device)
-        own = [generators[row] for row in active]
         yield from fill_block(
-            model, canvas, rows, at, len(block), settings, own, mask_token_id, max(2, max_passes), masked
+            model,
+            canvas,
+            rows,
+            at,
+            passes=len(block),
+            settings=settings,
+            generators=[generators[row] for row in active],
+            mask_token_id=mask_token_id,
+            max_writes=max_writes,
+            masked=masked,
         )
+
+        # The EOS stop: rows that have ended leave.
         first = at.stop
         if not ends or first == canvas.ids.shape[1]:
             continue
@@ -207,23 +225,44 @@ def fill_block(
     device, noise = canvas.ids.device, MixedNoise(model.config.uniform_ratio)
     positions = torch.arange(at.start, at.stop, device=device).expand(len(rows), -1)
     visible = canvas.visible[rows]
-    options = {"branches": 1, "mask_token_id": mask_token_id, "device": device}
-    passes_over_all = cache_of(model.config, None, False).passes(model, masked=masked, aligned=True, **options)
-    whole = torch.linspace(1, END, max(passes, 2), device=device, dtype=torch.float64)
+    whole_text = cache_of(model.config, None, False).passes(
+        model, branches=1, mask_token_id=mask_token_id, device=device, masked=masked, aligned=True
+    )
+    all_times = torch.linspace(1, END, max(passes, 2), device=device, dtype=torch.float64)
     for number in range(passes):
         before = canvas.passes[rows]
         shown = canvas.ids[rows, at]
-        numbers, times = None, (whole[-1], whole[-1])
+
+        # Random numbers (2, rows, n) and the times of the step; the last pass draws nothing.
+        numbers, times = None, (all_times[-1], all_times[-1])
         if number < passes - 1:
-            size = (2, at.stop - at.start)
-            drawn = [torch.rand(size, generator=one, device=one.device, dtype=torch.float64) for one in generators]
-            numbers, times = torch.stack(drawn, dim=1).to(device), (whole[number], whole[number + 1])
-        states, forward_tokens = passes_over_all.states(canvas.ids[rows], visible, positions)
-        found = predict(model, states, shown, numbers, times, settings, noise, mask_token_id)
-        canvas.ids[rows, at] = found.ids
+            drawn = []
+            for generator in generators:
+                size = (2, at.stop - at.start)
+                drawn.append(torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64))
+            numbers = torch.stack(drawn, dim=1).to(device)
+            times = all_times[number], all_times[number + 1]
+
+        # Predict.
+        states, forward_tokens = whole_text.states(canvas.ids[rows], visible, positions)
+        predicted = predict(model, states, shown, numbers, times, settings, noise, mask_token_id)
+
+        # Write.
+        written = predicted.ids != shown
+        canvas.ids[rows, at] = predicted.ids
         canvas.passes[rows] += 1
         canvas.forward_tokens[rows] += forward_tokens
-        written = found.ids != shown
-        canvas.sums.index_add_(0, rows, (found.logps + found.entropies).where(written, 0.0).sum(1))
-        so_far = canvas.ids, canvas.passes, canvas.forward_tokens
-        yield Step(rows, before, positions, written, *found, *so_far, max_writes)
+        canvas.sums.index_add_(0, rows, (predicted.logps + predicted.entropies).where(written, 0.0).sum(1))
+        yield Step(
+            rows=rows,
+            numbers=before,
+            positions=positions,
+            revealed=written,
+            ids=predicted.ids,
+            logps=predicted.logps,
+            entropies=predicted.entropies,
+            canvas=canvas.ids,
+            passes=canvas.passes,
+            forward_tokens=canvas.forward_tokens,
+            max_writes=max_writes,
+        )

@@ -22,31 +22,37 @@ def put_start(canvas: Canvas, start: RolloutStart) -> None:
 def continue_rows(rows: list[Row], start: RolloutStart, unfilled: Tensor, has_rule: bool) -> list[list[int]]:
     """Set what is left of the schedules of new rows that continue from `start`, where `unfilled` (rows, gen_length) is
     hidden. Returns the blocks of each row that hide something."""
-    open_blocks: list[list[int]] = []
-    hidden, reveal_steps = unfilled.cpu(), start.reveal_steps.cpu()
-    for row, own, revealed, steps in zip(rows, hidden, reveal_steps, start.steps.tolist(), strict=True):
+    all_open: list[list[int]] = []
+    all_hidden, all_reveal_steps = unfilled.cpu(), start.reveal_steps.cpu()
+    for row, hidden, reveal_steps, steps in zip(rows, all_hidden, all_reveal_steps, start.steps.tolist(), strict=True):
+        # Which blocks of the row hide how many tokens.
         lengths = [sum(block) for block in row.schedule]
-        counts = [int(part.sum()) for part in own.split(lengths)]
-        blocks = [block for block, count in enumerate(counts) if count]
-        open_blocks.append(blocks)
-        if not blocks:
+        counts = [int(block_hidden.sum()) for block_hidden in hidden.split(lengths)]
+        open_blocks = [block for block, count in enumerate(counts) if count]
+        all_open.append(open_blocks)
+        if not open_blocks:
             continue
+
         # The passes so far over the first of these blocks: since the one that revealed its first token.
-        first = blocks[0]
-        passes = revealed.split(lengths)[first]
-        passes = passes[passes >= 0]
-        done = [0] * len(lengths)
-        if steps and len(passes):
-            done[first] = steps - int(passes.min())
-        # Blocks after the last one that hides something are no part of the row.
-        end = blocks[-1] + 1
-        row.schedule = [
-            rest_of_schedule(row.schedule[block], done[block], counts[block], has_rule) if counts[block] else []
-            for block in range(end)
-        ]
-        row.lengths = lengths[:end]
+        first = open_blocks[0]
+        first_steps = reveal_steps.split(lengths)[first]
+        first_steps = first_steps[first_steps >= 0]
+        passes_over_first = 0
+        if steps and len(first_steps):
+            passes_over_first = steps - int(first_steps.min())
+
+        # What is left of the schedule. Blocks after the last one that hides something are no part of the row.
+        end = open_blocks[-1] + 1
+        schedule: list[list[int]] = []
+        for block in range(end):
+            rest: list[int] = []
+            if counts[block]:
+                done = passes_over_first if block == first else 0
+                rest = rest_of_schedule(row.schedule[block], done, counts[block], has_rule)
+            schedule.append(rest)
+        row.schedule, row.lengths = schedule, lengths[:end]
         row.block, row.filled = first - 1, sum(lengths[: max(first - 1, 0)])
-    return open_blocks
+    return all_open
 
 
 def empty_step(canvas: Canvas) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -72,19 +72,31 @@ def rollout_stream(
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
         return stream_in_batches(steps_of_all, model, prompts, settings, batch_size, ends, mask_token_id)
-    cache, guided = settings.cache, settings.cfg_scale > 0
-    stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
+    stream = Stream(
+        model,
+        mask_token_id=mask_token_id,
+        cache=settings.cache,
+        guided=settings.cfg_scale > 0,
+        noise_dtype=noise_dtype,
+    )
     # `map` asks again after an iterator has ended once.
     requests = map(partial(row_request, settings, ends), prompts, count())
 
     def sample_all() -> Iterator[Finished]:
         while True:
-            if done := stream.pop_finished():
+            # Finished rows leave.
+            finished = stream.pop_finished()
+            if finished is not None:
                 for error in stream.nonfinite_errors().values():
                     raise error
-                yield done
+                yield finished
+
+            # The next prompts take their places.
             room = batch_size - len(stream)
-            stream.add_rows([*islice(requests, room)] if room else [])
+            new: list[RowRequest] = []
+            if room:
+                new = list(islice(requests, room))
+            stream.add_rows(new)
             if not len(stream):
                 return
             for _ in stream.steps():
@@ -120,26 +132,39 @@ class RowSettings(Sampler):
         return row.settings
 
     def choose(self, batch: Batch, active: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
-        alike: dict[SamplingSettings, list[int]] = {}  # rows with the same settings
+        # Rows with the same settings, by their numbers among the active ones
+        groups: dict[SamplingSettings, list[int]] = {}
         for index, row in enumerate(active):
-            alike.setdefault(self.settings_of(batch.rows[row]), []).append(index)
-        if len(alike) == 1:
-            (settings,) = alike
+            groups.setdefault(self.settings_of(batch.rows[row]), []).append(index)
+        if len(groups) == 1:
+            (settings,) = groups
             return self.choose_with_settings(settings, targets, states, due, batch.generators(active))
-        parts = []
-        for settings, indices in alike.items():
+
+        # Group after group
+        choices, numbers = [], list[int]()
+        for settings, indices in groups.items():
             rows = batch.upload(indices)
-            of_rows = Targets(
-                targets.rows[rows],
-                targets.positions[rows],
-                targets.is_target[rows],
-                targets.hidden[rows],
-                [targets.counts[index] for index in indices],
+            group_targets = Targets(
+                rows=targets.rows[rows],
+                positions=targets.positions[rows],
+                is_target=targets.is_target[rows],
+                hidden=targets.hidden[rows],
+                counts=[targets.counts[index] for index in indices],
             )
             generators = batch.generators([active[index] for index in indices])
-            parts.append(self.choose_with_settings(settings, of_rows, states[:, rows], due[rows], generators)[:-1])
-        order = batch.upload([*chain(*alike.values())]).argsort()
-        return Choice(*(torch.cat(column)[order] for column in zip(*parts, strict=True)))
+            choice = self.choose_with_settings(settings, group_targets, states[:, rows], due[rows], generators)
+            choices.append(choice)
+            numbers += indices
+
+        # In the order of the active rows again
+        order = batch.upload(numbers).argsort()
+        return Choice(
+            ids=torch.cat([choice.ids for choice in choices])[order],
+            logps=torch.cat([choice.logps for choice in choices])[order],
+            entropies=torch.cat([choice.entropies for choice in choices])[order],
+            record_logps=torch.cat([choice.record_logps for choice in choices])[order],
+            chosen=torch.cat([choice.chosen for choice in choices])[order],
+        )
 
 
 class CausalRows(CausalSampler, RowSettings):
@@ -182,14 +207,21 @@ class Stream:
         alone: bool = False,
     ) -> None:
         self.prompt_width, self.alone, self.has_padding = prompt_width, alone, False
-        self.cache, branches = cache_of(model.config, cache), 2 if guided else 1
+        self.cache = cache_of(model.config, cache)
         if alone:
             self.cache = replace(self.cache, together=True)
-        options = {"branches": branches, "mask_token_id": mask_token_id, "device": model.device}
-        self.passes = self.cache.passes(model, **options, masked=not alone, aligned=alone)
+        self.passes = self.cache.passes(
+            model,
+            branches=2 if guided else 1,
+            mask_token_id=mask_token_id,
+            device=model.device,
+            masked=not alone,
+            aligned=alone,
+        )
         self.sampler: Sampler = RowSettings(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)
-        none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
-        self.batch, self.record = Batch.create([], start_canvas(none, none, 0, 0)), empty_record(0, 0, none.device)
+        no_rows = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        self.batch = Batch.create([], start_canvas(no_rows, no_rows, 0, 0))
+        self.record = empty_record(0, 0, model.device)
         self.kept: list[int] = []  # which of the batch's rows stay
         self.done: list[int] = []  # which of them were taken last
         self.count = 0  # rows at work
@@ -205,67 +237,64 @@ class Stream:
     def pop_finished(self, dropped: Collection[int] = ()) -> Finished | None:
         """The rows that ended, each with its completion last; those with the numbers `dropped` leave, too."""
         # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
-        batch, ends = self.batch, dict[tuple[int, ...], list[int]]()
+        batch, canvas = self.batch, self.batch.canvas
+
+        # Which rows ended: one call for all rows with the same EOS stop.
+        groups: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(batch.rows):
-            ends.setdefault(row.ends, []).append(index)
-        done = sorted(index for end_ids, rows in ends.items() for index in batch.finished(rows, end_ids))
-        batch.evict_rows([*range(len(batch.rows))], done, self.passes)
-        leaving = {*done, *(index for index, row in enumerate(batch.rows) if row.number in dropped)}
-        self.kept = [index for index in range(len(batch.rows)) if index not in leaving]
+            groups.setdefault(row.ends, []).append(index)
+        done: list[int] = []
+        for end_ids, indices in groups.items():
+            done += batch.finished(indices, end_ids)
+        done.sort()
+        batch.evict_rows(list(range(len(batch.rows))), done, self.passes)
+
+        # Which rows stay.
+        self.kept = []
+        for index, row in enumerate(batch.rows):
+            if index not in done and row.number not in dropped:
+                self.kept.append(index)
         self.count = len(self.kept)
         if not done:
             return None
-        self.done, rows, canvas = done, batch.upload(done), batch.canvas
-        costs = canvas.passes[rows], canvas.forward_tokens[rows]
-        completed = Rollout.from_record(canvas.ids[rows], self.record[:, rows], *costs)
+
+        self.done, rows = done, batch.upload(done)
+        completed = Rollout.from_record(
+            canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows]
+        )
         return [batch.rows[index].number for index in done], completed
 
     def nonfinite_errors(self) -> dict[int, NotFiniteError]:
         """By number, the errors of rows of the last `pop_finished` whose values are not finite."""
-        canvas, rows = self.batch.canvas, self.batch.rows
+        canvas, errors = self.batch.canvas, dict[int, NotFiniteError]()
         finite = canvas.sums[self.batch.upload(self.done)].isfinite().tolist()
-        broken = [index for index, is_finite in zip(self.done, finite, strict=True) if not is_finite]
-        return {rows[index].number: self.sampler.nonfinite_error(canvas, index, rows[index].number) for index in broken}
+        for index, is_finite in zip(self.done, finite, strict=True):
+            if not is_finite:
+                number = self.batch.rows[index].number
+                errors[number] = self.sampler.nonfinite_error(canvas, index, number)
+        return errors
 
     @torch.no_grad()
     def add_rows(self, new: Sequence[RowRequest]) -> None:
         """Adds rows to those that stay."""
         if not new and len(self.kept) == len(self.batch.rows):
             return
-        config, device = self.sampler.model.config, self.record.device
+        device = self.record.device
         rows = [self.batch.rows[row] for row in self.kept]
-        # New rows: their schedule, and where in a block of a block-causal model their prompt ends.
         for request in new:
-            settings = request.settings.for_model(config)
-            if settings.draws and request.generator is None:
-                number = request.number
-                raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-            if settings.first_token is not None and not request.ids:
-                raise ValueError(f"prompt {request.number} of the stream is empty: a causal context needs a token")
-            prompt_width = len(request.ids)
-            if self.alone:
-                prompt_width = max(self.prompt_width, prompt_width)
-            row = Row(
-                request.number,
-                prompt_width,
-                len(request.ids),
-                settings.schedule(len(request.ids) % settings.block_length if block_size(config) else None),
-                request.generator,
-                stops=request.stops,
-                cache_rows=request.cache_rows,
-                # Rows with other lengths but the same way to draw tokens are drawn together.
-                settings=replace(settings, gen_length=1, block_length=1, steps=1),
-                ends=request.ends,
-                first_token=settings.first_token,
-            )
+            row = self.new_row(request)
             rows.append(row)
-            self.has_padding |= len(request.ids) < prompt_width
+            if len(request.ids) < row.prompt:
+                self.has_padding = True
         self.sampler = make_row_sampler(rows, self.sampler)
+
         # Completions end together on the right: the batch is as wide as its longest prompt and its longest completion.
         longest = max((row.length for row in rows), default=0)
         for row in rows:
             row.shift(longest - row.length - row.offset)
         width = max(self.prompt_width, *(row.prompt for row in rows), 0) + longest
+
+        # The canvas: the rows that stay, padded or cut on the left, and then the new ones.
         old, stay = self.batch.canvas, self.batch.upload(self.kept)
         fresh = self.new_canvas(new, width, longest)
         wider = (width - old.ids.shape[1], 0)  # a negative number cuts positions off, which are all padding
@@ -278,35 +307,69 @@ class Stream:
             forward_tokens=torch.cat([old.forward_tokens[stay], fresh.forward_tokens]),
             sums=torch.cat([old.sums[stay], fresh.sums]),
         )
-        both = Batch.create(rows, canvas)
-        wider_by = both.hidden.shape[1] - self.batch.hidden.shape[1]
-        both.hidden = pad(self.batch.hidden[stay], (0, wider_by, 0, len(new)))
-        # The record (4, rows, canvas, writes) keeps the ends of those who stay.
+        batch = Batch.create(rows, canvas)
+        wider_by = batch.hidden.shape[1] - self.batch.hidden.shape[1]
+        batch.hidden = pad(self.batch.hidden[stay], (0, wider_by, 0, len(new)))
+
+        # The record (4, rows, canvas, writes) keeps the ends of the rows that stay.
         length, writes = self.record.shape[2:]
-        writes_per_token = max([writes, *(request.settings.max_writes for request in new)])
+        max_writes = max([writes, *(request.settings.max_writes for request in new)])
         common = min(longest, length)
-        record = empty_record(len(rows), longest, device, writes_per_token)
+        record = empty_record(len(rows), longest, device, max_writes)
         record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]
-        self.batch, self.count, self.record = both, len(rows), record
+        self.batch, self.count, self.record = batch, len(rows), record
+
+    def new_row(self, request: RowRequest) -> Row:
+        """The row of a request: its schedule, and where in a block of a block-causal model its prompt ends. ValueError
+        if it lacks what its settings need."""
+        config = self.sampler.model.config
+        settings = request.settings.for_model(config)
+        if settings.draws and request.generator is None:
+            number = request.number
+            raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
+        if settings.first_token is not None and not request.ids:
+            raise ValueError(f"prompt {request.number} of the stream is empty: a causal context needs a token")
+
+        prompt_in_block = None
+        if block_size(config):
+            prompt_in_block = len(request.ids) % settings.block_length
+        prompt_width = len(request.ids)
+        if self.alone:
+            prompt_width = max(self.prompt_width, prompt_width)
+        return Row(
+            number=request.number,
+            prompt=prompt_width,
+            prompt_in_block=len(request.ids),
+            schedule=settings.schedule(prompt_in_block),
+            generator=request.generator,
+            stops=request.stops,
+            cache_rows=request.cache_rows,
+            # Rows with other lengths but the same way to draw tokens are drawn together.
+            settings=replace(settings, gen_length=1, block_length=1, steps=1),
+            ends=request.ends,
+            first_token=settings.first_token,
+        )
 
     def new_canvas(self, new: Sequence[RowRequest], width: int, longest: int) -> Canvas:
         """The canvas of new rows, padded on the left to `width`."""
-        device, ids = self.record.device, torch.full((len(new), width), self.sampler.mask_token_id)
+        device = self.record.device
+        ids = torch.full((len(new), width), self.sampler.mask_token_id)
         visible, context_mask = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         for index, request in enumerate(new):
             end = width - request.settings.gen_length
-            prompt = slice(end - len(request.ids), end)
-            ids[index, prompt], context_mask[index, prompt] = torch.as_tensor(request.ids), True
-            visible[index, prompt.start :] = 1
+            start = end - len(request.ids)
+            ids[index, start:end] = torch.as_tensor(request.ids)
+            context_mask[index, start:end] = True
+            visible[index, start:] = 1
         fill_positions = torch.arange(width - longest, width, device=device).expand(len(new), -1)
         return Canvas.create(ids.to(device), visible.to(device), context_mask.to(device), fill_positions)
 
     @torch.no_grad()
     def steps(self) -> Iterator[Step]:
         """Steps until all rows have filled their blocks. Without a cache: until one has, or the caller stops."""
-        batch, active = self.batch, [*range(len(self.batch.rows))]
+        batch, active = self.batch, list(range(len(self.batch.rows)))
         if self.alone:
-            self.passes.masked |= self.has_padding
+            self.passes.masked = self.passes.masked or self.has_padding
         else:
             shorter = any(row.prompt < batch.canvas.start for row in batch.rows)
             self.passes.masked = self.cache.together or shorter

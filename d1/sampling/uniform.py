@@ -50,17 +50,30 @@ def quantiles(logits: Tensor, numbers: Tensor) -> Tensor:
 
 def predict(model: Any, states: Tensor, temperature: float, numbers: Tensor, soft: bool) -> Predicted:
     """From the decoder's states (rows, canvas, hidden) and a uniform number per candidate (rows, canvas)."""
-    run_head, parts = head.backbone_and_head(model)[1], []
+    run_head = head.backbone_and_head(model)[1]
     elements = head.CHUNK_ELEMENTS // 4 * head.chunk_factor(states.device)  # fp64, and a sum as large
     at_once = max(1, elements // vocabulary(model.config))
-    for chunk, chunk_numbers in zip(states.flatten(0, 1).split(at_once), numbers.flatten().split(at_once), strict=True):
-        logits = run_head(chunk) / temperature
+    chunks_of_states, chunks_of_numbers = states.flatten(0, 1).split(at_once), numbers.flatten().split(at_once)
+    candidates, logps, entropies, argmax_ids, embeddings = [], [], [], [], []
+    for chunk_states, chunk_numbers in zip(chunks_of_states, chunks_of_numbers, strict=True):
+        logits = run_head(chunk_states) / temperature  # (n, vocab)
         drawn = quantiles(logits, chunk_numbers)
-        values = drawn, head.token_logps(logits, drawn), head.token_entropies(logits), logits.argmax(-1)
-        parts.append((*values, soft_embeddings(model, logits)) if soft else values)
-    columns = [torch.cat(column).unflatten(0, numbers.shape) for column in zip(*parts, strict=True)]
-    drawn, logps, entropies, likely, *rest = columns
-    return Predicted(drawn, logps, entropies, likely, rest[0] if soft else None)
+        candidates.append(drawn)
+        logps.append(head.token_logps(logits, drawn))
+        entropies.append(head.token_entropies(logits))
+        argmax_ids.append(logits.argmax(-1))
+        if soft:
+            embeddings.append(soft_embeddings(model, logits))
+
+    # (rows, canvas) again
+    shape = numbers.shape
+    return Predicted(
+        candidates=torch.cat(candidates).unflatten(0, shape),
+        logps=torch.cat(logps).unflatten(0, shape),
+        entropies=torch.cat(entropies).unflatten(0, shape),
+        argmax_ids=torch.cat(argmax_ids).unflatten(0, shape),
+        soft=torch.cat(embeddings).unflatten(0, shape) if soft else None,
+    )
 
 
 def accepted(entropies: Tensor, level: float) -> Tensor:
@@ -95,25 +108,33 @@ def uniform_steps(
 ) -> Iterator[Step]:
     """One `Step` per pass of the decoder, and one before the first pass of each canvas, which writes its noise."""
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, 0)
-    size, active, context = settings.block_length, [*range(len(prompt_ids))], None
-    for first in range(prompt_ids.shape[1], canvas.ids.shape[1], size):
+    size, length = settings.block_length, canvas.ids.shape[1]
+    active, context = list(range(len(prompt_ids))), None
+    for first in range(prompt_ids.shape[1], length, size):
+        # Encode the text before this canvas that is not in the context: the prompt, or the canvas before.
         rows = torch.tensor(active, device=canvas.ids.device)
-        new = slice(0 if context is None else first - size, first)  # the prompt, or the canvas before
-        read = canvas.visible[rows, new]
-        context, _ = encode(model, canvas.ids[rows, new], read, context)
+        new = slice(0 if context is None else first - size, first)
+        visible = canvas.visible[rows, new]
+        context, _ = encode(model, canvas.ids[rows, new], visible, context)
         context.forget(model.config)
-        canvas.forward_tokens[rows] += read.sum(1)
+        canvas.forward_tokens[rows] += visible.sum(1)
+
+        # Fill this canvas.
+        at = slice(first, first + size)
         active_generators = [generators[row] for row in active]
-        yield from fill_canvas(model, canvas, rows, slice(first, first + size), context, settings, active_generators)
-        if not ends or first + size == canvas.ids.shape[1]:
+        yield from fill_canvas(model, canvas, rows, at, context, settings, active_generators)
+
+        # The EOS stop: rows that have ended leave.
+        if not ends or at.stop == length:
             continue
-        done = torch.isin(canvas.ids[rows, first : first + size], torch.tensor(ends, device=rows.device)).any(1)
-        canvas.ids[rows[done], first + size :] = ends[0]
-        kept = (~done).nonzero().squeeze(1)  # the canvas's one more host sync
-        if not len(kept):
+        done = torch.isin(canvas.ids[rows, at], torch.tensor(ends, device=rows.device)).any(1)
+        canvas.ids[rows[done], at.stop :] = ends[0]
+        working = (~done).nonzero().squeeze(1)  # the canvas's one more host sync
+        if not len(working):
             break
-        active = rows[kept].tolist()
-        context = context if len(kept) == len(rows) else context.rows(kept)
+        active = rows[working].tolist()
+        if len(working) < len(rows):
+            context = context.rows(working)
     finite = canvas.sums.isfinite().tolist()
     if not all(finite):
         why = "in a pass over a canvas; which layer is at fault is unknown. Check the weights, or load it in float32"
@@ -131,47 +152,81 @@ def fill_canvas(
 ) -> Iterator[Step]:
     """Fill one canvas of `rows`, at the positions `at`, whose text before is `context`."""
     device, size, vocab = canvas.ids.device, at.stop - at.start, vocabulary(model.config)
-    columns = torch.arange(at.start, at.stop, device=device)
-    positions = context.visible.sum(1, keepdim=True) + torch.arange(size, device=device)
+    canvas_positions = torch.arange(at.start, at.stop, device=device)
+    # Positions of the tokens in their text, (rows, canvas)
+    text_positions = context.visible.sum(1, keepdim=True) + torch.arange(size, device=device)
     active, active_generators = torch.arange(len(rows), device=device), list(generators)
     passes = settings.passes_per_block
-    none = torch.zeros(len(rows), size, dtype=torch.bool, device=device)
 
-    def step(numbers: Tensor, ids: Tensor, written: Tensor, logps: Tensor, entropies: Tensor) -> Step:
-        chosen = rows[active]
-        canvas.ids[chosen[:, None], columns] = ids
-        canvas.sums.index_add_(0, chosen, (logps + entropies).sum(1).float())
-        predicted = written, ids, logps.float(), entropies.float(), canvas.ids, canvas.passes, canvas.forward_tokens
-        return Step(chosen, numbers, columns.expand_as(ids), *predicted, passes + 1, noised=~written)
+    def write(ids: Tensor, numbers: Tensor, is_drawn: Tensor, logps: Tensor, entropies: Tensor) -> Step:
+        active_rows = rows[active]
+        canvas.ids[active_rows[:, None], canvas_positions] = ids
+        canvas.sums.index_add_(0, active_rows, (logps + entropies).sum(1).float())
+        return Step(
+            rows=active_rows,
+            numbers=numbers,
+            positions=canvas_positions.expand_as(ids),
+            revealed=is_drawn,
+            ids=ids,
+            logps=logps.float(),
+            entropies=entropies.float(),
+            canvas=canvas.ids,
+            passes=canvas.passes,
+            forward_tokens=canvas.forward_tokens,
+            max_writes=passes + 1,
+            noised=~is_drawn,
+        )
 
+    # The first noise.
     shown = torch.stack([uniform_ids(generator, size, vocab) for generator in active_generators]).to(device)
+    nothing = torch.zeros(len(rows), size, dtype=torch.bool, device=device)
     zeros = torch.zeros(len(rows), size, device=device)
-    yield step(canvas.passes[rows], shown, none, zeros, zeros)
+    yield write(shown, canvas.passes[rows], nothing, zeros, zeros)
+
     soft = likely = None
     for number in range(passes):
-        numbers, noise = (values.to(device) for values in draw_numbers(active_generators, size, vocab))
-        states = decode(model, shown, positions[active], positions[active, :1].expand(-1, size), context, soft)
+        # Predict: a candidate for each position, and the most likely id.
+        numbers, noise = draw_numbers(active_generators, size, vocab)
+        numbers, noise = numbers.to(device), noise.to(device)
+        states = decode(
+            model, shown, text_positions[active], text_positions[active, :1].expand(-1, size), context, soft
+        )
         predicted = predict(model, states, settings.temperature_of(number), numbers, settings.self_conditioning)
-        stable = none[: len(active), 0] if likely is None else (likely == predicted.argmax_ids).all(1)
-        last = stable & (predicted.entropies.mean(1) < settings.stops_below)
-        if number == passes - 1:
-            last = torch.ones_like(last)
-        takes = accepted(predicted.entropies, settings.level)
-        if settings.output == "draw":
-            output, written = predicted.candidates, takes | last[:, None]
+
+        # Which rows have their last pass: those whose ids are stable and certain.
+        if likely is None:
+            is_stable = nothing[: len(active), 0]
         else:
-            output, written = predicted.argmax_ids, takes & ~last[:, None]
-        shown = torch.where(last[:, None], output, torch.where(takes, predicted.candidates, noise))
+            is_stable = (likely == predicted.argmax_ids).all(1)
+        is_last = is_stable & (predicted.entropies.mean(1) < settings.stops_below)
+        if number == passes - 1:
+            is_last = torch.ones_like(is_last)
+
+        # Choose: accepted candidates, and new noise elsewhere; after the last pass, the output.
+        is_accepted = accepted(predicted.entropies, settings.level)
+        if settings.output == "draw":
+            output, is_drawn = predicted.candidates, is_accepted | is_last[:, None]
+        else:
+            output, is_drawn = predicted.argmax_ids, is_accepted & ~is_last[:, None]
+        shown = torch.where(is_accepted, predicted.candidates, noise)
+        shown = torch.where(is_last[:, None], output, shown)
+
+        # Write.
         before = canvas.passes[rows[active]]
         canvas.passes[rows[active]] += 1
         canvas.forward_tokens[rows[active]] += size
-        yield step(before, shown, written, predicted.logps.where(written, 0.0), predicted.entropies.where(written, 0.0))
+        logps, entropies = predicted.logps.where(is_drawn, 0.0), predicted.entropies.where(is_drawn, 0.0)
+        yield write(shown, before, is_drawn, logps, entropies)
+
+        # Rows that have ended leave.
         soft, likely = predicted.soft, predicted.argmax_ids
-        ended = last.tolist()  # the pass's one host sync
+        ended = is_last.tolist()  # the pass's one host sync
         if all(ended):
             return
         if any(ended):
-            kept = torch.tensor([row for row, is_over in enumerate(ended) if not is_over], device=device)
-            active, shown, likely = active[kept], shown[kept], likely[kept]
-            soft, context = None if soft is None else soft[kept], context.rows(kept)
-            active_generators = [active_generators[row] for row in kept.tolist()]
+            working = [row for row, has_ended in enumerate(ended) if not has_ended]
+            active_generators = [active_generators[row] for row in working]
+            kept = torch.tensor(working, device=device)
+            active, shown, likely, context = active[kept], shown[kept], likely[kept], context.rows(kept)
+            if soft is not None:
+                soft = soft[kept]
