@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -109,25 +109,33 @@ def record_and_costs(sampled: Rollout) -> tuple[RolloutRecord, dict[str, float],
     device."""
     counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.max_writes]
     passes, tokens, edits, max_writes = torch.stack(counts).cpu()  # one wait for all numbers
-    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": tokens}
-    record: dict[str, Any] = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :]}
-    record |= {"reveal_steps": sampled.reveal_steps, "rollout_logps": sampled.logps}
-    record["rollout_entropies"] = sampled.entropies
+    costs = {
+        "sampling/forward_passes": passes.float().mean().item(),
+        "sampling/forward_tokens": tokens.float().mean().item(),
+    }
+    record = RolloutRecord(
+        canvas_ids=sampled.ids[:, -sampled.logps.shape[1] :],
+        reveal_steps=sampled.reveal_steps,
+        rollout_logps=sampled.logps,
+        rollout_entropies=sampled.entropies,
+    )
     if sampled.writes is not None:
-        record |= {
-            f"write_{name}": values[..., : int(max_writes.max())] for name, values in sampled.writes._asdict().items()
-        }
-        costs["sampling/edits"] = edits
+        writes = int(max_writes.max())
+        record["write_ids"] = sampled.writes.ids[..., :writes]
+        record["write_steps"] = sampled.writes.steps[..., :writes]
+        record["write_logps"] = sampled.writes.logps[..., :writes]
+        record["write_entropies"] = sampled.writes.entropies[..., :writes]
+        costs["sampling/edits"] = edits.float().mean().item()
     if sampled.start_steps is not None:
         record["start_steps"] = sampled.start_steps
-    means = {name: values.float().mean().item() for name, values in costs.items()}
-    return cast("RolloutRecord", record), means, passes.tolist()
+    return record, costs, passes.tolist()
 
 
 def completion_ids_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
     """The ids of each row of canvases (rows, canvas) up to and including its first EOS."""
     ids = canvas_ids.cpu()
-    return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
+    is_kept = eos_cut(ids, eos_token_ids)
+    return [row[row_is_kept].tolist() for row, row_is_kept in zip(ids, is_kept, strict=True)]
 
 
 def view_logps_as_sampled(batch: Batch) -> Tensor:
@@ -141,9 +149,10 @@ def sampled_logps(batch: Batch, update: int) -> Tensor:
     the writes that the views of this update score, or, if these score what was written last, that of this."""
     if "view_sampled_logps" not in batch:
         return batch["rollout_logps"]
-    weights, logps = batch["view_weights"][:, update], batch["view_sampled_logps"][:, update]
-    total = weights.sum(1)
-    return (weights * logps).sum(1) / total.where(total != 0, 1.0)
+    weights_RVT = batch["view_weights"][:, update]
+    logps_RVT = batch["view_sampled_logps"][:, update]
+    total_RT = weights_RVT.sum(1)
+    return (weights_RVT * logps_RVT).sum(1) / total_RT.where(total_RT != 0, 1.0)
 
 
 # --- Scored tokens and advantages -------------------------------------------------------------------------------------
@@ -247,16 +256,21 @@ def transform_advantages(
     entry = ADVANTAGES[name]
     if entry.of is None or group == 1:
         return advantages
-    of_rows = {"advantages": advantages, **(bounds or {})}
-    groups = {field: ranks.all_gather(values).view(-1, group) for field, values in of_rows.items()}
+
+    # What the entry reads, of all processes: (groups, rows of a group) each.
+    fields = {"advantages": ranks.all_gather(advantages).view(-1, group)}
+    for field, values in (bounds or {}).items():
+        fields[field] = ranks.all_gather(values).view(-1, group)
+
+    # Its advantages, of all groups or of those with a row in the loss.
     if not entry.kept_only or in_loss is None:
-        changed = entry(AdvantageInputs(**groups), settings)
+        changed = entry(AdvantageInputs(**fields), settings)
     else:
-        kept = ranks.all_gather(in_loss).view(-1, group).any(1)
-        changed = torch.zeros_like(groups["advantages"])
-        if kept.any():
-            kept_groups = {field: values[kept] for field, values in groups.items()}
-            changed[kept] = entry(AdvantageInputs(**kept_groups), settings)
+        is_kept = ranks.all_gather(in_loss).view(-1, group).any(1)
+        changed = torch.zeros_like(fields["advantages"])
+        if is_kept.any():
+            kept_fields = {field: values[is_kept] for field, values in fields.items()}
+            changed[is_kept] = entry(AdvantageInputs(**kept_fields), settings)
     return ranks.local_slice(changed.flatten(), len(advantages))
 
 
@@ -284,10 +298,10 @@ def solve_rate_filter(batch: Batch, shares: Sequence[float], group: int, ranks: 
 def pad_batch(batch: Batch, prompt: int, canvas: int, pad: int) -> Batch:
     """The batch with TRL's tensors padded to `prompt` and `canvas` tokens; of what is wider, only padding is cut."""
     wide = dict(batch)
-    for of, value in (("ids", pad), ("mask", 0)):
-        ids, completions = f"prompt_{of}", f"completion_{of}"
-        wide[ids] = F.pad(batch[ids], (prompt - batch[ids].shape[1], 0), value=value)
-        wide[completions] = F.pad(batch[completions], (0, canvas - batch[completions].shape[1]), value=value)
+    for name, value in (("prompt_ids", pad), ("prompt_mask", 0)):
+        wide[name] = F.pad(batch[name], (prompt - batch[name].shape[1], 0), value=value)
+    for name, value in (("completion_ids", pad), ("completion_mask", 0)):
+        wide[name] = F.pad(batch[name], (0, canvas - batch[name].shape[1]), value=value)
     return wide
 
 
@@ -296,23 +310,28 @@ def replace_filtered_groups(
 ) -> tuple[Batch, Tensor]:
     """The batch in which those prompts of `more` that are kept, `new`, replace in their order those of `batch` that are
     not, and which prompts it keeps; (prompts,) bool each, of all processes. All tensors have equal shapes there."""
-    free, able = (~kept).nonzero().squeeze(1), new.nonzero().squeeze(1)
-    free, able = free[: len(able)], able[: len(free)]
-    source = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, free, able)  # -1: the prompt stays
-    rows = source.unsqueeze(1) * group + torch.arange(group, device=kept.device)  # negative: the row stays
-    return replace_rows(batch, rows.flatten(), more, ranks), kept.index_fill(0, free, True)
+    # Which prompt of `more` replaces which of `batch`, as many as there are of both.
+    dropped, candidates = (~kept).nonzero().squeeze(1), new.nonzero().squeeze(1)
+    count = min(len(dropped), len(candidates))
+    dropped, candidates = dropped[:count], candidates[:count]
+
+    # The same of their rows.
+    source_prompts = torch.full_like(kept, -1, dtype=torch.long).index_copy(0, dropped, candidates)
+    rows_of_group = torch.arange(group, device=kept.device)
+    source_rows = source_prompts.unsqueeze(1) * group + rows_of_group  # negative: the row stays
+    return replace_rows(batch, source_rows.flatten(), more, ranks), kept.index_fill(0, dropped, True)
 
 
 def replace_rows(batch: Batch, source: Tensor, more: Batch, ranks: RankView) -> Batch:
     """The batch in which row n, counted over all processes, is row `source[n]` of `more`; a row with a negative number
     stays. All tensors have equal shapes on all processes."""
     source_rows = ranks.local_slice(source, len(batch["advantages"]))
-    filled = dict(batch)
+    replaced = dict(batch)
     for name, value in batch.items():
-        if value.dim():
-            replaced = (source_rows >= 0).view(-1, *[1] * (value.dim() - 1))
-            filled[name] = torch.where(replaced, ranks.all_gather(more[name])[source_rows], value)
-    return filled
+        if value.dim() > 0:
+            is_replaced = (source_rows >= 0).view([-1] + [1] * (value.dim() - 1))
+            replaced[name] = torch.where(is_replaced, ranks.all_gather(more[name])[source_rows], value)
+    return replaced
 
 
 def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
@@ -320,11 +339,14 @@ def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView,
     equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
 
     `generator` is in the same state on all processes. Returns the share of prompts kept."""
-    rewards, steps = ranks.all_gather(torch.stack([batch["completion_reward"], scored_steps(batch)], 1)).unbind(1)
+    local_values = torch.stack([batch["completion_reward"], scored_steps(batch)], dim=1)
+    rewards, steps = ranks.all_gather(local_values).unbind(1)
     rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
+
+    # 2: rewards differ; 1: they are equal and above 0; 0: the others. Within a kind, order by a number below 1.
     kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
     drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
-    order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)  # all below the next kind
+    order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)
     position = order.argsort(descending=True).argsort()
     return filter_groups(batch, position < math.ceil(share * len(kinds)), group, ranks)
 
@@ -363,7 +385,8 @@ def sort_into_mini_batches(batches: Sequence[Batch]) -> list[Batch]:
     for name, value in batches[0].items():
         parts: Sequence[Any] = [value] * len(batches)
         if isinstance(value, Tensor) and value.dim() > 0:
-            parts = torch.cat([batch[name] for batch in batches])[order].split(rows)
+            values = torch.cat([batch[name] for batch in batches])
+            parts = values[order].split(rows)
         for batch, part in zip(sorted_batches, parts, strict=True):
             batch[name] = part
     return sorted_batches
@@ -376,28 +399,40 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     """(rows, prompt) bool, the tokenizer's special tokens."""
     # Special tokens without a named role, such as LLaDA's header tokens, are only flagged.
     flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
+    special_ids = torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device)
+    return torch.isin(prompt_ids, special_ids)
+
+
+def maskable_tokens(batch: Batch) -> Tensor:
+    """(rows, prompt) bool, the prompt tokens that views may hide."""
+    if "maskable" in batch:
+        return batch["maskable"].bool()
+    return batch["prompt_mask"].bool()
 
 
 def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | None = None) -> SampledRows:
     """A batch as estimators see it, sampled by a model with these blocks. The special tokens of `protect_specials_of`,
     a tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
-    maskable = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
+    canvas_ids = batch["canvas_ids"]
+    rows, gen_length = canvas_ids.shape
+    maskable = maskable_tokens(batch)
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
-    canvas = batch["canvas_ids"]
-    unknown = torch.full(canvas.shape, torch.nan, device=canvas.device)
+    unknown = torch.full((rows, gen_length), torch.nan, device=canvas_ids.device)
     return SampledRows(
         prompt_ids=batch["prompt_ids"],
         attention_mask=batch["prompt_mask"],
         maskable=maskable,
-        canvas_ids=batch["canvas_ids"],
-        scored=pad_to_width(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
+        canvas_ids=canvas_ids,
+        scored=pad_to_width(batch["completion_mask"], gen_length).bool(),
         reveal_steps=batch["reveal_steps"],
         logps=batch.get("rollout_logps", unknown),
         entropies=batch.get("rollout_entropies", unknown),
-        blocks=canvas_blocks(batch["prompt_mask"], batch["canvas_ids"].shape[1], *blocks[:2]),
-        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies", "write_logps")},
+        blocks=canvas_blocks(batch["prompt_mask"], gen_length, blocks.size, blocks.causal_context),
+        write_ids=batch.get("write_ids"),
+        write_steps=batch.get("write_steps"),
+        write_entropies=batch.get("write_entropies"),
+        write_logps=batch.get("write_logps"),
         is_end=batch.get("is_end"),
         start_steps=batch.get("start_steps"),
     )
@@ -419,26 +454,30 @@ def draw_updates(
     """
     device, sampled = sampled.scored.device, sampled.to("cpu")
     if split:
+        # One draw, whose views are divided among the updates.
         views = estimator(sampled, random, settings)
         counts = views.scoring.sum(1)
         gathered = split.all_gather(counts.to(device)).cpu()
         before = split.local_slice(gathered.cumsum(0) - gathered, len(counts))  # number of views of earlier rows
-        drawn = divide_views(views, updates, random.generators, before.tolist())
+        views_of_updates = divide_views(views, updates, random.generators, before.tolist())
     else:
+        # A draw per update, or one for all of them.
         draws = 1 if shared else updates
         state = random.shared.get_state()
-        drawn = []
+        views_of_updates = []
         for update in range(draws):
             of_rollout = torch.Generator()
             of_rollout.set_state(state)
             of_update = replace(random, update=update, updates=draws, of_rollout=of_rollout)
-            drawn.append(estimator(sampled, of_update, settings))
-        drawn = drawn * (updates // draws)
-    return {
-        f"view_{name}": torch.stack([getattr(views, name) for views in drawn], dim=1).to(device, non_blocking=True)
-        for name in VIEWS
-        if getattr(drawn[0], name) is not None
-    }
+            views_of_updates.append(estimator(sampled, of_update, settings))
+        views_of_updates = views_of_updates * (updates // draws)
+
+    fields: Batch = {}
+    for name in VIEWS:
+        if getattr(views_of_updates[0], name) is not None:
+            values = torch.stack([getattr(views, name) for views in views_of_updates], dim=1)
+            fields[f"view_{name}"] = values.to(device, non_blocking=True)
+    return fields
 
 
 def divide_views(
@@ -458,18 +497,23 @@ def divide_views(
 def count_scored(batch: Batch, ranks: RankView, rows_per_completion: int = 1) -> Batch:
     """`scoring_views`, `scored_pairs`, `repeated_tokens` and `active_rows`, counted over the rows that are part of the
     loss."""
-    width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
-    mask = pad_to_width(batch["completion_mask"], width)[:, None, None]
-    scored = (batch["view_weights"] * mask).ne(0)
-    scoring = scored.any(-1)
-    views, pairs = scoring.sum((0, 2)), scored.sum((0, 2, 3))  # (updates,)
+    rows, updates, _, width = batch["view_weights"].shape
+    mask_R11T = pad_to_width(batch["completion_mask"], width)[:, None, None]
+    scored_RUVT = (batch["view_weights"] * mask_R11T).ne(0)
+    scoring_RUV = scored_RUVT.any(-1)
+
+    # Of this process: views, tokens that they score, and tokens of the rows that they score, (updates,) each; and
+    # completions, of which the first row counts.
+    views, pairs = scoring_RUV.sum((0, 2)), scored_RUVT.sum((0, 2, 3))
     lengths = batch["completion_mask"].sum(1)
-    repeats = (scored.any(-1).sum(2) * lengths.unsqueeze(1)).sum(0)
-    active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
-    active = active[::rows_per_completion].sum()  # of a completion, the first row
+    repeats = (scoring_RUV.sum(2) * lengths.unsqueeze(1)).sum(0)
+    is_active = batch["advantages"].ne(0) & batch["completion_mask"].any(-1)
+    active = is_active[::rows_per_completion].sum()
+
+    # Of all processes.
     local_counts = torch.cat([views, pairs, repeats, active.unsqueeze(0)])
     counts = ranks.all_gather(local_counts).view(-1, len(local_counts)).sum(0)
-    views, pairs, repeats, active = counts.split([len(views), len(pairs), len(repeats), 1])
+    views, pairs, repeats, active = counts.split([updates, updates, updates, 1])
     return {
         "scoring_views": views.expand(rows, -1),
         "scored_pairs": pairs.expand(rows, -1),
@@ -480,7 +524,8 @@ def count_scored(batch: Batch, ranks: RankView, rows_per_completion: int = 1) ->
 
 def views_of(batch: Batch, update: int) -> Views:
     """The views of an update."""
-    return Views(**{name: batch[f"view_{name}"][:, update] for name in VIEWS if f"view_{name}" in batch})
+    fields = {name: batch[f"view_{name}"][:, update] for name in VIEWS if f"view_{name}" in batch}
+    return Views(**fields)
 
 
 def first_equal_updates(batch: Batch, gather: Callable[[Tensor], Tensor]) -> list[int]:
@@ -489,9 +534,14 @@ def first_equal_updates(batch: Batch, gather: Callable[[Tensor], Tensor]) -> lis
     tensors = [batch[f"view_{name}"] for name in VIEWS if f"view_{name}" in batch]
     if tensors[0].shape[1] == 1:
         return [0]
-    # (updates - 1,) whether an update has the views of the one before it
-    alike = torch.stack([(tensor[:, 1:] == tensor[:, :-1]).transpose(0, 1).flatten(1).all(1) for tensor in tensors])
-    repeats = gather(alike.all(0).int().unsqueeze(0)).amin(0).tolist()
+
+    # (updates - 1,) whether an update has the views of the one before it.
+    is_equal = []
+    for tensor in tensors:  # (rows, updates, ...)
+        same = tensor[:, 1:] == tensor[:, :-1]
+        is_equal.append(same.transpose(0, 1).flatten(1).all(1))
+    local_repeats = torch.stack(is_equal).all(0).int()
+    repeats = gather(local_repeats.unsqueeze(0)).amin(0).tolist()
     firsts = [0]
     for update, repeats_last in enumerate(repeats, start=1):
         firsts.append(firsts[-1] if repeats_last else update)
@@ -523,10 +573,13 @@ def score_batch(
 ) -> Scores:
     """`score` of a batch, `size` rows at a time (default: all), by a model with its wrappers for training."""
     rows, gen_length = batch["canvas_ids"].shape
-    padded = bool(batch["padded"].any()) if "padded" in batch else None
-    parts = []
-    for start in range(0, rows, size or rows):
-        part = slice(start, start + (size or rows))
+    size = size or rows
+    padded = None
+    if "padded" in batch:
+        padded = bool(batch["padded"].any())
+    parts: list[Scores] = []
+    for start in range(0, rows, size):
+        part = slice(start, start + size)
         compute = partial(
             score,
             prompt_ids=batch["prompt_ids"][part],
@@ -539,9 +592,16 @@ def score_batch(
             **options,
         )
         parts.append(run_inside(model, compute))
-    logps, view_logps, tokens, *others = zip(*parts, strict=True)
-    rest = (None if of[0] is None else torch.cat(of) for of in others)
-    return Scores(torch.cat(logps), torch.cat(view_logps), torch.stack(tokens).sum(), *rest)
+
+    # All rows. Entropies are there for all of them or for none.
+    logps, view_logps, compute_of_parts, entropies, canvas_entropies = zip(*parts, strict=True)
+    return Scores(
+        logps=torch.cat(logps),
+        view_logps=torch.cat(view_logps),
+        compute=torch.stack(compute_of_parts).sum(),
+        entropies=None if entropies[0] is None else torch.cat(entropies),
+        canvas_entropies=None if canvas_entropies[0] is None else torch.cat(canvas_entropies),
+    )
 
 
 def loss_inputs(
@@ -568,54 +628,78 @@ def loss_inputs(
         progress: the share of the run's optimizer steps that is done.
     """
     width = batch["completion_mask"].shape[1]
-    of_canvas = canvas_blocks(batch["prompt_mask"], batch["reveal_steps"].shape[1], *(blocks or CanvasBlocks())[:2])
-    steps = steps_in_blocks(batch["reveal_steps"], of_canvas)
 
-    def stored(name: str) -> Tensor | None:
-        return pad_to_width(batch[name][:, update], width) if name in batch else None
+    # Reveal steps, in a model with blocks counted from the first step of each block.
+    blocks = blocks or CanvasBlocks()
+    gen_length = batch["reveal_steps"].shape[1]
+    block_numbers = canvas_blocks(batch["prompt_mask"], gen_length, blocks.size, blocks.causal_context)
+    reveal_steps = steps_in_blocks(batch["reveal_steps"], block_numbers)
 
-    positions = batch.get("sibling_positions")
-    repeats = batch.get("repeated_tokens")  # a rollout in a checkpoint of an earlier version has none
-    view_logps, view_old = pad_to_width(scores.view_logps, width), stored("old_view_logps")
+    # Log-probs of the policy, of the old one and of the reference.
+    def stored_logps(name: str) -> Tensor | None:
+        if name not in batch:
+            return None
+        return pad_to_width(batch[name][:, update], width)
+
+    view_logps, view_old = pad_to_width(scores.view_logps, width), stored_logps("old_view_logps")
     if view_old is None and reads_old:
         view_old = view_logps.detach()
+
+    # What not every rollout has.
+    def padded(name: str, padding: int = 0) -> Tensor | None:
+        if name not in batch:
+            return None
+        return pad_to_width(batch[name], width, padding)
+
+    def mean_count(name: str) -> Tensor | None:  # at least 1 in the whole rollout, so that it may be below 1
+        if name not in batch:
+            return None
+        return batch[name][0, update].clamp(min=1) / parts
+
+    is_right = None
+    if "completion_is_right" in batch:
+        is_right = batch["completion_is_right"] == 1
     inputs = LossInputs(
         view_logps=view_logps,
         view_old=view_old,
-        view_reference=stored("ref_view_logps"),
+        view_reference=stored_logps("ref_view_logps"),
         weights=pad_to_width(batch["view_weights"][:, update], width),
         advantages=batch["advantages"],
         mask=batch["completion_mask"],
-        # At least 1 in the whole rollout; the average per micro-batch may be below 1.
         tokens=batch["num_items_in_batch"].clamp(min=1) / parts,
-        views=batch["scoring_views"][0, update].clamp(min=1) / parts,
-        pairs=batch["scored_pairs"][0, update].clamp(min=1) / parts,
-        repeats=None if repeats is None else repeats[0, update].clamp(min=1) / parts,
+        views=mean_count("scoring_views"),
+        pairs=mean_count("scored_pairs"),
+        repeats=mean_count("repeated_tokens"),  # a rollout in a checkpoint of an earlier version has none
         active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
-        reveal_steps=pad_to_width(steps, width),
+        reveal_steps=pad_to_width(reveal_steps, width),
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
         sibling_advantages=batch.get("sibling_advantages"),
-        sibling_ids=None if "sibling_ids" not in batch else pad_to_width(batch["sibling_ids"], width, -1),
-        sibling_positions=None if positions is None else positions[0, update].clamp(min=1) / parts,
+        sibling_ids=padded("sibling_ids", -1),
+        sibling_positions=mean_count("sibling_positions"),
         progress=progress,
-        is_right=batch["completion_is_right"] == 1 if "completion_is_right" in batch else None,
+        is_right=is_right,
         turns=turns,
-        given=pad_to_width(batch["given"], width) if "given" in batch else None,
-        old_entropies=pad_to_width(batch["old_entropies"], width) if "old_entropies" in batch else None,
+        given=padded("given"),
+        old_entropies=padded("old_entropies"),
     )
     if sampling_weight_cap is None:
         return inputs
+
+    # Importance weights, from the old policy or, for an objective without a ratio, from the current one.
     old = inputs.logps.detach() if view_old is None else inputs.old
-    weights = truncated_weights(pad_to_width(batch["rollout_logps"], width), old, inputs, sampling_weight_cap)
+    sampled = pad_to_width(batch["rollout_logps"], width)
+    weights = truncated_weights(sampled, old, inputs, sampling_weight_cap)
     return replace(inputs, sampling_weights=weights)
 
 
 def where_scored(inputs: LossInputs) -> Tensor:
     """(rows, tokens) bool, the completion's tokens that were sampled and that at least one view scores."""
     scored = inputs.mask.bool() & (inputs.weights.sum(1) > 0)
-    return scored if inputs.given is None else scored & ~inputs.given
+    if inputs.given is not None:
+        scored = scored & ~inputs.given
+    return scored
 
 
 def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
@@ -646,7 +730,7 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
 def prompt_masked(batch: Batch) -> float:
     """The share of prompt tokens that are hidden, over the views of all updates; with tools, of the first prompts."""
     hidden_RUVL = batch["view_noise"]
-    prompt_RP = batch["maskable" if "maskable" in batch else "prompt_mask"].bool()
+    prompt_RP = maskable_tokens(batch)
     hidden_in_prompt = hidden_RUVL[..., : prompt_RP.shape[1]].sum()
     updates_and_views = hidden_RUVL.shape[1:3].numel()
     return (hidden_in_prompt / (prompt_RP.sum() * updates_and_views)).item()
@@ -663,7 +747,9 @@ def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[
     assert entropies is not None
     sums = torch.stack([entropies.sum(), inputs.weights.sum()])
     total, weight = gather(sums).view(-1, 2).sum(0).tolist()
-    return total / weight if weight else 0.0
+    if not weight:
+        return 0.0
+    return total / weight
 
 
 def sampling_gap(
@@ -682,28 +768,32 @@ def sampling_gap(
     if inputs.sampling_weights is not None and cap is not None:
         sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()
         sums["sampling/weight_capped"] = ((inputs.sampling_weights >= cap) & scored).sum()
-    *totals, count = gather(torch.stack([*sums.values(), scored.sum()])).view(-1, len(sums) + 1).sum(0).tolist()
-    largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
-    means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}
-    return means | {"sampling/ratio_max": largest}
+    local_sums = torch.stack([*sums.values(), scored.sum()])
+    *totals, count = gather(local_sums).view(-1, len(local_sums)).sum(0).tolist()
+    metrics = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}
+    local_ratio = (-gap).masked_fill(~scored, -torch.inf).max().exp()
+    metrics["sampling/ratio_max"] = gather(local_ratio).max().item()
+    return metrics
 
 
 def nonfinite_rows(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
     """The rows that made a loss not finite: those with such numbers; all rows if only their sum overflowed."""
-    bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
-
-    def text(part: str, row: int) -> str:
-        return decode(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()])
-
-    return [
-        {
-            "prompt": text("prompt", row),
-            "completion": text("completion", row),
-            "advantage": batch["advantages"][row].item(),
-            "logps": logps[row].tolist(),
-        }
-        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
-    ]
+    is_bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
+    if not is_bad.any():
+        is_bad = torch.ones_like(is_bad)
+    rows = []
+    for row in is_bad.nonzero().flatten().tolist():
+        prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
+        completion_ids = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
+        rows.append(
+            {
+                "prompt": decode(prompt_ids),
+                "completion": decode(completion_ids),
+                "advantage": batch["advantages"][row].item(),
+                "logps": logps[row].tolist(),
+            }
+        )
+    return rows
 
 
 def peak_memory_gb() -> float:

@@ -131,8 +131,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             raise ValueError("images are not supported: masked diffusion language models take text")
         for ids in prompt_ids:
             check_no_mask(self.text_tokenizer, ids, self.mask_token_id)
-        prompt_ids = self.fit_prompts(prompt_ids)
-        return [ids for ids, (_, rows) in zip(prompt_ids, groups, strict=True) for _ in range(rows)], None, {}
+        repeated: list[list[int]] = []
+        for ids, (_, rows) in zip(self.fit_prompts(prompt_ids), groups, strict=True):
+            repeated += [ids] * rows
+        return repeated, None, {}
 
     def fit_prompts(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The last `max_prompt_length` tokens of each prompt."""
@@ -189,10 +191,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
         # TRL returns the rewards of all processes.
         local_rewards = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
-        row_rewards = {REWARD: weighted_sum(local_rewards, self.reward_weights.cpu())}
+        total = weighted_sum(local_rewards, self.reward_weights.cpu())
+        self.row_rewards = {REWARD: total.to(rewards.device, non_blocking=True)}
         if watched:
-            row_rewards[ACCURACY] = local_rewards[:, -1]
-        self.row_rewards = {name: values.to(rewards.device, non_blocking=True) for name, values in row_rewards.items()}
+            self.row_rewards[ACCURACY] = local_rewards[:, -1].to(rewards.device, non_blocking=True)
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
@@ -200,7 +202,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """The rows of the dataset with `rollout_fields`, which override columns of the same name."""
         extended = []
         for number, row in enumerate(rows):
-            extended.append({**row, **{name: values[number] for name, values in self.rollout_fields.items()}})
+            fields = {name: values[number] for name, values in self.rollout_fields.items()}
+            extended.append({**row, **fields})
         return extended
 
     def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:

@@ -113,12 +113,16 @@ class LossInputs:
     @property
     def reference(self) -> Tensor | None:
         """(rows, tokens), those of the reference model."""
-        return None if self.view_reference is None else (self.weights * self.view_reference).sum(1)
+        if self.view_reference is None:
+            return None
+        return (self.weights * self.view_reference).sum(1)
 
     @property
     def counted(self) -> Tensor:
         """(rows, tokens), each token's weight in the policy gradient: `mask`, times the sampling weights if any."""
-        return self.mask if self.sampling_weights is None else self.mask * self.sampling_weights
+        if self.sampling_weights is None:
+            return self.mask
+        return self.mask * self.sampling_weights
 
     @property
     def scored(self) -> Tensor:
@@ -128,12 +132,16 @@ class LossInputs:
     @property
     def scoring_views(self) -> Tensor:
         """Views that score something, per micro-batch, averaged over the rollout."""
-        return self.scored.any(-1).sum().clamp(min=1) if self.views is None else self.views
+        if self.views is not None:
+            return self.views
+        return self.scored.any(-1).sum().clamp(min=1)
 
     @property
     def scored_pairs(self) -> Tensor:
         """Tokens that views score, per micro-batch, averaged over the rollout."""
-        return self.scored.sum().clamp(min=1) if self.pairs is None else self.pairs
+        if self.pairs is not None:
+            return self.pairs
+        return self.scored.sum().clamp(min=1)
 
     @property
     def repeated_tokens(self) -> Tensor:
@@ -146,8 +154,10 @@ class LossInputs:
     @property
     def active_rows(self) -> Tensor:
         """Completions in the loss whose advantage is not 0, per micro-batch, averaged over the rollout."""
-        active = self.advantages.ne(0) & self.mask.bool().any(-1)
-        return active.sum().clamp(min=1) if self.active is None else self.active
+        if self.active is not None:
+            return self.active
+        is_active = self.advantages.ne(0) & self.mask.bool().any(-1)
+        return is_active.sum().clamp(min=1)
 
     @property
     def lengths(self) -> Tensor:
@@ -346,7 +356,10 @@ class Advantage:
         if not isinstance(inputs, AdvantageInputs):
             inputs = AdvantageInputs(inputs)
         groups = inputs.advantages
-        returned = self.of(inputs, settings) if self.reads else self.of(groups)
+        if self.reads:
+            returned = self.of(inputs, settings)
+        else:
+            returned = self.of(groups)
         if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
             expected = f"floats of shape {tuple(groups.shape)}"
             raise ValueError(f"{describe_function(self.of)} returned {describe_value(returned)}: expected {expected}")
@@ -380,12 +393,19 @@ def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Ten
 
     `settings.delta` also bounds the ratios above (dual clip, arXiv 1912.09729), which matters for negative advantages.
     """
-    low = 1 - settings.epsilon
-    high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
-    delta = math.inf if settings.delta is None else settings.delta
+    epsilon_high = settings.epsilon_high
+    if epsilon_high is None:
+        epsilon_high = settings.epsilon
+    low, high = 1 - settings.epsilon, 1 + epsilon_high
+    delta = settings.delta
+    if delta is None:
+        delta = math.inf
     gains = (ratios.clamp(max=delta) * advantages).minimum(ratios.clamp(low, high) * advantages)
-    up = (ratios > min(high, delta)) & (advantages > 0)
-    return gains, up | (((ratios < low) | (ratios > max(high, delta))) & (advantages < 0))
+
+    # Where the gain is constant in the ratio.
+    is_clipped_up = (ratios > min(high, delta)) & (advantages > 0)
+    is_clipped_down = ((ratios < low) | (ratios > max(high, delta))) & (advantages < 0)
+    return gains, is_clipped_up | is_clipped_down
 
 
 def clip_ratio_metric(what: Tensor, of: Tensor) -> dict[str, float]:
@@ -399,7 +419,9 @@ def clipped_views(inputs: LossInputs, settings: Any) -> Loss:
     TRL's loss gets a weighted sum of log-probs instead, where a weight becomes an exponent of the ratio.
     """
     ratios_RVT = (inputs.view_logps - require_logps(inputs.view_old)).exp()
-    advantages_RV = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
+    advantages_RV = inputs.view_advantages
+    if advantages_RV is None:
+        advantages_RV = inputs.advantages.unsqueeze(1)
     gains_RVT, clipped_RVT = clip(ratios_RVT, advantages_RV.unsqueeze(-1), settings)
     counted_RVT = inputs.weights * inputs.counted.unsqueeze(1)
     loss = reduce_loss(-(counted_RVT * gains_RVT).sum(-1), inputs, settings)

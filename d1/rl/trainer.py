@@ -144,7 +144,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         set_compile(model, args.compile)
         self.mask_token_id: Any = None
         if has_masks(model.config):
-            self.mask_token_id = processing_class.mask_token_id if args.mask_id is None else args.mask_id
+            self.mask_token_id = args.mask_id
+            if self.mask_token_id is None:
+                self.mask_token_id = processing_class.mask_token_id
             if self.mask_token_id is None:
                 raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         check_noise(model.config, args)
@@ -193,7 +195,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     @property
     def update(self) -> int:
         """The current update, 0 to mu - 1. An evaluation uses only the first."""
-        return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
+        if self.mode == "eval":
+            return 0
+        return self.micro_step // self.args.steps_per_generation % self.num_iterations
 
     @property
     def is_sampling_policy(self) -> bool:
@@ -206,7 +210,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     @property
     def group(self) -> int:
         """Rows per prompt."""
-        return self.num_generations if self.mode == "train" else self.num_generations_eval
+        if self.mode == "eval":
+            return self.num_generations_eval
+        return self.num_generations
 
     def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
         """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
@@ -214,8 +220,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         seed, stream = self.args.seed, STREAMS[purpose, self.mode]
         if self.mode == "eval":
             return seed, stream, self.evaluation_rollouts
-        now = self.micro_step if micro_step is None else micro_step
-        step, micro_batch = divmod(now, self.args.gradient_accumulation_steps)
+        if micro_step is None:
+            micro_step = self.micro_step
+        step, micro_batch = divmod(micro_step, self.args.gradient_accumulation_steps)
         # If one optimizer step has several rollouts, or a rollout is refilled, each has its own streams.
         rollouts = -(-self.args.gradient_accumulation_steps // self.micro_steps_per_rollout)
         number = micro_batch // self.micro_steps_per_rollout + self.refill * rollouts
@@ -313,7 +320,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if not (args.refills and args.drops_prompts) or self.mode == "eval":
             return super().sampled_batch(rows)
         ranks = RankView(self.accelerator.gather, self.first_row(size))
-        widths = args.max_prompt_length, self.sampling.gen_length, self.text_tokenizer.pad_token_id
+
+        def padded(batch: Batch) -> Batch:
+            gen_length, pad_id = self.sampling.gen_length, self.text_tokenizer.pad_token_id
+            return pad_batch(batch, prompt=args.max_prompt_length, canvas=gen_length, pad=pad_id)
 
         # Replace the prompts that are dropped, as long as there are any and refills are left.
         batch = self.next_batch(size)
@@ -322,14 +332,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.refill += 1
             more = self.next_batch(size)
             new = self.prompts_to_keep(more, ranks)
-            batch, kept = replace_filtered_groups(
-                pad_batch(batch, *widths), kept, pad_batch(more, *widths), new, self.group, ranks
-            )
+            batch, kept = replace_filtered_groups(padded(batch), kept, padded(more), new, self.group, ranks)
 
         # Pad the prompts to the longest one again.
         if self.refill:
-            ids, mask = self.left_pad(strip_padding(batch["prompt_ids"], batch["prompt_mask"]))
-            batch |= {"prompt_ids": ids, "prompt_mask": mask}
+            prompt_ids = strip_padding(batch["prompt_ids"], batch["prompt_mask"])
+            batch["prompt_ids"], batch["prompt_mask"] = self.left_pad(prompt_ids)
         self.log_metric("sampling/refills", self.refill)
         self.refill = 0
         return batch
@@ -371,15 +379,19 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def change_advantages(self, batch: Batch, ranks: RankView) -> None:
         """Sets which prompts count in the loss, and turns TRL's advantages into the method's."""
         args = self.args
-        is_training = self.mode == "train"
-        if args.drops_prompts and is_training:
+
+        # Which prompts count.
+        if args.drops_prompts and self.mode == "train":
             kept = filter_groups(batch, self.prompts_to_keep(batch, ranks), self.group, ranks)
             self.log_metric("prompts_kept", kept)
-        if args.prompt_share < 1 and is_training:
+        if args.prompt_share < 1 and self.mode == "train":
             # Of the rows' keys, the one after the last row's is free.
-            random = keyed_generator(*self.key("views"), len(batch["advantages"]) * self.accelerator.num_processes)
-            kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, random)
+            total_rows = len(batch["advantages"]) * self.accelerator.num_processes
+            generator = keyed_generator(*self.key("views"), total_rows)
+            kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator)
             self.log_metric("prompts_kept", kept)
+
+        # Their advantages.
         in_loss = batch["completion_mask"].bool().any(1)
         bounds = {}
         if ADVANTAGES[args.advantage].reads and self.group > 1:
@@ -396,9 +408,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         drawn = draw_updates(
             self.estimator_rows(batch),
             self.randomness(len(batch["canvas_ids"]), ranks, BOUNDS),
-            1,
-            ESTIMATORS[args.estimator],
-            args.view_settings(),
+            updates=1,
+            estimator=ESTIMATORS[args.estimator],
+            settings=args.view_settings(),
         )
         viewed = self.with_padded(batch) | drawn
         bounds = {"lengths": batch["completion_mask"].sum(1).float()}
@@ -427,9 +439,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         views = draw_updates(
             self.estimator_rows(batch),
             self.randomness(rows, ranks),
-            self.num_iterations,
-            ESTIMATORS[args.estimator],
-            args.view_settings(),
+            updates=self.num_iterations,
+            estimator=ESTIMATORS[args.estimator],
+            settings=args.view_settings(),
             shared=not args.random_masking,
             split=ranks if args.split_views else None,
         )
@@ -449,17 +461,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def randomness(self, rows: int, ranks: RankView, *purpose: int) -> Randomness:
         """The random numbers of a draw of views for `rows` rows of this process. A `purpose` gives other numbers than
         those of the updates' views."""
-        key, total = self.key("views"), self.accelerator.num_processes * rows
-        if not purpose:
-            return Randomness(self.generators("views", rows), keyed_generator(*key), ranks.rank_offset, total)
-        of_rows = [keyed_generator(*row_key, *purpose) for row_key in self.row_keys("views", rows)]
-        return Randomness(of_rows, keyed_generator(*key, total, *purpose), ranks.rank_offset, total)
+        key, total_rows = self.key("views"), self.accelerator.num_processes * rows
+        if purpose:
+            generators = [keyed_generator(*row_key, *purpose) for row_key in self.row_keys("views", rows)]
+            shared = keyed_generator(*key, total_rows, *purpose)
+        else:
+            generators = self.generators("views", rows)
+            shared = keyed_generator(*key)
+        return Randomness(generators=generators, shared=shared, first_row=ranks.rank_offset, total_rows=total_rows)
 
     def draw_mini_batches(self, ranks: RankView, rows: int) -> Tensor:
         """(rows,) the number of the mini-batch to which each row of this process belongs."""
-        total = self.accelerator.num_processes * rows
+        total_rows = self.accelerator.num_processes * rows
         # Of the rows' keys, those after the last row's are free; `prompt_share` takes the first.
-        chosen = draw_mini_batches(total, self.mini_batches, keyed_generator(*self.key("views"), total + 1))
+        generator = keyed_generator(*self.key("views"), total_rows + 1)
+        chosen = draw_mini_batches(total_rows, self.mini_batches, generator)
         return ranks.local_slice(chosen, rows).to(self.accelerator.device)
 
     def state_advantages(self, batch: Batch, ranks: RankView) -> Tensor:
@@ -471,7 +487,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         number (EGSPO-SA, arXiv 2603.12554). For a block-causal model, the state of a block contains the earlier blocks
         in their final form.
         """
-        scoring, lam = batch["view_weights"].ne(0).any(-1).any(1), self.args.state_reward
+        lam = self.args.state_reward
+        scoring = batch["view_weights"].ne(0).any(-1).any(1)  # (rows, views)
 
         # The reward of each view's state: that of the completion which one pass makes of it.
         rewards = []
@@ -524,8 +541,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def row_scorer(self) -> Callable[..., Scores]:
         """`scores` of the rows of a rollout, a micro-batch at a time. Call it before the model is put into evaluation
         mode for scoring: `mode` is the model's."""
-        args = self.args
-        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+        size = self.args.per_device_train_batch_size
+        if self.mode == "eval":
+            size = self.args.per_device_eval_batch_size
         return partial(self.scores, size=size)
 
     def scores(
@@ -561,11 +579,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # Log-probs of the current policy in the views of the update, next to old and reference log-probs.
         views = views_of(batch, self.update)
         scores = self.scores(model, batch, views, with_entropies=True)
+        micro_batches = args.steps_per_generation if is_training else 1  # of the rollout, per process
         inputs = loss_inputs(
             batch,
             scores,
             self.update,
-            parts=self.accelerator.num_processes * (args.steps_per_generation if is_training else 1),
+            parts=self.accelerator.num_processes * micro_batches,
             reads_old=args.reads_old_logps,
             sampling_weight_cap=args.sampling_weight_cap,
             views_per_draw=args.views_per_draw,
@@ -611,18 +630,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def compare_rows(self, model: Any) -> None:
         """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an
         update, for objectives that weigh a row against the others of its prompt."""
-        update, batches = self.update, rollout_buffer(self)
+        update, batches, gather = self.update, rollout_buffer(self), self.accelerator.gather
 
-        def ratios(batch: Batch) -> Tensor:
-            if update == 0 and not self.args.old_as_sampled:  # the policy is still the one of the old log-probs
-                return torch.zeros_like(batch["advantages"])
-            scores = self.scores(model, batch, views_of(batch, update))
-            return sequence_log_ratios(loss_inputs(batch, scores, update))
-
-        gather = self.accelerator.gather
-        # The ratios of the rows of all processes.
+        # The ratios of the rows of this process, and of all processes.
+        ratios = []
         with self.without_checkpointing(), evaluating(model):
-            all_ratios = gather(torch.cat([ratios(batch) for batch in batches]))
+            for batch in batches:
+                if update == 0 and not self.args.old_as_sampled:  # the policy is still the one of the old log-probs
+                    ratios.append(torch.zeros_like(batch["advantages"]))
+                    continue
+                scores = self.scores(model, batch, views_of(batch, update))
+                ratios.append(sequence_log_ratios(loss_inputs(batch, scores, update)))
+            all_ratios = gather(torch.cat(ratios))
 
         # TRL shuffled the rows, and a group may be spread over several processes: sort them by group.
         order = gather(torch.cat([batch["group"] for batch in batches])).argsort()
@@ -640,10 +659,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.source.close()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
+        started, processor_started, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
         loss = super().training_step(*args, **kwargs)
-        self.log_metric("seconds/processor", time.process_time() - processor)
-        self.log_metric("seconds/update", time.perf_counter() - started - sum(self.rollout_seconds[rollouts:]))
+        of_rollouts = sum(self.rollout_seconds[rollouts:])
+        self.log_metric("seconds/processor", time.process_time() - processor_started)
+        self.log_metric("seconds/update", time.perf_counter() - started - of_rollouts)
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -677,12 +697,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         batches = rollout_buffer(self)
 
         # Micro-batches share the storage of one rollout, which safetensors refuses: clone them.
-        tensors = {
-            f"{index}.{key}": value.detach().cpu().clone().contiguous()
-            for index, batch in enumerate(batches)
-            for key, value in batch.items()
-            if isinstance(value, Tensor)
-        }
+        tensors = {}
+        for index, batch in enumerate(batches):
+            for key, value in batch.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{index}.{key}"] = value.detach().cpu().clone().contiguous()
         save_file(tensors, tensors_file)
 
         # Counters and sums of metrics; TRL's logs of completions are deques.
@@ -804,8 +823,9 @@ def budget_exhausted(checkpoint: str | None, budget: int | None) -> bool:
     """Whether the run had reached its budget when it wrote `checkpoint`."""
     if checkpoint is None or budget is None:
         return False
-    ranks = range(len([*Path(checkpoint).glob("rollout_rank*.json")]))
-    return sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in ranks) >= budget
+    processes = len(list(Path(checkpoint).glob("rollout_rank*.json")))
+    spent = sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in range(processes))
+    return spent >= budget
 
 
 def saved_at(output_dir: str | Path, share: float) -> Path:

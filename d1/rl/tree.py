@@ -70,36 +70,44 @@ def siblings(values: Tensor, branches: Sequence[int], level: int) -> Tensor:
 def tree_fields(batch: Batch, branches: Sequence[int], ranks: RankView) -> Batch:
     """`view_advantages`, `sibling_advantages`, `sibling_ids` and `sibling_positions` (`d1/rl/batch.py`) of a batch
     whose view v scores the edges from the nodes of level v."""
+    # Shapes: R rows, U updates, V views, T tokens of the canvas, S siblings.
     rows, leaves = len(batch["canvas_ids"]), leaves_below(branches, 0)
-    mask = pad_to_width(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool()
-    scored = batch["view_weights"].ne(0) & mask[:, None, None]  # (rows, updates, views, tokens)
-    counted = scored.any(1)
-    own_ids = torch.where(counted, batch["canvas_ids"].unsqueeze(1), -1)
+    mask_RT = pad_to_width(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool()
+    scored_RUVT = batch["view_weights"].ne(0) & mask_RT[:, None, None]
+    counted_RVT = scored_RUVT.any(1)
+
+    # The leaves' rewards, and the tokens of their edges, of all processes: (trees, leaves, ...).
     rewards = ranks.all_gather(batch[REWARD]).view(-1, leaves)
-    ids = ranks.all_gather(own_ids).unflatten(0, (-1, leaves))
+    ids_RVT = torch.where(counted_RVT, batch["canvas_ids"].unsqueeze(1), -1)
+    ids = ranks.all_gather(ids_RVT).unflatten(0, (-1, leaves))
     advantages = edge_advantages(rewards, branches)
-    # Siblings of a smaller family are padded with children that reveal nothing.
-    most = max(branches)
-    of_level: list[tuple[Tensor, Tensor]] = []
+
+    # Those of the siblings of each edge. Siblings of a smaller family are padded with children that reveal nothing.
+    max_children = max(branches)
+    advantages_of_levels, ids_of_levels = [], []
     for level, children in enumerate(branches):
-        sibling_advantages = F.pad(siblings(advantages[:, :, level], branches, level), (0, most - children))
+        sibling_advantages = siblings(advantages[:, :, level], branches, level)
+        advantages_of_levels.append(F.pad(sibling_advantages, (0, max_children - children)))
         sibling_ids = siblings(ids[:, :, level], branches, level)
-        of_level.append((sibling_advantages, F.pad(sibling_ids, (0, 0, 0, most - children), value=-1)))
-    all_advantages, all_ids = (torch.stack(parts, dim=2).flatten(0, 1) for parts in zip(*of_level, strict=True))
-    view_advantages = ranks.local_slice(advantages.flatten(0, 1), rows)
-    sibling_advantages, sibling_ids = ranks.local_slice(all_advantages, rows), ranks.local_slice(all_ids, rows)
-    sibling_ids = torch.where(counted.any(-1)[..., None, None], sibling_ids, -1)
+        ids_of_levels.append(F.pad(sibling_ids, (0, 0, 0, max_children - children), value=-1))
+
+    # Of this process's rows.
+    advantages_RV = ranks.local_slice(advantages.flatten(0, 1), rows)
+    sibling_advantages_RVS = ranks.local_slice(torch.stack(advantages_of_levels, dim=2).flatten(0, 1), rows)
+    sibling_ids_RVST = ranks.local_slice(torch.stack(ids_of_levels, dim=2).flatten(0, 1), rows)
+    sibling_ids_RVST = torch.where(counted_RVT.any(-1)[..., None, None], sibling_ids_RVST, -1)
+
     # A position counts once per parent: each of its children with a token there and A > 0 has an equal share of it.
-    positive = counted & (view_advantages > 0).unsqueeze(-1)
-    count = ((sibling_ids >= 0) & (sibling_advantages > 0).unsqueeze(-1)).sum(2)
-    shares = (positive / count.clamp(min=1)).double().sum(-1)  # (rows, views)
-    own_positions = (shares.unsqueeze(1) * scored.any(-1)).sum((0, 2))  # (updates,)
-    positions = ranks.all_gather(own_positions.unsqueeze(0)).sum(0).round().long()
+    positive_RVT = counted_RVT & (advantages_RV > 0).unsqueeze(-1)
+    count_RVT = ((sibling_ids_RVST >= 0) & (sibling_advantages_RVS > 0).unsqueeze(-1)).sum(2)
+    shares_RV = (positive_RVT / count_RVT.clamp(min=1)).double().sum(-1)
+    local_positions_U = (shares_RV.unsqueeze(1) * scored_RUVT.any(-1)).sum((0, 2))
+    positions_U = ranks.all_gather(local_positions_U.unsqueeze(0)).sum(0).round().long()
     return {
-        "view_advantages": view_advantages,
-        "sibling_advantages": sibling_advantages,
-        "sibling_ids": sibling_ids,
-        "sibling_positions": positions.expand(rows, -1),
+        "view_advantages": advantages_RV,
+        "sibling_advantages": sibling_advantages_RVS,
+        "sibling_ids": sibling_ids_RVST,
+        "sibling_positions": positions_U.expand(rows, -1),
     }
 
 
@@ -129,25 +137,29 @@ class TreeRollouts(SourceWrapper):
     def sample(self, request: RolloutRequest) -> Rollout:
         if self.trainer.mode == "eval":
             return self.source.sample(request)
-        trainer, rows = self.trainer, len(request.prompt_ids)
+        # The level at which each row's own edges begin, and the passes at which levels begin.
+        trainer, rows, gen_length = self.trainer, len(request.prompt_ids), self.trainer.sampling.gen_length
         first, leaves = trainer.first_row(rows), leaves_below(self.branches, 0)
-        levels = [first_level(self.branches, (first + row) % leaves) for row in range(rows)]
+        row_levels = [first_level(self.branches, (first + row) % leaves) for row in range(rows)]
         steps = level_steps(self.branches, trainer.sampling.steps)
-        sampled = blank_rollout(request, trainer.sampling.gen_length)
+
+        sampled = blank_rollout(request, gen_length)
         for level in range(len(self.branches)):
-            chosen = [row for row, own in enumerate(levels) if own == level]
+            chosen = [row for row in range(rows) if row_levels[row] == level]
             start = None
-            if level:
+            if level > 0:
                 # A node may be a state of another process's row, so all processes gather, also those without a row.
                 # Their canvases, because prompts are padded to other widths there.
-                canvases = replace(sampled, ids=sampled.ids[:, -trainer.sampling.gen_length :].contiguous())
-                of_all = change_tensors(canvases, trainer.accelerator.gather)
+                canvases = replace(sampled, ids=sampled.ids[:, -gen_length:].contiguous())
+                all_canvases = change_tensors(canvases, trainer.accelerator.gather)
                 below = leaves_below(self.branches, level)
-                nodes = [(first + row) // below * below for row in chosen]
-                parents = change_tensors(of_all, itemgetter(torch.tensor(nodes, dtype=torch.long)))
+                nodes = torch.tensor([(first + row) // below * below for row in chosen], dtype=torch.long)
+                parents = change_tensors(all_canvases, itemgetter(nodes))
                 start = RolloutStart.from_rollout(parents, steps[level], trainer.mask_token_id)
             if not chosen:
                 continue
+
+            # Continue the rows that begin at this level.
             continued = self.source.sample(
                 RolloutRequest(
                     prompt_ids=request.prompt_ids[chosen],

@@ -35,29 +35,38 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     """Views of all passes or, with `num_views`, of some; ValueError without a record of all writes."""
     if sampled.write_ids is None or sampled.write_steps is None:
         raise ValueError("accepted needs what each pass wrote: the rollout of a model with uniform noise")
-    ids, takes = sampled.write_ids.transpose(1, 2), sampled.write_steps.transpose(1, 2)[:, 1:] >= 0
-    scored = takes & sampled.scored.unsqueeze(1)  # (rows, passes, canvas)
-    rows, passes, _ = takes.shape
+
+    # What each position showed before and after each pass: write 0 is the first noise. (rows, passes + 1, canvas)
+    ids = sampled.write_ids.transpose(1, 2)
+    steps = sampled.write_steps.transpose(1, 2)[:, 1:]  # (rows, passes, canvas), as the next ones
+    is_accepted = steps >= 0
+    scored = is_accepted & sampled.scored.unsqueeze(1)
+    rows, passes, canvas = steps.shape
+
+    # The passes that are scored, and their weights, (rows, views).
     chosen, weights = torch.arange(passes).expand(rows, -1), torch.ones(rows, passes)
     if settings.num_views:
         counts = (scored.any(-1) * torch.arange(1, passes + 1)).amax(-1, keepdim=True).clamp(min=1)
         chance = (torch.arange(passes) < counts) / counts.double()
         chosen, weights = draw_segments(chance, random.evenly_spread(settings.num_views))
-    logps = sampled.write_logps
-    at_chosen = chosen.unsqueeze(-1).expand(-1, -1, ids.shape[2])
+    at_chosen = chosen.unsqueeze(-1).expand(-1, -1, canvas)
+
     # Where the output is a draw, the last pass of a block has all positions, whatever their entropies: no rule chose.
-    blocks, of_pass = ids.shape[2] // settings.block_length, sampled.write_steps.transpose(1, 2)[:, 1:]
-    ran = (of_pass != -1).unflatten(2, (blocks, -1)).all(-1)
-    is_last = ran & ~torch.cat([ran[:, 1:], torch.zeros_like(ran[:, :1])], dim=1)
-    by_rule = takes & ~is_last.repeat_interleave(settings.block_length, dim=2)
-    temperatures = [settings.sampler.temperature_of(number) for number in range(passes)]
+    has_run = (steps != -1).unflatten(2, (canvas // settings.block_length, -1)).all(-1)  # (rows, passes, blocks)
+    is_last = has_run & ~torch.cat([has_run[:, 1:], torch.zeros_like(has_run[:, :1])], dim=1)
+    by_rule = is_accepted & ~is_last.repeat_interleave(settings.block_length, dim=2)
+
+    sampled_logps = None
+    if sampled.write_logps is not None:
+        sampled_logps = sampled.write_logps.transpose(1, 2)[:, 1:].gather(1, at_chosen)
+    temperatures = torch.tensor([settings.sampler.temperature_of(number) for number in range(passes)])
     return Views(
-        noise=torch.zeros(rows, chosen.shape[1], sampled.prompt_ids.shape[1] + ids.shape[2], dtype=torch.bool),
+        noise=torch.zeros(rows, chosen.shape[1], sampled.prompt_ids.shape[1] + canvas, dtype=torch.bool),
         weights=torch.where(scored.gather(1, at_chosen), weights.unsqueeze(-1), 0.0),
         shown=ids[:, :-1].gather(1, at_chosen),
         targets=ids[:, 1:].gather(1, at_chosen),
-        sampled_logps=None if logps is None else logps.transpose(1, 2)[:, 1:].gather(1, at_chosen),
-        temperatures=torch.tensor(temperatures)[chosen],
+        sampled_logps=sampled_logps,
+        temperatures=temperatures[chosen],
         accepted=by_rule.gather(1, at_chosen),
     )
 

@@ -30,27 +30,35 @@ def weighted_views(
 ) -> Views:
     """Views of the draws; with `antithetic`, also views that hide the other tokens, with the weights `opposite`."""
     if antithetic:
-        hidden, weights = torch.cat([hidden, ~hidden], dim=1), torch.cat([weights, opposite], dim=1) / 2
+        hidden = torch.cat([hidden, ~hidden], dim=1)
+        weights = torch.cat([weights, opposite], dim=1) / 2
     return views_of_canvas(hidden_prompt, hidden, scored, weights.unsqueeze(-1))
 
 
 def elbo_views(hidden_prompt: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time."""
+    draws = times.shape[1]
+    hidden = numbers < times.unsqueeze(-1)
+    weights = 1 / (draws * times)
     # The opposite view is that of time 1 - t and the numbers 1 - u, so its weight is 1 / (1 - t).
-    draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
-    return weighted_views(hidden_prompt, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
+    opposite = 1 / (draws * (1 - times))
+    return weighted_views(hidden_prompt, hidden, scored, weights, opposite, antithetic)
 
 
 def espo_views(hidden_prompt: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each count (rows, draws); it hides the scored tokens whose rank (rows, draws, canvas) is below it."""
-    draws, lengths, hidden = counts.shape[1], scored.sum(-1, keepdim=True), ranks < counts.unsqueeze(-1)
-    weights, opposite = ((lengths + 1) / (draws * count.clamp(min=1)) for count in (counts, lengths - counts))
+    draws, lengths = counts.shape[1], scored.sum(-1, keepdim=True)
+    hidden = ranks < counts.unsqueeze(-1)
+    weights = (lengths + 1) / (draws * counts.clamp(min=1))
+    opposite = (lengths + 1) / (draws * (lengths - counts).clamp(min=1))
     return weighted_views(hidden_prompt, hidden, scored, weights, opposite, antithetic)
 
 
 def draw_uniform(random: Randomness, settings: ViewSettings) -> Tensor:
     """(rows, draws) uniform numbers in [0, 1), from which times or counts are made."""
-    return (random.rotated if settings.stratified else random.uniform)(settings.draws)
+    if settings.stratified:
+        return random.rotated(settings.draws)
+    return random.uniform(settings.draws)
 
 
 def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
@@ -93,13 +101,18 @@ def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
 def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block.
     If stratified, it is shifted from block to block: evenly over all draws and scored blocks of a row."""
-    scored, device = sampled.scored, sampled.scored.device
-    blocks = sampled.block_numbers  # `lengths` are the scored tokens of each token's own block
+    scored, blocks = sampled.scored, sampled.block_numbers
+
+    # The scored tokens of each token's own block, (rows, canvas), and the number of blocks with any, (rows, 1).
     per_block = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long())
-    lengths, reached = per_block.gather(1, blocks), (per_block > 0).sum(1, keepdim=True).clamp(min=1)
-    shift = blocks * settings.stratified / (reached * settings.draws)
-    up = (draw_uniform(random, settings).to(device).unsqueeze(-1) + shift.unsqueeze(1)) % 1
-    counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
+    lengths = per_block.gather(1, blocks)
+    scored_blocks = (per_block > 0).sum(1, keepdim=True).clamp(min=1)
+
+    # The count of each token's block, and each token's rank in it, (rows, draws, canvas).
+    shift = blocks * settings.stratified / (scored_blocks * settings.draws)
+    uniform = draw_uniform(random, settings).to(scored.device).unsqueeze(-1)
+    uniform = (uniform + shift.unsqueeze(1)) % 1
+    counts = ((uniform * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
     ranks = ranks_in_blocks(numbers_of_tokens(sampled, random, settings.draws), blocks)
     hidden_prompt = draw_hidden_prompt(sampled, random, settings.p_mask_prompt, settings.draws)
     weights = lengths.unsqueeze(1) / (settings.draws * counts.clamp(min=1))

@@ -7,8 +7,6 @@ plan of a run and its scoring read only the entry, so a user's own entry is trea
 
 from __future__ import annotations
 
-from typing import Any
-
 from d1.scoring import accepted, elbo, masks, replay
 from d1.scoring.entry import Estimator as Estimator
 from d1.scoring.rollouts import ViewSettings
@@ -19,27 +17,36 @@ def draws_some(settings: ViewSettings) -> bool:
 
 
 def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
-    by_entropy = draws_some(settings) and settings.draw_steps != "uniform"
-    return ("reveal_steps", "entropies") if by_entropy else ("reveal_steps",)
+    if draws_some(settings) and settings.draw_steps != "uniform":
+        return ("reveal_steps", "entropies")
+    return ("reveal_steps",)
 
 
 def one_per_draw(settings: ViewSettings) -> int:
     return settings.draws
 
 
-# Of `elbo` and `espo`: their views, and which settings they read.
-BOUND: dict[str, Any] = {
-    "views": lambda settings: settings.paired_draws,
-    "views_per_draw": lambda settings: 2 if settings.antithetic else 1,
-    "settings": ("num_views", "antithetic", "stratified"),
-}
+def one_or_its_pair(settings: ViewSettings) -> int:
+    return 2 if settings.antithetic else 1
+
+
 ESTIMATORS: dict[str, Estimator] = {
     # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
     "one_step": Estimator(
         masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, causal_first=True, settings=()
     ),
-    "elbo": Estimator(elbo.draw, **BOUND),
-    "espo": Estimator(elbo.draw_espo, **BOUND),
+    "elbo": Estimator(
+        elbo.draw,
+        views=lambda settings: settings.paired_draws,
+        views_per_draw=one_or_its_pair,
+        settings=("num_views", "antithetic", "stratified"),
+    ),
+    "espo": Estimator(
+        elbo.draw_espo,
+        views=lambda settings: settings.paired_draws,
+        views_per_draw=one_or_its_pair,
+        settings=("num_views", "antithetic", "stratified"),
+    ),
     "counts": Estimator(
         elbo.draw_counts, one_per_draw, views_per_draw=lambda settings: 1, settings=("num_views", "stratified")
     ),

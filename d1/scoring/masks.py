@@ -17,7 +17,8 @@ from d1.scoring.views import Views, score
 def one_step_views(hidden_prompt: Tensor, scored: Tensor, gen_length: int) -> Views:
     """One view, which hides the whole canvas and `hidden_prompt` (rows, prompt); `scored` (rows, tokens) weigh 1."""
     canvas = hidden_prompt.new_ones(len(hidden_prompt), gen_length)
-    return Views(torch.cat([hidden_prompt, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
+    hidden = torch.cat([hidden_prompt, canvas], dim=1)
+    return Views(noise=hidden.unsqueeze(1), weights=scored.float().unsqueeze(1))
 
 
 def draw_one_step(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -53,5 +54,7 @@ def mean_field_logps(
     if prompt_noise.shape != prompt_ids.shape:
         raise ValueError(f"prompt_noise {tuple(prompt_noise.shape)} needs the prompt's shape {tuple(prompt_ids.shape)}")
     views = one_step_views(prompt_noise, torch.ones_like(completion_ids, dtype=torch.bool), gen_length)
-    given = (prompt_ids, attention_mask, completion_ids, views)
-    return score(model, *given, mask_token_id=mask_token_id, gen_length=gen_length).logps
+    scores = score(
+        model, prompt_ids, attention_mask, completion_ids, views, mask_token_id=mask_token_id, gen_length=gen_length
+    )
+    return scores.logps

@@ -60,10 +60,18 @@ class WrittenTokens(NamedTuple):
         if sampled.write_steps is None or sampled.write_entropies is None:
             steps = steps_in_blocks(sampled.reveal_steps, sampled.blocks)
             return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1))
-        steps, writes = sampled.write_steps, sampled.write_steps.shape[-1]
-        blocks = None if sampled.blocks is None else sampled.blocks.repeat_interleave(writes, dim=1)
-        steps = steps_in_blocks(steps.flatten(1), blocks).view_as(steps)
-        return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids, sampled.write_logps)
+        writes = sampled.write_steps.shape[-1]
+        blocks = sampled.blocks
+        if blocks is not None:
+            blocks = blocks.repeat_interleave(writes, dim=1)
+        steps = steps_in_blocks(sampled.write_steps.flatten(1), blocks).view_as(sampled.write_steps)
+        return cls(
+            steps=steps,
+            scored=scored & (steps >= 0),
+            entropies=sampled.write_entropies,
+            ids=sampled.write_ids,
+            logps=sampled.write_logps,
+        )
 
     def with_segments(self, segments: Tensor) -> WrittenTokens:
         """With the numbers `segments` of what the steps are merged into."""
@@ -76,30 +84,40 @@ def replay_views(hidden_prompt: Tensor, written: WrittenTokens, chosen: Tensor, 
 
     The `steps` of `written` are numbers of segments; `hidden_prompt` is (rows, views or 1, prompt).
     """
-    # (rows, 1, canvas, writes) and (rows, views, 1, 1): compared, they count each position's writes in each view.
-    step, at = written.steps.unsqueeze(1), chosen[..., None, None]
-    before, now = ((step < at) & (step >= 0)).sum(-1), ((step == at) & written.scored.unsqueeze(1)).sum(-1)
-    hidden = torch.cat([hidden_prompt.expand(-1, chosen.shape[1], -1), before == 0], dim=-1)
-    views = Views(hidden, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
+    # Shapes: R rows, V views, T tokens of the canvas, W writes. How many writes of each position were before the view's
+    # segment, and how many of its scored ones are in it.
+    steps_R1TW, chosen_RV11 = written.steps.unsqueeze(1), chosen[..., None, None]
+    before_RVT = ((steps_R1TW < chosen_RV11) & (steps_R1TW >= 0)).sum(-1)
+    now_RVT = ((steps_R1TW == chosen_RV11) & written.scored.unsqueeze(1)).sum(-1)
+    hidden = torch.cat([hidden_prompt.expand(-1, chosen.shape[1], -1), before_RVT == 0], dim=-1)
+    views = Views(noise=hidden, weights=torch.where(now_RVT > 0, weights.unsqueeze(-1), 0.0))
     if written.ids is None:
         return views
 
-    def last(writes: Tensor, count: Tensor) -> Tensor:
-        per_view = writes.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
-        return per_view.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    # With edits, a view shows the last write before its segment, and scores the last one in it.
+    def last_write(writes_RTW: Tensor, count_RVT: Tensor) -> Tensor:
+        per_view = writes_RTW.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
+        return per_view.gather(-1, (count_RVT - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
-    logps = None if written.logps is None else last(written.logps, before + now)
-    shown, targets = last(written.ids, before), last(written.ids, before + now)
-    return replace(views, shown=shown, targets=targets, sampled_logps=logps)
+    logps = None
+    if written.logps is not None:
+        logps = last_write(written.logps, before_RVT + now_RVT)
+    return replace(
+        views,
+        shown=last_write(written.ids, before_RVT),
+        targets=last_write(written.ids, before_RVT + now_RVT),
+        sampled_logps=logps,
+    )
 
 
 def segment_sums(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of `values` (rows, canvas) over each segment's scored tokens, and counts of these: (rows, segments) fp64."""
     last = int(last_scored_segment(segments, scored).max())
-    within, zeros = torch.where(scored, segments, 0), torch.zeros(len(scored), last + 1, dtype=torch.float64)
-    zeros = zeros.to(values.device)
-    sums = zeros.scatter_add(1, within, torch.where(scored, values, 0).double())
-    return sums, zeros.scatter_add(1, within, scored.double())
+    scored_segments = torch.where(scored, segments, 0)
+    zeros = torch.zeros(len(scored), last + 1, dtype=torch.float64).to(values.device)
+    sums = zeros.scatter_add(1, scored_segments, torch.where(scored, values, 0).double())
+    counts = zeros.scatter_add(1, scored_segments, scored.double())
+    return sums, counts
 
 
 def segment_probabilities(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str) -> Tensor:
@@ -125,7 +143,8 @@ def draw_with_replacement(chance: Tensor, numbers: Tensor) -> Tensor:
 def draw_segments(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """`draw_with_replacement`, sorted, and the segments' weights 1 / (draws x chance). A segment that is drawn several
     times has the sum of its weights where it comes first and 0 at the others."""
-    draws, chosen = numbers.shape[1], draw_with_replacement(chance, numbers).sort(-1).values
+    draws = numbers.shape[1]
+    chosen = draw_with_replacement(chance, numbers).sort(-1).values
     repeated = torch.cat([torch.zeros_like(chosen[:, :1]).bool(), chosen[:, 1:] == chosen[:, :-1]], dim=1)
     times = (chosen.unsqueeze(1) == chosen.unsqueeze(2)).sum(-1)
     weights = times / (draws * chance.gather(1, chosen))  # of all its draws: one view scores the segment for them all
@@ -143,12 +162,13 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     """Views of all segments or, with `num_views`, of those that `draw_steps` chooses."""
     written = WrittenTokens.from_rows(sampled)
     written = written.with_segments(written.steps // (settings.segment_steps or 1))
-    return replay_views(clean_prompt(sampled), written, *choose_segments(written, random, settings))
+    chosen, weights = choose_segments(written, random, settings)
+    return replay_views(clean_prompt(sampled), written, chosen, weights)
 
 
 def choose_segments(written: WrittenTokens, random: Randomness, settings: ViewSettings) -> tuple[Tensor, Tensor]:
     """The segments (rows, views) that are scored, and their weights."""
-    segments, scored, entropies = (values.flatten(1) for values in written[:3])
+    segments, scored, entropies = written.steps.flatten(1), written.scored.flatten(1), written.entropies.flatten(1)
     if not settings.num_views:
         return all_segments(int(last_scored_segment(segments, scored).max()), segments)
     if settings.draw_steps == "top":

@@ -149,14 +149,19 @@ def canvas_blocks(
     if size is None:
         return None
     positions = torch.arange(gen_length, device=attention_mask.device)
-    return (attention_mask.long().sum(-1, keepdim=True) * (not after_prompt) + positions) // size
+    lengths = attention_mask.long().sum(-1, keepdim=True)  # (rows, 1) of the prompts
+    if after_prompt:
+        lengths = torch.zeros_like(lengths)
+    return (lengths + positions) // size
 
 
 def ranks_in_blocks(values: Tensor, numbers: Tensor) -> Tensor:
     """The rank, from 0, of each of `values` (rows, draws, canvas) within its block, the lowest first and in a tie the
     left one; `numbers` (rows, canvas) are those of the blocks, from left to right."""
-    by_value, blocks = values.argsort(dim=-1, stable=True), numbers.unsqueeze(1).expand_as(values)
-    order = by_value.gather(-1, blocks.gather(-1, by_value).argsort(dim=-1, stable=True))  # block after block
+    by_value = values.argsort(dim=-1, stable=True)
+    blocks = numbers.unsqueeze(1).expand_as(values)
+    by_block = blocks.gather(-1, by_value).argsort(dim=-1, stable=True)
+    order = by_value.gather(-1, by_block)  # block after block
     firsts = torch.searchsorted(numbers.contiguous(), numbers.contiguous())  # of each token's block
     return order.argsort(-1) - firsts.unsqueeze(1)
 
@@ -168,7 +173,8 @@ def steps_in_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
     """
     if blocks is None:
         return order
-    blocks, largest = blocks - blocks[:, :1], torch.iinfo(order.dtype).max
+    blocks = blocks - blocks[:, :1]
+    largest = torch.iinfo(order.dtype).max
     # The first step of each block: the smallest number of its tokens that were revealed at all.
     counted = order.masked_fill(order < 0, largest)
     firsts = torch.full_like(order, largest).scatter_reduce(1, blocks, counted, "amin")

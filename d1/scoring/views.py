@@ -86,8 +86,12 @@ class Views:
             raise ValueError(f"{self.noise.shape[1]} views have noise and {self.weights.shape[1]} have weights")
         if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
             raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
-        ids = {name: (width, torch.long) for name, width in (("shown", canvas), ("targets", tokens))}
-        for name, (width, dtype) in {**ids, "sampled_logps": (tokens, torch.float)}.items():
+        optional = {
+            "shown": (canvas, torch.long),
+            "targets": (tokens, torch.long),
+            "sampled_logps": (tokens, torch.float),
+        }
+        for name, (width, dtype) in optional.items():
             actual, shape = getattr(self, name), (*self.noise.shape[:2], width)
             if actual is not None and (actual.shape != shape or actual.dtype != dtype):
                 wrong = f"{tuple(actual.shape)} of {actual.dtype}"
@@ -112,9 +116,12 @@ def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weight
     """
     if weights.shape not in (hidden.shape, (*hidden.shape[:2], 1)):
         raise ValueError(f"weights must be {tuple(hidden.shape)}, one per view or token, got {tuple(weights.shape)}")
-    prompt_noise = prompt_noise.expand(-1, hidden.shape[1], -1)
-    counts = hidden & scored.unsqueeze(1)
-    return Views(torch.cat([prompt_noise, hidden | ~scored.unsqueeze(1)], dim=-1), torch.where(counts, weights, 0.0))
+    hidden_prompt = prompt_noise.expand(-1, hidden.shape[1], -1)
+    is_scored = scored.unsqueeze(1)  # (rows, 1, canvas)
+    return Views(
+        noise=torch.cat([hidden_prompt, hidden | ~is_scored], dim=-1),
+        weights=torch.where(hidden & is_scored, weights, 0.0),
+    )
 
 
 class Scores(NamedTuple):
@@ -225,9 +232,13 @@ def score(
     # Sort the pairs' values by row and view, and sum each row's views with their weights.
     pairs = upload(pairs, clean.device)
     gather = partial(gather_views, pairs=pairs, shape=views.weights.shape[:2])
-    view_logps = gather(logps)
+    view_logps = gather(logps)  # (rows, views, tokens)
     weighted_logps = (views.weights * view_logps).sum(1)
-    weighted_entropies = (views.weights * gather(entropies)).sum(1) if with_entropies else None
+    weighted_entropies = all_entropies = None
+    if with_entropies:
+        weighted_entropies = (views.weights * gather(entropies)).sum(1)
+    if canvas_entropies[0] is not None:
+        all_entropies = gather(canvas_entropies)
 
     # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
     # the loss a path to the weights costs nothing.
@@ -242,7 +253,7 @@ def score(
         view_logps=view_logps,
         compute=cost_per_token * tokens,
         entropies=weighted_entropies,
-        canvas_entropies=None if canvas_entropies[0] is None else gather(canvas_entropies),
+        canvas_entropies=all_entropies,
     )
 
 
@@ -294,24 +305,33 @@ def score_pairs(
     canvas = states[:, -gen_length:]
 
     # Run the head at the scored tokens alone.
-    targets = completion_ids[row] if views.targets is None else views.targets[row, view]
-    temperatures = None if views.temperatures is None else views.temperatures[row, view].unsqueeze(1)
+    if views.targets is None:
+        targets = completion_ids[row]
+    else:
+        targets = views.targets[row, view]
+    temperatures = target_temperatures = None
+    if views.temperatures is not None:
+        temperatures = views.temperatures[row, view].unsqueeze(1)  # (n, 1)
+        target_temperatures = temperatures.expand(-1, width).flatten()[at]
     logps, entropies = target_logps(
         model,
         canvas[:, :width].flatten(0, 1)[at],
         targets.flatten()[at],
         with_entropies=with_entropies,
         distribution=distribution,
-        temperatures=None if temperatures is None else temperatures.expand(-1, width).flatten()[at],
+        temperatures=target_temperatures,
     )
 
     # Put the values back at their tokens.
     shape = len(row), width
     logps = scatter_tokens(logps, at, shape)
     if entropies is None:
-        return PairScores(logps, None, None)
-    canvas_entropies = None if temperatures is None else tempered_entropies(model, canvas, temperatures)
-    return PairScores(logps, scatter_tokens(entropies, at, shape), canvas_entropies)
+        return PairScores(logps=logps, entropies=None, canvas_entropies=None)
+    canvas_entropies = None
+    if temperatures is not None:
+        canvas_entropies = tempered_entropies(model, canvas, temperatures)
+    entropies = scatter_tokens(entropies, at, shape)
+    return PairScores(logps=logps, entropies=entropies, canvas_entropies=canvas_entropies)
 
 
 def scatter_tokens(values: Tensor, at: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -333,11 +353,16 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 @torch.no_grad()
 def tempered_entropies(model: Any, states: Tensor, temperatures: Tensor) -> Tensor:
     """(n, canvas) entropies in nats of the distributions of `states` (n, canvas, hidden) at `temperatures` (n, 1)."""
-    head, flat = backbone_and_head(model)[1], temperatures.expand(states.shape[:2]).flatten()
+    run_head = backbone_and_head(model)[1]
+    flat_states = states.detach().flatten(0, 1)
+    flat_temperatures = temperatures.expand(states.shape[:2]).flatten()
     at_once = max(1, CHUNK_ELEMENTS // vocabulary(model.config))
-    calls = calls_in_step(model, -(-len(flat) // at_once))
-    parts = zip(states.detach().flatten(0, 1).tensor_split(calls), flat.tensor_split(calls), strict=True)
-    entropies = [token_entropies(head(chunk) / chunk_temperatures.unsqueeze(1)) for chunk, chunk_temperatures in parts]
+    calls = calls_in_step(model, -(-len(flat_states) // at_once))
+    chunks = zip(flat_states.tensor_split(calls), flat_temperatures.tensor_split(calls), strict=True)
+    entropies = []
+    for chunk_states, chunk_temperatures in chunks:
+        logits = run_head(chunk_states) / chunk_temperatures.unsqueeze(1)
+        entropies.append(token_entropies(logits))
     return torch.cat(entropies).view(states.shape[:2])
 
 
@@ -345,4 +370,6 @@ def pairs_to_score(scored: Tensor) -> Tensor:
     """The (row, view) pairs (n, 2) that need a forward pass: those that score something, by `scored` (rows, views,
     tokens). There is at least one pair, because every loss needs a path to the weights."""
     pairs = scored.any(-1).nonzero()
-    return pairs if len(pairs) else pairs.new_zeros(1, 2)
+    if not len(pairs):
+        return pairs.new_zeros(1, 2)
+    return pairs
