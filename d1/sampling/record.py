@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -137,12 +136,6 @@ class Step:
     max_writes: int = 1  # `SamplingSettings.max_writes`
     noised: Tensor | None = None  # (n, k) bool, with uniform noise: what it wrote there is no draw of the model
 
-    @property
-    def most_writes(self) -> int:
-        """Deprecated: the old name of `max_writes`."""
-        warnings.warn("Step.most_writes is now max_writes", FutureWarning, stacklevel=2)
-        return self.max_writes
-
 
 class Writes(NamedTuple):
     """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a position in their order.
@@ -236,12 +229,6 @@ class Rollout:
         if self.writes is None:
             return torch.ones_like(self.passes)
         return (self.writes.steps != -1).sum(-1).amax(-1)
-
-    @property
-    def most_writes(self) -> Tensor:
-        """Deprecated: the old name of `max_writes`."""
-        warnings.warn("Rollout.most_writes is now max_writes", FutureWarning, stacklevel=2)
-        return self.max_writes
 
 
 def empty_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import Any
@@ -65,7 +64,6 @@ def rollout_steps(
     start: RolloutStart | None = None,
     other_blocks: bool = False,
     recompute: bool = False,
-    columns: Sequence[KVCacheRows | None] | None = None,
     **fields: Any,
 ) -> Iterator[Step]:
     """`rollout`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
@@ -88,7 +86,6 @@ def rollout_steps(
             exact cache of a block-causal model. The first step has no rows.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
         recompute: let a block-causal model compute everything in each step, as a reference for its cache.
-        columns: deprecated, the old name of `cache_rows`.
 
     Raises:
         ValueError: as `rollout`; raised at the call, not at the first step.
@@ -100,10 +97,6 @@ def rollout_steps(
         settings = SamplingSettings(**fields)
     elif fields:
         raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
-
-    if columns is not None:
-        warnings.warn("columns= of a rollout is now cache_rows=", FutureWarning, stacklevel=2)
-        cache_rows = columns
 
     # Refuse what makes no sense at the call, not at the first step.
     settings = settings.for_model(model.config)

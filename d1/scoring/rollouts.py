@@ -222,6 +222,11 @@ class Randomness:
         """The part of `of_all_rows` (all rows, ...) that belongs to the rows of this process."""
         return of_all_rows[self.first_row : self.first_row + len(self.generators)]
 
+    def own(self, of_all_rows: Tensor) -> Tensor:
+        """Deprecated: the old name of `local_slice`."""
+        warnings.warn("Randomness.own is now local_slice", FutureWarning, stacklevel=2)
+        return self.local_slice(of_all_rows)
+
     @property
     def rows(self) -> Sequence[Generator]:
         """Deprecated: the old name of `generators`."""

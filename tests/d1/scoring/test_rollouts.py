@@ -52,3 +52,11 @@ def test_numbers_that_are_drawn_are_those_of_the_pure_functions():
     assert len({tuple((other.evenly_spread(3) * 15).long().flatten().tolist()) for other in others}) == 200
     mean = torch.stack([other.rotated(1)[0] for other in others]).mean()
     assert abs(mean - 0.5) < 4 * (1 / 12 / 200) ** 0.5
+
+
+def test_old_names_of_random_numbers_still_work():
+    random = randomness(2, total=4)
+    with pytest.warns(FutureWarning, match=r"Randomness\.rows is now generators"):
+        assert random.rows is random.generators
+    with pytest.warns(FutureWarning, match=r"Randomness\.own is now local_slice"):
+        assert torch.equal(random.own(torch.arange(4)), random.local_slice(torch.arange(4)))
