@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -63,10 +63,15 @@ TABLES: dict[str, dict[str, Any]] = {
     "ADVANTAGES": ADVANTAGES,
     "HINTS": HINTS,
 }
-TABLE_OF = {"estimator": "ESTIMATORS", "objective": "OBJECTIVES", "kl": "PENALTIES", "advantage": "ADVANTAGES"}
-TABLE_OF["hints"] = "HINTS"
-for each in TABLES:
-    TABLES[each].update(parts_of_papers(each))
+TABLE_OF = {
+    "estimator": "ESTIMATORS",
+    "objective": "OBJECTIVES",
+    "kl": "PENALTIES",
+    "advantage": "ADVANTAGES",
+    "hints": "HINTS",
+}
+for table_name, table_entries in TABLES.items():
+    table_entries.update(parts_of_papers(table_name))
 PAPERS = {kind: papers_of_parts(table) for kind, table in TABLE_OF.items()}  # a part of one paper -> its method
 
 
@@ -93,37 +98,48 @@ def find_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     if not str(name).endswith(".py"):
-        known, hint = ", ".join(METHODS), nearest(name, METHODS)
+        known = ", ".join(METHODS)
+        hint = nearest(name, METHODS)
         raise ValueError(f"--method must be one of {known}, or a path to a .py file, got {name!r}{hint}")
     path = Path(name).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no method file {path}")
     try:
-        module = sys.modules.get(f"d1_user_method_{path.stem}")
-        if module is None or module.__file__ != str(path):  # the file runs once: its entries stay the same objects
-            module = module_in(path, f"d1_user_method_{path.stem}")
-        own = {table: getattr(module, table, {}) for table in TABLES}
-        for table, values in {**own, "METHOD": getattr(module, "METHOD", None)}.items():
-            if table == "METHOD" and isinstance(values, Method):  # as the published methods' files have it
-                continue
+        # The file runs once, so that its entries stay the same objects.
+        module_name = f"d1_user_method_{path.stem}"
+        module = sys.modules.get(module_name)
+        if module is None or module.__file__ != str(path):
+            module = module_in(path, module_name)
+        user_tables = {table: getattr(module, table, {}) for table in TABLES}
+
+        # `METHOD` is a dictionary, like the tables, or a `Method`, as in the published methods' files.
+        dictionaries = dict(user_tables)
+        method = getattr(module, "METHOD", None)
+        if not isinstance(method, Method):
+            dictionaries["METHOD"] = method
+        for table, values in dictionaries.items():
             if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
                 raise ValueError(f"{table} must be a dictionary with names as keys, {table} = {{...}}, got {values!r}")
-        for table in TABLES:
-            check_table(table, own[table])
+
+        for table, user_entries in user_tables.items():
+            check_table(table, user_entries)
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"method file {path}: {kind}{error}") from error
-    for table, entries in TABLES.items():
-        entries.update(own[table])
-    return module.METHOD if isinstance(module.METHOD, Method) else Method(str(path), module.METHOD)
+
+    for table, user_entries in user_tables.items():
+        TABLES[table].update(user_entries)
+    if isinstance(method, Method):
+        return method
+    return Method(str(path), method)
 
 
-def check_table(table: str, own: dict[str, Any]) -> None:
+def check_table(table: str, user_entries: dict[str, Any]) -> None:
     """Raises ValueError unless a user's table has new entries of the right class."""
     entries = TABLES[table]
     kind = type(next(iter(entries.values())))
     room = kind.__module__.rpartition(".")[0]
-    for name, entry in own.items():
+    for name, entry in user_entries.items():
         if not isinstance(entry, kind):
             raise ValueError(f"{table}[{name!r}] must be a {kind.__name__}(function), of {room}; got {entry!r}")
         if entries.get(name, entry) is not entry:
@@ -134,9 +150,12 @@ def check_names(method: Method, settings: Iterable[str]) -> None:
     """Raises ValueError if a method or an entry names something that is not one of the run's `settings`."""
     named = {f"method {method.paper}: METHOD": {*method.scale, *method.values}}
     for table, entries in TABLES.items():
-        named |= {f"{table}[{name!r}]": {*(getattr(one, "settings", ()) or ())} for name, one in entries.items()}
-    for where, found in named.items():
-        if wrong := sorted(found - {*settings}):
+        for name, entry in entries.items():
+            named[f"{table}[{name!r}]"] = {*(getattr(entry, "settings", None) or ())}
+    known = {*settings}
+    for where, setting_names in named.items():
+        wrong = sorted(setting_names - known)
+        if wrong:
             raise ValueError(f"{where} has {', '.join(wrong)}, which is not a setting of RL")
 
 
@@ -152,53 +171,79 @@ TRIED = torch.arange(TRIAL_CANVAS) < LENGTHS.unsqueeze(1)
 
 
 @contextmanager
-def explained(entry: str, function: object) -> Iterator[None]:
+def explain_errors(entry: str, function: object) -> Iterator[None]:
     """Turns an error of an entry's function, or the entry's complaint about what it returned, into one line."""
     try:
         yield
     except Exception as error:
-        message, name = str(error).partition("\n")[0], describe_function(function)
+        message = str(error).partition("\n")[0]
+        function_name = describe_function(function)
         if not isinstance(error, ValueError):
-            lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename in name]
-            message = f"{type(error).__name__} in line {lines[-1] if lines else '?'}: {message}"
-        raise ValueError(f"{entry}: {message if name in message else f'{name}: {message}'}") from error
+            # The last line of the traceback in the function's own file
+            line: int | str | None = "?"
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename in function_name:
+                    line = frame.lineno
+            message = f"{type(error).__name__} in line {line}: {message}"
+        if function_name not in message:
+            message = f"{function_name}: {message}"
+        raise ValueError(f"{entry}: {message}") from error
 
 
 def try_entries(settings: Settings) -> None:
     """Calls the estimator, the objective, the penalty, the advantage and the hints of a `DiffuGRPOConfig` once. Raises
     ValueError, which says which of them returned what, and what was expected."""
-    estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
-    penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
-    canvas = {"gen_length": TRIAL_CANVAS, "steps": TRIAL_CANVAS, "block_length": TRIAL_CANVAS // 2}
-    whole = settings.view_settings()
-    small = replace(whole, **canvas, sampling=replace(whole.sampling, **canvas))
+    estimator = ESTIMATORS[settings.estimator]
+    objective = OBJECTIVES[settings.objective]
+    penalty = PENALTIES[settings.kl]
+    advantage = ADVANTAGES[settings.advantage]
+    hint = HINTS[settings.hints]
+
+    # Rows on a small canvas of two blocks
     rows = noised_rows() if estimator.uniform_noise else left_to_right_rows()
-    of_loss = copy(settings)
-    of_loss.block_length = small.block_length  # by default that of the model, which is not known here
+    block_length = TRIAL_CANVAS // 2
+    view_settings = settings.view_settings()
+    sampling = replace(view_settings.sampling, gen_length=TRIAL_CANVAS, steps=TRIAL_CANVAS, block_length=block_length)
+    view_settings = replace(
+        view_settings, gen_length=TRIAL_CANVAS, steps=TRIAL_CANVAS, block_length=block_length, sampling=sampling
+    )
+    loss_settings = copy(settings)
+    loss_settings.block_length = block_length  # by default that of the model, which is not known here
+
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
+        with explain_errors(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
             random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
-            views, most = estimator(rows, random, small), estimator.views(small)
-            if (count := views.noise.shape[1]) > most:
-                raise ValueError(f"gave {count} views, but its entry says at most {most}: set Estimator(..., views=)")
+            views = estimator(rows, random, view_settings)
+            max_views = estimator.views(view_settings)
+            count = views.noise.shape[1]
+            if count > max_views:
+                raise ValueError(
+                    f"gave {count} views, but its entry says at most {max_views}: set Estimator(..., views=)"
+                )
+
         if objective.loss is not None:
-            with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
+            with explain_errors(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.loss_reads_reference)
-                ratios = torch.zeros(len(LENGTHS), settings.num_generations) if objective.over_group else None
-                inputs = replace(inputs, log_ratios=ratios, views_per_draw=estimator.views_per_draw(small) or 1)
+                inputs = replace(inputs, views_per_draw=estimator.views_per_draw(view_settings) or 1)
+                if objective.over_group:
+                    inputs = replace(inputs, log_ratios=torch.zeros(len(LENGTHS), settings.num_generations))
                 if objective.reads_given:
                     given = (torch.arange(TRIAL_CANVAS) < 2).expand_as(TRIED)
                     inputs = replace(inputs, given=given, old_entropies=torch.ones(TRIED.shape))
-                objective(inputs, of_loss)[0].backward()
+                loss, _ = objective(inputs, loss_settings)
+                loss.backward()
+
         if adds_kl(settings):
-            with explained(f"PENALTIES[{settings.kl!r}]", penalty.value):
-                penalty(random_inputs(views, penalty.to == "old", penalty.to == "reference"), of_loss).backward()
-        hint = HINTS[settings.hints]
+            with explain_errors(f"PENALTIES[{settings.kl!r}]", penalty.value):
+                inputs = random_inputs(views, penalty.to == "old", penalty.to == "reference")
+                penalty(inputs, loss_settings).backward()
+
         if hint.draw is not None:
-            with explained(f"HINTS[{settings.hints!r}]", hint.draw):
+            with explain_errors(f"HINTS[{settings.hints!r}]", hint.draw):
                 hint(range(2 * TRIAL_CANVAS), TRIAL_CANVAS, keyed_generator(3))
+
         if advantage.of is not None:
-            with explained(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
+            with explain_errors(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
                 advantage(random_groups(advantage, settings.num_generations), settings)
 
 
@@ -220,24 +265,30 @@ def left_to_right_rows() -> SampledRows:
 
 def noised_rows() -> SampledRows:
     """The same completions of a sampler with uniform noise, whose passes accept the next token of each block."""
-    rows, size = left_to_right_rows(), TRIAL_CANVAS // 2
-    numbers = torch.arange(TRIAL_CANVAS).unsqueeze(1)
-    steps = torch.where(numbers % size == torch.arange(size), numbers, -2)
-    steps = torch.cat([torch.full_like(numbers, -2), steps], dim=1).repeat(len(LENGTHS), 1, 1)
-    return replace(rows, write_ids=torch.ones_like(steps), write_steps=steps, write_entropies=torch.ones(steps.shape))
+    block_length = TRIAL_CANVAS // 2
+    passes = torch.arange(TRIAL_CANVAS).unsqueeze(1)
+    steps = torch.where(passes % block_length == torch.arange(block_length), passes, -2)
+    steps = torch.cat([torch.full_like(passes, -2), steps], dim=1)
+    write_steps = steps.repeat(len(LENGTHS), 1, 1)  # (rows, passes, 1 + block)
+    return replace(
+        left_to_right_rows(),
+        write_ids=torch.ones_like(write_steps),
+        write_steps=write_steps,
+        write_entropies=torch.ones(write_steps.shape),
+    )
 
 
 def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
     """Random inputs of a loss under these views, with or without old and reference log-probabilities."""
-    random = keyed_generator(1)
+    generator = keyed_generator(1)
 
-    def logps() -> Tensor:
-        return -torch.rand(views.weights.shape, generator=random) * (views.weights != 0)
+    def random_logps() -> Tensor:
+        return -torch.rand(views.weights.shape, generator=generator) * (views.weights != 0)
 
     return LossInputs(
-        view_logps=logps().requires_grad_() * 1.0,  # not a leaf, like a model's output
-        view_old=logps() if old else None,
-        view_reference=logps() if reference else None,
+        view_logps=random_logps().requires_grad_() * 1.0,  # not a leaf, like a model's output
+        view_old=random_logps() if old else None,
+        view_reference=random_logps() if reference else None,
         weights=views.weights,
         advantages=torch.tensor([1.0, -1.0, 0.5]),
         mask=TRIED.long(),
@@ -249,19 +300,24 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
 
 def random_groups(advantage: Advantage, group: int) -> AdvantageInputs:
     """Three groups of `group` completions, with random bounds as far as the advantage reads them."""
-    random, advantages = keyed_generator(2), torch.linspace(-1, 1, 3 * group).view(3, -1)
+    generator = keyed_generator(2)
+    advantages = torch.linspace(-1, 1, 3 * group).view(3, -1)
     inputs = AdvantageInputs(advantages)
     if advantage.reads:
         inputs = replace(inputs, lengths=torch.full_like(advantages, TRIAL_CANVAS))
     for model in advantage.reads:
-        inputs = replace(inputs, **{f"{model}_bounds": -torch.rand(advantages.shape, generator=random)})
+        bounds = -torch.rand(advantages.shape, generator=generator)
+        if model == "old":
+            inputs = replace(inputs, old_bounds=bounds)
+        else:
+            inputs = replace(inputs, reference_bounds=bounds)
     return inputs
 
 
 # --- Settings that nothing reads, are no choice or contradict each other ----------------------------------------------
 
 # Settings of TRL that nothing here reads, with the value that means "off": any other would silently do nothing.
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, Any] = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "cache_implementation": None,
@@ -273,8 +329,10 @@ UNSUPPORTED = {
     "model_init_kwargs": None,
     "cast_lm_head_to_fp32": False,
     "trust_remote_code": False,
-    **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
 }
+for field_name, field in GRPOConfig.__dataclass_fields__.items():
+    if field_name.startswith("vllm_"):
+        UNSUPPORTED[field_name] = field.default
 OFF_IN_MODEL = {  # the same, of `ModelConfig`
     "model_name_or_path": None,  # it is --model_path here
     "model_revision": "main",
@@ -318,14 +376,15 @@ CHOICES: dict[str, Iterable[str]] = {
 
 def check_off(settings: Settings | ModelConfig, off: dict[str, Any]) -> None:
     """Raises ValueError for a setting that nothing reads."""
-    for name, only in off.items():
-        if (value := getattr(settings, name)) != only:
+    for name, off_value in off.items():
+        value = getattr(settings, name)
+        if value != off_value:
             advice = INSTEAD.get(
                 name,
                 "rollouts read temperature, top_k, top_p, diffusion_steps, block_length, remasking, "
                 "steps_per_generation and rollout_batch_size",
             )
-            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {only!r}; {advice}")
+            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {off_value!r}; {advice}")
 
 
 def check_settings(settings: Settings) -> None:
@@ -335,7 +394,8 @@ def check_settings(settings: Settings) -> None:
     then somebody asked for it. So `--method espo --estimator one_step` is accepted, although ESPO's number of draws is
     not used, and `--method espo --estimator one_step --num_views 4` is refused."""
     for name, choices in CHOICES.items():
-        if (value := getattr(settings, name)) not in choices:
+        value = getattr(settings, name)
+        if value not in choices:
             hint = nearest(value, choices)
             if name == "output" and not hint:
                 hint = " (the run's folder is --output_dir)"
@@ -355,14 +415,18 @@ def set_by_user(settings: Settings, name: str) -> bool:
     return getattr(settings, name) not in (default, method.values.get(name, default))
 
 
-def names(table: dict[str, Any], chosen: Callable[[Any], Any]) -> str:
-    """The names of the entries for which `chosen` is true: "a, b, c"."""
-    return ", ".join(name for name, entry in table.items() if chosen(entry))
+def names_where(table: Mapping[str, Any], **attributes: bool) -> str:
+    """The names of the entries whose attributes are true or false as given: "a, b, c"."""
+    names = []
+    for name, entry in table.items():
+        if all(bool(getattr(entry, attribute)) == value for attribute, value in attributes.items()):
+            names.append(name)
+    return ", ".join(names)
 
 
 def readers(name: str, table: dict[str, Any] = OBJECTIVES) -> str:
     """The names of the entries that say that they read a setting."""
-    return names(table, lambda entry: name in (entry.settings or ()))
+    return ", ".join(entry_name for entry_name, entry in table.items() if name in (entry.settings or ()))
 
 
 def adds_kl(s: Settings) -> bool:
@@ -379,7 +443,8 @@ def about_merged_rollouts(s: Settings) -> Iterator[str]:
 
 
 def about_servers(s: Settings) -> Iterator[str]:
-    urls, limit = s.rollout_server_base_url or (), s.rollout_server_timeout
+    urls = s.rollout_server_base_url or ()
+    limit = s.rollout_server_timeout
     if (s.rollout_mode == "server") != bool(urls):
         yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
     if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
@@ -395,7 +460,8 @@ def about_staleness(s: Settings) -> Iterator[str]:
     if s.rollout_staleness and s.rollout_mode != "server":
         yield "--rollout_staleness: only servers sample while the trainer learns: set --rollout_mode server"
     if s.rollout_staleness and s.sampling_weight_cap is None and not s.old_as_sampled:
-        exact = names(ESTIMATORS, lambda entry: entry.as_sampled(s.view_settings()))
+        views = s.view_settings()
+        exact = ", ".join(name for name, entry in ESTIMATORS.items() if entry.as_sampled(views))
         yield (
             f"--rollout_staleness {s.rollout_staleness} needs a correction: set --sampling_weight_cap (3, say), which "
             f"{readers('sampling_weight_cap')} read, or --estimator {exact} with an objective that reads old log-probs"
@@ -406,30 +472,31 @@ def about_estimator(s: Settings) -> Iterator[str]:
     """An estimator, and the objective that reads its log-probabilities."""
     if s.score_as_sampled and not s.temperature:  # before the sampler's own check, which has another name for it
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
-    estimator, objective, views = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], s.view_settings()
+    estimator = ESTIMATORS[s.estimator]
+    objective = OBJECTIVES[s.objective]
+    views = s.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
-        able = [
-            name
-            for name, entry in OBJECTIVES.items()
-            if entry.linear and (entry.per_view or not entry.reads_old)
-            if may_combine({"estimator": s.estimator, "objective": name})
-        ]
+        able = []
+        for name, entry in OBJECTIVES.items():
+            is_suited = entry.linear and (entry.per_view or not entry.reads_old)
+            if is_suited and may_combine({"estimator": s.estimator, "objective": name}):
+                able.append(name)
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
             f"{s.estimator} needs --objective {', '.join(able)}"
         )
     if estimator.linear != objective.linear:
-        bounds = [names(table, lambda entry: not entry.linear) for table in (ESTIMATORS, OBJECTIVES)]
+        estimators = names_where(ESTIMATORS, linear=False)
+        objectives = names_where(OBJECTIVES, linear=False)
         yield (
-            f"--estimator {s.estimator} does not go with --objective {s.objective}: estimators of bounds ({bounds[0]}) "
-            f"give no log-probabilities, and go with objectives of bounds alone ({bounds[1]})"
+            f"--estimator {s.estimator} does not go with --objective {s.objective}: estimators of bounds "
+            f"({estimators}) give no log-probabilities, and go with objectives of bounds alone ({objectives})"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
-        able = [
-            name
-            for name, entry in ESTIMATORS.items()
-            if entry.views_per_draw(views) and may_combine({"estimator": name, "objective": s.objective})
-        ]
+        able = []
+        for name, alternative in ESTIMATORS.items():
+            if alternative.views_per_draw(views) and may_combine({"estimator": name, "objective": s.objective}):
+                able.append(name)
         yield (
             f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator "
             f"{', '.join(able)}"
@@ -438,7 +505,7 @@ def about_estimator(s: Settings) -> Iterator[str]:
 
 def about_updates(s: Settings) -> Iterator[str]:
     """The updates on a rollout, which may share its views."""
-    objective, penalty = OBJECTIVES[s.objective], PENALTIES[s.kl]
+    objective = OBJECTIVES[s.objective]
     if objective.over_group and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
             f"{s.objective} weighs a row against the others of its prompt, all under the same weights of the model: "
@@ -446,18 +513,20 @@ def about_updates(s: Settings) -> Iterator[str]:
             f"steps_per_generation ({s.steps_per_generation})"
         )
     averaged: list[tuple[str, Objective | Penalty]] = [(s.objective, objective)]
-    for name, entry in averaged + [(s.kl, penalty)] * adds_kl(s):
+    if adds_kl(s):
+        averaged.append((s.kl, PENALTIES[s.kl]))
+    for name, entry in averaged:
         over_views = entry.by_view and ("loss_type" not in (entry.settings or ()) or s.loss_type == "views")
         if s.split_views and not over_views:
             yield (
                 f"split_views gives each update some of a row's views, but {name} with loss_type {s.loss_type} needs "
                 f"all of them: use --objective clipped_views --loss_type views, clipped_steps or rldf, and "
-                f"--kl {names(PENALTIES, lambda entry: entry.by_view)}"
+                f"--kl {names_where(PENALTIES, by_view=True)}"
             )
-    reads = objective.settings is None or "state_reward" in objective.settings
+    reads_state_reward = objective.settings is None or "state_reward" in objective.settings
     # It costs forward passes and rewards, so even the method's own value is refused; `unused_settings` refuses a value
     # that the user set.
-    if s.state_reward and not reads and not set_by_user(s, "state_reward"):
+    if s.state_reward and not reads_state_reward and not set_by_user(s, "state_reward"):
         yield (
             f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "
             f"{s.objective} reads none of it: set --state_reward 0 or --objective {readers('state_reward')}"
@@ -468,12 +537,14 @@ def about_updates(s: Settings) -> Iterator[str]:
 
 def about_trees(s: Settings) -> Iterator[str]:
     """Rollouts that are trees."""
-    reads, objective = "branches" in (ESTIMATORS[s.estimator].settings or ()), OBJECTIVES[s.objective]
+    objective = OBJECTIVES[s.objective]
+    reads_trees = "branches" in (ESTIMATORS[s.estimator].settings or ())
     if s.branches is None:
-        if reads:
+        if reads_trees:
             yield f"the estimator {s.estimator} scores the edges of a tree: set --branches, such as 4 4"
         return
-    levels, leaves = len(s.branches), math.prod(s.branches)
+    levels = len(s.branches)
+    leaves = math.prod(s.branches)
     text = " ".join(map(str, s.branches))
     if s.num_generations != leaves:
         yield (
@@ -482,24 +553,28 @@ def about_trees(s: Settings) -> Iterator[str]:
         )
     if s.sampling_settings().steps < levels:
         yield f"--branches {text} has {levels} levels, and diffusion_steps is {s.diffusion_steps}: raise it"
-    if not reads and not set_by_user(s, "branches"):  # `unused_settings` refuses one that was asked for
-        able = names(ESTIMATORS, lambda entry: "branches" in (entry.settings or ()))
+    if not reads_trees and not set_by_user(s, "branches"):  # `unused_settings` refuses one that was asked for
+        able = readers("branches", ESTIMATORS)
         yield f"branches {text} of method {s.method} samples trees, which {s.estimator} does not score: use {able}"
-    if reads and not objective.view_advantages:
-        able = names(OBJECTIVES, lambda entry: entry.view_advantages)
+    if reads_trees and not objective.view_advantages:
+        able = names_where(OBJECTIVES, view_advantages=True)
         yield f"the edges of a tree have advantages of their own, which {s.objective} does not read: use {able}"
-    wrong = {
-        "state_reward gives views other advantages: set it to 0": s.state_reward,
-        "tools make rows of turns: leave them out": s.tools or (s.max_turns or 1) > 1,
-        "hints replace rows of a group: set --hints none": s.hints != "none",
-        "rollout_mode server cannot continue rollouts: leave it out": s.rollout_mode == "server",
-    }
-    yield from (f"--branches {text} makes trees of rollouts, and {why}" for why, is_wrong in wrong.items() if is_wrong)
+    trees = f"--branches {text} makes trees of rollouts"
+    if s.state_reward:
+        yield f"{trees}, and state_reward gives views other advantages: set it to 0"
+    if s.tools or (s.max_turns or 1) > 1:
+        yield f"{trees}, and tools make rows of turns: leave them out"
+    if s.hints != "none":
+        yield f"{trees}, and hints replace rows of a group: set --hints none"
+    if s.rollout_mode == "server":
+        yield f"{trees}, and rollout_mode server cannot continue rollouts: leave it out"
 
 
 def about_loss(s: Settings) -> Iterator[str]:
     """The tokens, the mean, the penalty and the learning rate of a loss."""
-    objective, penalty, schedule = OBJECTIVES[s.objective], PENALTIES[s.kl], str(s.lr_scheduler_type.value)
+    objective = OBJECTIVES[s.objective]
+    penalty = PENALTIES[s.kl]
+    schedule = str(s.lr_scheduler_type.value)
     if LOSS_MASKS[s.scored_tokens].after_the_end and s.eos_stop:
         yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
@@ -531,31 +606,32 @@ def about_advantages(s: Settings) -> Iterator[str]:
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share needs two shares, the smaller first, got {s.right_share}"
     if s.drops_prompts and s.refills:
-        wrong = {
-            "rollout_staleness samples before it is known which prompts are dropped": s.rollout_staleness,
-            "state_reward reads the rows of one batch": s.state_reward,
-            "edit_threshold has records of different sizes": s.sampling_settings().edits is not None,
-        }
-        yield from (f"{why}, and refills {s.refills} replaces prompts: set --refills 0" for why in wrong if wrong[why])
+        refills = f"refills {s.refills} replaces prompts: set --refills 0"
+        if s.rollout_staleness:
+            yield f"rollout_staleness samples before it is known which prompts are dropped, and {refills}"
+        if s.state_reward:
+            yield f"state_reward reads the rows of one batch, and {refills}"
+        if s.sampling_settings().edits is not None:
+            yield f"edit_threshold has records of different sizes, and {refills}"
 
 
 def about_hints(s: Settings) -> Iterator[str]:
     """Rollouts that are given parts of a solution."""
     if s.hints == "none":
         return
-    what, estimator = f"--hints {s.hints}", ESTIMATORS[s.estimator]
-    if estimator.replays:
-        able = names(ESTIMATORS, lambda entry: not entry.replays)
-        yield f"{what}: no step revealed the given tokens, which {s.estimator} replays: use --estimator {able}"
+    flag = f"--hints {s.hints}"
+    if ESTIMATORS[s.estimator].replays:
+        able = names_where(ESTIMATORS, replays=False)
+        yield f"{flag}: no step revealed the given tokens, which {s.estimator} replays: use --estimator {able}"
     if (s.scale_rewards, s.multi_objective_aggregation) != ("none", "sum_then_normalize"):
         yield (
-            f"{what} computes advantages of changed groups as rewards minus their mean: set --scale_rewards none "
+            f"{flag} computes advantages of changed groups as rewards minus their mean: set --scale_rewards none "
             "--multi_objective_aggregation sum_then_normalize"
         )
     if s.refills:
-        yield f"{what} reads the rows of one batch, and refills {s.refills} replaces prompts: set --refills 0"
+        yield f"{flag} reads the rows of one batch, and refills {s.refills} replaces prompts: set --refills 0"
     if s.rollout_mode == "server":
-        yield f"{what} continues from canvases with tokens, which rollout servers do not take: leave rollout_mode out"
+        yield f"{flag} continues from canvases with tokens, which rollout servers do not take: leave rollout_mode out"
 
 
 def about_papers(s: Settings) -> Iterator[str]:
@@ -574,22 +650,23 @@ def about_papers(s: Settings) -> Iterator[str]:
 
 def about_replay(s: Settings) -> Iterator[str]:
     """An estimator that scores tokens in the sampler's own states; and a sampler that replaces revealed tokens."""
-    estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
+    estimator = ESTIMATORS[s.estimator]
+    edit_threshold = s.sampling_settings().edits
     if estimator.replays and s.cfg_scale:
         yield f"{s.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
-    if above is None:
+    if edit_threshold is None:
         return
-    if above < 0.5:
+    if edit_threshold < 0.5:
         yield (
-            f"edit_threshold {above:g}: below 0.5 more than one token can replace a revealed one, so the probability "
-            "that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
+            f"edit_threshold {edit_threshold:g}: below 0.5 more than one token can replace a revealed one, so the "
+            "probability that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
         )
     if s.rollout_mode == "server":
         yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
     if estimator.replays and not estimator.replays_writes:
-        able = names(ESTIMATORS, lambda entry: entry.replays_writes)
+        able = names_where(ESTIMATORS, replays_writes=True)
         yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
     if OBJECTIVES[s.objective].reads_steps:
         yield f"{s.objective} reads the one step that revealed a token, and edit_threshold has several: leave it out"
@@ -606,27 +683,25 @@ def about_turns(s: Settings) -> Iterator[str]:
 def against_turns(s: Settings) -> Iterator[str]:
     """What contradicts episodes of several turns."""
     if ADVANTAGES[s.advantage].reads:
-        able = names(ADVANTAGES, lambda entry: not entry.reads)
+        able = names_where(ADVANTAGES, reads=False)
         yield f"with tools, the advantage {s.advantage} would read bounds of single canvases: use --advantage {able}"
     if s.hints != "none":
         yield f"--hints {s.hints} are given on single canvases, and with tools there are several: set --hints none"
     if s.max_turns == 1:
         return
-    what, penalty = "with tools, each turn of an episode is a row", PENALTIES[s.kl]
-    used: list[tuple[str, bool, str]] = [
-        (f"the objective {s.objective}", OBJECTIVES[s.objective].per_row, "--objective"),
-        (f"the penalty {s.kl}", adds_kl(s) and penalty.per_row, "--kl"),
-    ]
-    for name, per_row, flag in used:
-        if per_row:
-            able = names(TABLES["OBJECTIVES" if flag == "--objective" else "PENALTIES"], lambda one: not one.per_row)
-            yield f"{what}, and {name} has a ratio or bound per row: use {flag} {able}"
+    turns = "with tools, each turn of an episode is a row"
+    if OBJECTIVES[s.objective].per_row:
+        able = names_where(OBJECTIVES, per_row=False)
+        yield f"{turns}, and the objective {s.objective} has a ratio or bound per row: use --objective {able}"
+    if adds_kl(s) and PENALTIES[s.kl].per_row:
+        able = names_where(PENALTIES, per_row=False)
+        yield f"{turns}, and the penalty {s.kl} has a ratio or bound per row: use --kl {able}"
     if s.objective == "trl" and (s.loss_type in TRLS_PER_ROW or s.importance_sampling_level != "token"):
-        yield f"{what}, and {s.loss_type} or importance_sampling_level {s.importance_sampling_level} weighs whole rows"
+        yield f"{turns}, and {s.loss_type} or importance_sampling_level {s.importance_sampling_level} weighs whole rows"
     if s.objective == "trl" and s.off_policy_mask_threshold is not None:
-        yield f"{what}, and off_policy_mask_threshold drops single rows: leave it out"
+        yield f"{turns}, and off_policy_mask_threshold drops single rows: leave it out"
     if LOSS_MASKS[s.scored_tokens].after_the_end:
-        able = names(LOSS_MASKS, lambda entry: not entry.after_the_end)
+        able = names_where(LOSS_MASKS, after_the_end=False)
         yield f"scored_tokens {s.scored_tokens} counts what follows a call, which is cut off: use {able}"
     for name in OF_SPEED:
         if getattr(s, name):
@@ -648,8 +723,18 @@ def against_turns(s: Settings) -> Iterator[str]:
 OF_SPEED = ("speed_reward", "min_speed_spread")  # settings that read the tokens per forward pass of a completion
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
-    *(about_merged_rollouts, about_servers, about_staleness, about_estimator, about_updates, about_trees, about_loss),
-    *(about_advantages, about_hints, about_replay, about_turns, about_papers),
+    about_merged_rollouts,
+    about_servers,
+    about_staleness,
+    about_estimator,
+    about_updates,
+    about_trees,
+    about_loss,
+    about_advantages,
+    about_hints,
+    about_replay,
+    about_turns,
+    about_papers,
 ]
 
 
@@ -672,17 +757,24 @@ def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
         yield "hint_rows", "it counts completions with hints, and hints is none"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
+
+    # Settings that other entries of the same table read. A penalty reads settings of a loss, too.
+    loss_parts: list[Objective | Penalty] = [OBJECTIVES[s.objective]]
+    if adds_kl(s):
+        loss_parts.append(PENALTIES[s.kl])
     used: list[tuple[str, dict[str, Any], list[Any]]] = [
         ("estimator", ESTIMATORS, [ESTIMATORS[s.estimator]]),
-        ("objective", OBJECTIVES, [OBJECTIVES[s.objective], *[PENALTIES[s.kl]] * adds_kl(s)]),
+        ("objective", OBJECTIVES, loss_parts),
         ("advantage", ADVANTAGES, [ADVANTAGES[s.advantage]]),
     ]
     for kind, table, entries in used:
-        read = [entry.settings for entry in entries]
-        if None in read:  # a user's entry that does not say
+        if any(entry.settings is None for entry in entries):  # a user's entry that does not say
             continue
+        read: set[str] = set()
+        for entry in entries:
+            read.update(entry.settings)
         for name in dict.fromkeys(name for entry in table.values() for name in entry.settings or ()):
-            if not any(name in settings for settings in read):
+            if name not in read:
                 yield name, f"the {kind} {getattr(s, kind)} does not read it; {readers(name, table)} would"
 
 
@@ -692,43 +784,132 @@ ON_RESUME = OnResume(
     fixed=dict.fromkeys(
         (
             # The task, the order of its rows, and random numbers
-            *("dataset", "data_file", "prompt_protocol", "few_shot", "seed", "shuffle_dataset", "world_size"),
+            "dataset",
+            "data_file",
+            "prompt_protocol",
+            "few_shot",
+            "seed",
+            "shuffle_dataset",
+            "world_size",
             # The rollout in the checkpoint and its position in the cycle of updates
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "steps_per_generation",
             "num_mini_batches",
-            *("num_generations", "num_iterations", "max_completion_length", "mask_id", "rollout_staleness"),
-            *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
-            *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
+            "num_generations",
+            "num_iterations",
+            "max_completion_length",
+            "mask_id",
+            "rollout_staleness",
+            "method",
+            "estimator",
+            "num_views",
+            "antithetic",
+            "stratified",
+            "segments",
+            "segment_steps",
+            "draw_steps",
+            "mean_step",
+            "split_views",
+            "scored_tokens",
+            "score_as_sampled",
+            "state_reward",
             "branches",
-            *("p_mask_prompt", "random_masking", "protect_special_tokens"),
-            *("objective", "kl", "advantage", "scale_rewards", "right_share", "refills", "prompt_share"),
-            *("hints", "hint_rows"),
-            *("min_speed_spread", "accuracy_reward", "speed_reward"),
-            *("tools", "max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"),
+            "p_mask_prompt",
+            "random_masking",
+            "protect_special_tokens",
+            "objective",
+            "kl",
+            "advantage",
+            "scale_rewards",
+            "right_share",
+            "refills",
+            "prompt_share",
+            "hints",
+            "hint_rows",
+            "min_speed_spread",
+            "accuracy_reward",
+            "speed_reward",
+            "tools",
+            "max_turns",
+            "tool_format",
+            "calls_per_turn",
+            "result_length",
+            "max_turn_prompt",
             # The weights in the checkpoint
-            *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
-            *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+            "model_path",
+            "use_peft",
+            "load_in_4bit",
+            "sync_ref_model",
+            "lora_r",
+            "lora_alpha",
+            "use_rslora",
+            "use_dora",
+            "lora_target_modules",
+            "lora_target_parameters",
+            "lora_modules_to_save",
             # The state of its optimizer and scheduler, where a new value would have no effect
-            *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
-            *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
+            "optim",
+            "optim_args",
+            "optim_target_modules",
+            "weight_decay",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "lr_scheduler_type",
+            "lr_scheduler_kwargs",
         ),
         identity,
     )
     # Only whether it is 0 is fixed: then the rollout has no reference log-probs.
     | {"beta": bool},
     free=(
-        *("output_dir", "resume_from_checkpoint", "run_name", "report*", "project", "trackio_*", "disable_tqdm"),
-        *("log*", "num_completions_to_print", "skip_memory_metrics", "include_*", "debug", "do_*"),
-        *("prediction_loss_only", "save_*", "eval_*", "per_device_eval_batch_size", "num_generations_eval"),
-        *("batch_eval_metrics", "push_to_hub", "hub_*", "restore_callback_states_from_checkpoint"),
-        *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
-        *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
-        *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
-        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop", "rollout_*", "merged_rollouts"),
+        "output_dir",
+        "resume_from_checkpoint",
+        "run_name",
+        "report*",
+        "project",
+        "trackio_*",
+        "disable_tqdm",
+        "log*",
+        "num_completions_to_print",
+        "skip_memory_metrics",
+        "include_*",
+        "debug",
+        "do_*",
+        "prediction_loss_only",
+        "save_*",
+        "eval_*",
+        "per_device_eval_batch_size",
+        "num_generations_eval",
+        "batch_eval_metrics",
+        "push_to_hub",
+        "hub_*",
+        "restore_callback_states_from_checkpoint",
+        "enable_jit_checkpoint",
+        "local_rank",
+        "dataloader_*",
+        "ddp_*",
+        "accelerator_config",
+        "torch_empty_cache_steps",
+        "remove_unused_columns",
+        "label_names",
+        "activation_checkpointing*",
+        "gradient_checkpointing*",
+        "ds3_gather_for_generation",
+        "views_at_once",
+        "generation_batch_size",
+        "pad_to_multiple_of",
+        "use_cpu",
+        "eos_stop",
+        "rollout_*",
+        "merged_rollouts",
         "compile",
-        *("tool_seconds", "log_tool_results"),
+        "tool_seconds",
+        "log_tool_results",
     ),
 )
+
 
 # --- What the model, the prompts and the trainer do not allow ---------------------------------------------------------
 
@@ -746,11 +927,11 @@ def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
             "--load_in_4bit false, or sample in the trainer"
         )
     if args.merged_rollouts:
-        todo = "leave out --merged_rollouts true"
+        advice = "leave out --merged_rollouts true"
         if not model_args.use_peft:
-            raise ValueError(f"--merged_rollouts true: without --use_peft there is no adapter to merge: {todo}")
+            raise ValueError(f"--merged_rollouts true: without --use_peft there is no adapter to merge: {advice}")
         if model_args.load_in_4bit:
-            raise ValueError(f"--merged_rollouts true: 4-bit weights cannot absorb an adapter: {todo}")
+            raise ValueError(f"--merged_rollouts true: 4-bit weights cannot absorb an adapter: {advice}")
     if model_args.attn_implementation == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:
@@ -795,7 +976,7 @@ def check_trees(sampling: SamplingSettings, config: Any) -> None:
 def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
     """Refuses estimators whose views hide the first token of a block, where samplers take it from the clean text."""
     if sampling.first_token == "causal" and not ESTIMATORS[args.estimator].causal_first:
-        able = names(ESTIMATORS, lambda entry: entry.causal_first)
+        able = names_where(ESTIMATORS, causal_first=True)
         raise ValueError(
             f"--estimator {args.estimator} hides the first token of a block, which this model takes from the clean "
             f"text: use {able}, or --first_token masked"
@@ -806,8 +987,12 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
     """Raise ValueError for data that the trainer cannot go through, or that has no prompts."""
     from datasets import Dataset  # here, because the help of RL needs no data
 
-    parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-    for name, rows in {"train_dataset": train_dataset, **parts}.items():
+    data = {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):
+        data.update(eval_dataset)
+    else:
+        data["eval_dataset"] = eval_dataset
+    for name, rows in data.items():
         if rows is None:  # TRL says whether it may be missing
             continue
         if not isinstance(rows, Dataset):
@@ -827,27 +1012,34 @@ def check_traces(train_dataset: Any, args: Settings) -> None:
 
 def check_noise(config: Any, args: Settings) -> None:
     """Refuses an estimator for another kind of noise, and what RL of a model with uniform noise does not have."""
-    name, kind, uniform = args.estimator, config.model_type, not has_masks(config)
-    if ESTIMATORS[name].uniform_noise != uniform:
-        able = names(ESTIMATORS, lambda entry: entry.uniform_noise == uniform)
-        noise = "uniform ids for noise" if uniform else "mask tokens"
+    name = args.estimator
+    kind = config.model_type
+    is_uniform = not has_masks(config)
+    if ESTIMATORS[name].uniform_noise != is_uniform:
+        able = names_where(ESTIMATORS, uniform_noise=is_uniform)
+        noise = "uniform ids for noise" if is_uniform else "mask tokens"
         raise ValueError(f"--estimator {name} does not fit {kind}, which has {noise}: use {able}")
-    if not uniform:
+    if not is_uniform:
         return
-    wrong = {
-        f"--hints {args.hints} keeps given tokens on a canvas, which uniform noise overwrites": args.hints != "none",
-        f"{name} scores passes without self-conditioning: set --self_conditioning false": args.self_conditioning,
-        "--rollout_mode server: a server sends no states of uniform noise": args.rollout_mode == "server",
-        f"--sampling_weight_cap: {name} scores in the sampler's states": args.sampling_weight_cap is not None,
-        f"--objective {args.objective} reads the one step that revealed a token, and here a token is accepted in "
-        "several": OBJECTIVES[args.objective].reads_steps,
-        "--state_reward finishes a state by filling its mask tokens": args.state_reward,
-        f"--mask_id {args.mask_id}: {kind} has no mask token": args.mask_id is not None,
-        "--tools: a canvas is written as a whole, and cannot end with a call": args.tools,
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(what)
+    if args.hints != "none":
+        raise ValueError(f"--hints {args.hints} keeps given tokens on a canvas, which uniform noise overwrites")
+    if args.self_conditioning:
+        raise ValueError(f"{name} scores passes without self-conditioning: set --self_conditioning false")
+    if args.rollout_mode == "server":
+        raise ValueError("--rollout_mode server: a server sends no states of uniform noise")
+    if args.sampling_weight_cap is not None:
+        raise ValueError(f"--sampling_weight_cap: {name} scores in the sampler's states")
+    if OBJECTIVES[args.objective].reads_steps:
+        raise ValueError(
+            f"--objective {args.objective} reads the one step that revealed a token, and here a token is accepted in "
+            "several"
+        )
+    if args.state_reward:
+        raise ValueError("--state_reward finishes a state by filling its mask tokens")
+    if args.mask_id is not None:
+        raise ValueError(f"--mask_id {args.mask_id}: {kind} has no mask token")
+    if args.tools:
+        raise ValueError("--tools: a canvas is written as a whole, and cannot end with a call")
 
 
 def check_prompts(lengths: Sequence[int], args: Settings) -> int:
@@ -899,20 +1091,25 @@ def check_trainer(
         samples_in_step: and all of them must make the same number of forward passes in sampling.
     """
     check_first_token(sampling, args)
-    means = [name for name, used in (("a cache", sampling.cache), ("guidance", sampling.cfg_scale)) if used]
-    if means:
+    unscored = []
+    if sampling.cache:
+        unscored.append("a cache")
+    if sampling.cfg_scale:
+        unscored.append("guidance")
+    if unscored:
         logger.warning(
             "Completions are sampled with %s, so the policy that samples is not the one that is trained: "
             "sampling/logp_difference_abs and sampling/ratio_max log the difference.",
-            " and ".join(means),
+            " and ".join(unscored),
         )
     if not getattr(rewards[-1], "only_watched", False):
-        objective = f"objective {args.objective}"
-        readers = {"right_share needs": args.right_share, "hints need": args.hints != "none"}
-        readers[f"{objective} needs"] = OBJECTIVES[args.objective].reads_right
-        for reader, is_used in readers.items():
-            if is_used:
-                raise ValueError(f"{reader} to know which completions are right: the last reward must be `accuracy_of`")
+        reason = "to know which completions are right: the last reward must be `accuracy_of`"
+        if args.right_share:
+            raise ValueError(f"right_share needs {reason}")
+        if args.hints != "none":
+            raise ValueError(f"hints need {reason}")
+        if OBJECTIVES[args.objective].reads_right:
+            raise ValueError(f"objective {args.objective} needs {reason}")
     if args.hints != "none" and weights_are_split:
         raise ValueError(
             f"--hints {args.hints}: a process samples with hints what its own prompts need, which processes that each "
