@@ -266,10 +266,10 @@ def left_to_right_rows() -> SampledRows:
 def noised_rows() -> SampledRows:
     """The same completions of a sampler with uniform noise, whose passes accept the next token of each block."""
     block_length = TRIAL_CANVAS // 2
-    passes = torch.arange(TRIAL_CANVAS).unsqueeze(1)
-    steps = torch.where(passes % block_length == torch.arange(block_length), passes, -2)
-    steps = torch.cat([torch.full_like(passes, -2), steps], dim=1)
-    write_steps = steps.repeat(len(LENGTHS), 1, 1)  # (rows, passes, 1 + block)
+    positions = torch.arange(TRIAL_CANVAS).unsqueeze(1)
+    steps = torch.where(positions % block_length == torch.arange(block_length), positions, -2)
+    steps = torch.cat([torch.full_like(positions, -2), steps], dim=1)
+    write_steps = steps.repeat(len(LENGTHS), 1, 1)  # (rows, canvas, writes)
     return replace(
         left_to_right_rows(),
         write_ids=torch.ones_like(write_steps),
