@@ -126,10 +126,18 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
     config = entry.release(model.config) | learnt_fields(model.config)
     if released_kind(config) != kind:
         raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(model.dtype).removeprefix("torch.")
+    dtype_field = "dtype" if "dtype" in config else "torch_dtype"
+    config[dtype_field] = str(model.dtype).removeprefix("torch.")
+
+    # The code, in its repository on the hub
     if entry.code and "auto_map" in config:
-        codes = {name: code for name, code in config["auto_map"].items() if isinstance(code, str)}
-        config["auto_map"] = {n: code if "--" in code else f"{entry.code}--{code}" for n, code in codes.items()}
+        auto_map = {}
+        for name, code in config["auto_map"].items():
+            if isinstance(code, str):
+                auto_map[name] = code if "--" in code else f"{entry.code}--{code}"
+        config["auto_map"] = auto_map
+
+    # Token ids
     if has_tokenizer(source):
         tokenizer = load_tokenizer(source)
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
@@ -144,14 +152,15 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
     """Each weight with its released name, in the precision of `source`; a tied head only if `source` has it."""
     stored = {name: (dtype, file) for name, dtype, _, file in stored_weights(source)}
     state = model.state_dict()
-    same = checkpoint_dtype(source) == model.dtype
-    # A weight that is as it was read is written in the precision of its file: 16 bits would cut a router in float32.
-    for native in state:
-        for name, weight in KINDS[kind].apart(native, state):
-            if native == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
+    has_dtype_of_source = checkpoint_dtype(source) == model.dtype
+    for native_name in state:
+        for name, weight in KINDS[kind].apart(native_name, state):
+            if native_name == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
                 continue
+            # A weight that is as it was read is written in the precision of its file: 16 bits would cut a router in
+            # float32.
             dtype, file = stored.get(name, (weight.dtype, None))
-            if same and file is not None and dtype != weight.dtype:  # the model holds it in another dtype
+            if has_dtype_of_source and file is not None and dtype != weight.dtype:
                 with safe_open(file, framework="pt") as opened:
                     original = opened.get_tensor(name)
                 if torch.equal(original.to(weight), weight):
@@ -167,16 +176,21 @@ def merged(model: Any) -> Iterator[dict[str, Tensor]]:
         yield model.state_dict()
         return
     untie_adapted(model)
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    weights = [weight for layer in layers for weight in layer.get_base_layer().parameters(recurse=False)]
+    weights: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            weights.extend(module.get_base_layer().parameters(recurse=False))
     if any(weight.dtype in (torch.uint8, torch.int8) for weight in weights):
         raise ValueError("an adapter cannot be folded into quantised weights: use `d1 serve`, which takes adapters")
     before = [weight.detach().to("cpu", copy=True) for weight in weights]
     model.merge_adapter()
-    state = model.get_base_model().state_dict()
-    plain = {merged_name(name): weight for name, weight in state.items()}
+    state: dict[str, Tensor] = {}
+    for peft_name, weight in model.get_base_model().state_dict().items():
+        name = merged_name(peft_name)
+        if name is not None:
+            state[name] = weight
     try:
-        yield {name: weight for name, weight in plain.items() if name is not None}
+        yield state
     finally:
         model.unmerge_adapter()
         for weight, old in zip(weights, before, strict=True):
@@ -191,17 +205,20 @@ def merged_name(name: str) -> str | None:
     """The name, in a model without an adapter, of a weight of PEFT's model; None for weights that it does not have."""
     for part in PEFT_PARTS:
         name = name.replace(part, "")
-    return None if any(part in name for part in ADAPTER_PARTS) else name
+    if any(part in name for part in ADAPTER_PARTS):
+        return None
+    return name
 
 
-class Noted(Mapping[str, Tensor]):
-    """A state dict that notes the names of the weights that were read."""
+class ReadRecorder(Mapping[str, Tensor]):
+    """A state dict that records the names of the weights that were read."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state, self.read = state, set[str]()
+        self.state = state
+        self.names_read: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
-        self.read.add(name)
+        self.names_read.add(name)
         return self.state[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -214,10 +231,11 @@ class Noted(Mapping[str, Tensor]):
 def learnt_names(model: Any, state: Mapping[str, Tensor]) -> set[str]:
     """Names in `state`, as `merged` gives it, of the weights that training changes."""
     base = unwrapped(model)
-    own = {name for name, weight in base.named_parameters() if weight.requires_grad}
+    trained = {name for name, weight in base.named_parameters() if weight.requires_grad}
     layers = tuple(f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
-    memory = {weight.data_ptr() for name, weight in state.items() if name in own or name.startswith(layers)}
-    return {name for name, weight in state.items() if weight.data_ptr() in memory}  # tied weights share theirs
+    # By their memory, which tied weights share
+    memory = {weight.data_ptr() for name, weight in state.items() if name in trained or name.startswith(layers)}
+    return {name for name, weight in state.items() if weight.data_ptr() in memory}
 
 
 def write_weights(
@@ -230,25 +248,37 @@ def write_weights(
         learnt: only what training changes (True), or only the rest.
         weights: the state dict of a model without an adapter; each weight is read when it is written.
     """
-    raw = getattr(model.config, "released", None)
-    apart = same_names if raw is None else KINDS[released_kind(raw)].apart
+    released = getattr(model.config, "released", None)
+    to_released = same_names
+    if released is not None:
+        to_released = KINDS[released_kind(released)].apart
     folder.mkdir(parents=True)
 
-    def parts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        noted, base = Noted(state), unwrapped(model)
-        changed = set[str]() if learnt is None else learnt_names(model, state)
-        others = dict(base.named_parameters(remove_duplicate=False)).keys() - dict(base.named_parameters()).keys()
-        tied = {merged_name(name) for name in others}
+    def chosen_weights(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        # The names after the first one of each tied weight
+        base = unwrapped(model)
+        all_names = dict(base.named_parameters(remove_duplicate=False)).keys()
+        tied = {merged_name(name) for name in all_names - dict(base.named_parameters()).keys()}
+
+        changed: set[str] = set()
+        if learnt is not None:
+            changed = learnt_names(model, state)
+        recorder = ReadRecorder(state)
         for name in state:
-            if name not in tied:
-                noted.read.clear()
-                written = [*apart(name, noted)]
-                if learnt is None or learnt != changed.isdisjoint(noted.read):
-                    yield from written
+            if name in tied:
+                continue
+            recorder.names_read.clear()
+            written = list(to_released(name, recorder))
+            is_changed = not changed.isdisjoint(recorder.names_read)
+            if learnt is None or learnt == is_changed:
+                yield from written
 
     with merged(model) if weights is None else nullcontext(weights) as state:
-        save_shards(parts(state), folder)
-    config = model.config.to_dict() if raw is None else as_released(model.config) | learnt_fields(model.config)
+        save_shards(chosen_weights(state), folder)
+    if released is None:
+        config = model.config.to_dict()
+    else:
+        config = as_released(model.config) | learnt_fields(model.config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -266,16 +296,19 @@ def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     files: list[list[str]] = []
     total = 0
     for part in in_shards(weights):
-        files.append([*part])
+        files.append(list(part))
         total += sum(weight.nbytes for weight in part.values())
         with saving(folder):
             save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
         part.clear()
     file_of: dict[str, str] = {}
     for number, names in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05}-of-{len(files):05}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
-        file_of |= dict.fromkeys(names, file)
+        for name in names:
+            file_of[name] = file
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -296,26 +329,33 @@ def in_shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 def check_autoregressive(source: str, mask_token: str) -> None:
     """Raise ValueError for a model that attends both ways already, or has another mask token than `mask_token`."""
-    path = adapter_chain(source, None)[0]
-    (config, kind), raw = native_config(path), raw_config(path)
-    own = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token if has_tokenizer(path) else None
-    refuse_masked_model(source, config, kind, raw, own, mask_token)
+    path, _ = adapter_chain(source, None)
+    config, kind = native_config(path)
+    raw = raw_config(path)
+    tokenizer_mask = None
+    if has_tokenizer(path):
+        tokenizer_mask = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
+    refuse_masked_model(source, config, kind, raw, tokenizer_mask, mask_token)
 
 
 def refuse_masked_model(
-    source: str, config: Any, kind: Kind, raw: Mapping[str, Any], own: str | None, mask_token: str
+    source: str, config: Any, kind: Kind, raw: Mapping[str, Any], tokenizer_mask: str | None, mask_token: str
 ) -> None:
-    """Raise ValueError if the config or the tokenizer's `own` mask token say that a model is a masked one already."""
-    says = {
-        f"it is an encoder, {config.model_type}": is_encoder(config),
-        f"its kind is {released_kind(raw)}": bool(kind.becomes),
-        **{f"its config.json has a {name}": raw.get(name) is not None for name in MASKED_FIELDS},
-        "its config.json says is_causal false": raw.get("is_causal") is False,
-        f"its tokenizer has a mask token (if it is autoregressive, name it: --mask_token '{own}')": own
-        not in (None, mask_token),
-    }
-    if why := [reason for reason, is_so in says.items() if is_so]:
-        raise ValueError(f"{source} is a masked model already, not an autoregressive decoder: {why[0]}")
+    """Raise ValueError if the config or the mask token of the tokenizer say that a model is a masked one already."""
+    reason = ""
+    fields = [name for name in MASKED_FIELDS if raw.get(name) is not None]
+    if is_encoder(config):
+        reason = f"it is an encoder, {config.model_type}"
+    elif kind.becomes:
+        reason = f"its kind is {released_kind(raw)}"
+    elif fields:
+        reason = f"its config.json has a {fields[0]}"
+    elif raw.get("is_causal") is False:
+        reason = "its config.json says is_causal false"
+    elif tokenizer_mask not in (None, mask_token):
+        reason = f"its tokenizer has a mask token (if it is autoregressive, name it: --mask_token '{tokenizer_mask}')"
+    if reason:
+        raise ValueError(f"{source} is a masked model already, not an autoregressive decoder: {reason}")
 
 
 def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
@@ -370,8 +410,10 @@ def a2d(
         if causal_context:
             config.attention_pattern = CAUSAL_CONTEXT
         check_attention(config, source)
+
+    # The mask token, whose embedding starts as the mean of all tokens
     rows = model.get_input_embeddings().num_embeddings
-    known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
+    token_count = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
     check_mask_token(tokenizer, mask_token)
     tokenizer.add_special_tokens({"mask_token": mask_token})
     if len(tokenizer) > rows:
@@ -379,8 +421,9 @@ def a2d(
     config.mask_token_id = tokenizer.mask_token_id
     for table in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:  # one where they are tied
         new = [config.mask_token_id, *range(rows, len(table))]
-        others = [row for row in range(known) if row not in new]
+        others = [row for row in range(token_count) if row not in new]
         table.data[new] = table.data[others].float().mean(0).to(table.dtype)
+
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None and plain_chat_template:
@@ -388,9 +431,9 @@ def a2d(
     config.pad_token_id = tokenizer.pad_token_id
     if keep_shift:
         config.predicts_next_token = True
-    model.generation_config.max_new_tokens = (
-        None  # a limit of the source, not the length of a canvas (`default_gen_length`)
-    )
+    # A limit of the source, not the length of a canvas (`default_gen_length`)
+    model.generation_config.max_new_tokens = None
+
     with saving(folder):
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
