@@ -74,8 +74,16 @@ class Kind:
     tokenizer: str = "AutoTokenizer"  # the Transformers class for a released tokenizer that has its own code
 
 
-OF_QWEN = Kind(release=as_released, tokenizer="Qwen2Tokenizer")
-SDAR = replace(OF_QWEN, becomes="qwen3", code="JetLM/SDAR-1.7B-Chat", block_size=4, mask_token_id=151669)
+def fast_dllm_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Fast-dLLM v2 config, which has another name for `block_size`."""
+    fields = {}
+    for name, value in raw.items():
+        fields["block_size" if name == "bd_size" else name] = value
+    return fields
+
+
+QWEN = Kind(release=as_released, tokenizer="Qwen2Tokenizer")
+SDAR = replace(QWEN, becomes="qwen3", code="JetLM/SDAR-1.7B-Chat", block_size=4, mask_token_id=151669)
 MIXTURE = Kind(release=as_released, mask_token_id=156895, tokenizer="PreTrainedTokenizerFast")  # of LLaDA
 KINDS: dict[str, Kind] = {
     "llada": Kind(
@@ -87,13 +95,13 @@ KINDS: dict[str, Kind] = {
         code="GSAI-ML/LLaDA-8B-Base",
         tokenizer="PreTrainedTokenizerFast",
     ),
-    "Dream": replace(OF_QWEN, becomes="qwen2", code="Dream-org/Dream-v0-Instruct-7B", shift=True),
+    "Dream": replace(QWEN, becomes="qwen2", code="Dream-org/Dream-v0-Instruct-7B", shift=True),
     "sdar": SDAR,
     "sdar_moe": replace(SDAR, becomes="qwen3_moe", apart=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
     "Fast_dLLM_Qwen": replace(
-        OF_QWEN,
+        QWEN,
         becomes="qwen2",
-        fields=lambda raw: {("block_size" if name == "bd_size" else name): value for name, value in raw.items()},
+        fields=fast_dllm_fields,
         code="Efficient-Large-Model/Fast_dLLM_v2_7B",
         block_size=32,
         shift=True,
@@ -137,7 +145,14 @@ KINDS: dict[str, Kind] = {
         attention="canvas",
         lora_in=".decoder.layers.",  # the encoder runs the same modules
     ),
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma", "gemma2", "gemma3_text"), Kind()),
+    "llama": Kind(),
+    "qwen2": Kind(),
+    "qwen3": Kind(),
+    "qwen3_moe": Kind(),
+    "glm4_moe": Kind(),
+    "gemma": Kind(),
+    "gemma2": Kind(),
+    "gemma3_text": Kind(),
     "ministral3": Kind(fields=without_window),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
     "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
@@ -190,9 +205,10 @@ def block_size(config: Any) -> int | None:
 def attention_name(config: Any) -> str:
     """The name in `ATTENTION` of a model's pattern: the `attention_pattern` of its config, else that of its kind; a
     `block_size` implies "block-causal"."""
-    own = kind_of(config).attention
-    implied = "block-causal" if own == "full" and getattr(config, "block_size", None) is not None else own
-    return getattr(config, "attention_pattern", None) or implied
+    name = kind_of(config).attention
+    if name == "full" and getattr(config, "block_size", None) is not None:
+        name = "block-causal"
+    return getattr(config, "attention_pattern", None) or name
 
 
 def windowed(config: Any) -> bool:
@@ -202,8 +218,10 @@ def windowed(config: Any) -> bool:
 
 def released_kind(raw: Mapping[str, Any]) -> str:
     """The name of the entry for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
-    moe = raw.get("model_type") == "llada" and any("MoE" in name for name in raw.get("architectures") or ())
-    return "lladamoe" if moe else raw.get("model_type", "")
+    name = raw.get("model_type", "")
+    if name == "llada" and any("MoE" in architecture for architecture in raw.get("architectures") or ()):
+        return "lladamoe"
+    return name  # type: ignore[no-any-return]
 
 
 def learnt_fields(config: Any) -> dict[str, Any]:
@@ -214,8 +232,11 @@ def learnt_fields(config: Any) -> dict[str, Any]:
 
 def experts(config: Any) -> int:
     """The number of routed experts in a layer of a mixture; 0 for other models."""
-    text = config.get_text_config()  # whose fields have the first name, or in a DiffusionGemma the second
-    return getattr(text, "num_local_experts", 0) or (getattr(text, "num_experts", 0) if not has_masks(config) else 0)
+    text_config = config.get_text_config()
+    count = getattr(text_config, "num_local_experts", 0)
+    if not count and not has_masks(config):  # DiffusionGemma's name
+        count = getattr(text_config, "num_experts", 0)
+    return count or 0
 
 
 def check_kind(model_type: str, name: str) -> None:
@@ -228,10 +249,10 @@ def check_kind(model_type: str, name: str) -> None:
 
 def check_since(kind: Kind, model_type: str, name: str) -> None:
     """Raise ValueError if the installed Transformers is too old for a kind."""
-    found = version("transformers")
-    if kind.since and Version(found) < Version(kind.since):
+    installed = version("transformers")
+    if kind.since and Version(installed) < Version(kind.since):
         raise ValueError(
-            f"{name}: {model_type} needs Transformers {kind.since} or newer, and {found} is installed: "
+            f"{name}: {model_type} needs Transformers {kind.since} or newer, and {installed} is installed: "
             f"pip install 'transformers>={kind.since}'"
         )
 
@@ -241,7 +262,9 @@ def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
     fill in is too long for a model of this config."""
     room = getattr(config, "max_position_embeddings", None)
     if room is not None and shown + hidden > room:
-        row = f"{shown} tokens of text" + (f" and {hidden} to fill in" if hidden else "")
+        row = f"{shown} tokens of text"
+        if hidden:
+            row += f" and {hidden} to fill in"
         raise ValueError(f"too long: {row} exceed the model's {room} positions{advice}")
 
 
@@ -294,26 +317,37 @@ def default_gen_length(path: str, config: Any) -> int | None:
 def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Transformers config for a released `config.json` of this kind."""
     learnt = learnt_fields(raw)
-    fields = kind.fields({name: value for name, value in raw.items() if name not in (*ABOUT_KERNELS, *learnt)})
+    model_fields = {}
+    for name, value in raw.items():
+        if name not in ABOUT_KERNELS and name not in learnt:
+            model_fields[name] = value
+    fields = kind.fields(model_fields)
     if kind.becomes:
         fields = {name: value for name, value in fields.items() if name not in ABOUT_FILES}
+
+    # What the kind says, where the file does not
     if kind.shift:
         fields["predicts_next_token"] = True
     if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
         fields["mask_token_id"] = kind.mask_token_id
-    given = fields.get("block_size") or raw.get("block_size") or raw.get("canvas_length")  # as others call it
-    if size := given or kind.block_size:
+    # DiffusionGemma names blocks canvases.
+    size = fields.get("block_size") or raw.get("block_size") or raw.get("canvas_length") or kind.block_size
+    if size:
         fields["block_size"] = size
+
     if kind.release is as_released:
         fields["released"] = raw
-    return fields | learnt
+    fields.update(learnt)
+    return fields
 
 
 def check_quantization(raw: Mapping[str, Any], path: str) -> None:
     """Raise ValueError for the config of a quantised checkpoint, whose weights need their scales to mean anything."""
     for name in ("quantization_config", "compression_config"):
-        if raw.get(name):
-            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
+        method = raw.get(name)
+        if method:
+            if isinstance(method, dict):
+                method = method.get("quant_method", "")
             raise ValueError(
                 f"{path}: config.json has a {name} ({method or 'without a quant_method'}), and quantised checkpoints "
                 "cannot be read: use the original weights in 16 or 32 bits (load_in_4bit quantises these)"
@@ -325,7 +359,8 @@ def check_token_ids(config: Any, path: str) -> None:
     count = vocabulary(config)
     if count < 1:  # the class of the model refuses it
         return
-    mask, pad = (getattr(config, name, None) for name in ("mask_token_id", "pad_token_id"))
+    mask = getattr(config, "mask_token_id", None)
+    pad = getattr(config, "pad_token_id", None)
     wrong = {}
     if mask is not None and (type(mask) is not int or not 0 <= mask < count):
         wrong["mask_token_id"] = mask
