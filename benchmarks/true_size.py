@@ -65,7 +65,7 @@ def shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         state = auto_class(config).from_config(config).state_dict()
     for native in state:
         if native != "lm_head.weight" or not config.tie_word_embeddings:
-            yield from ((name, tuple(weight.shape)) for name, weight in kind.apart(native, state))
+            yield from ((name, tuple(weight.shape)) for name, weight in kind.release_weight(native, state))
 
 
 def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from d1.models.kinds import KINDS
 from d1.ranges import COUNT
 
-FORMATS = [name for name, kind in KINDS.items() if kind.release is not None]
+FORMATS = [name for name, kind in KINDS.items() if kind.release_config is not None]
 
 
 def add_a2d(parser: argparse.ArgumentParser) -> None:

@@ -236,7 +236,7 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
     entry, model = KINDS[kind], native_config(adapter_chain(source, None)[0])[0]
     if entry.becomes != model.model_type:
         raise ValueError(f"adapter {source} is on a {model.model_type}, which has no released format {kind!r}")
-    sizes = joined_sizes(model) if entry.joins else {}
+    sizes = joined_sizes(model) if entry.converters else {}
     parts = [part for part in sizes if any(f".{part}.lora_" in name for name in weights)]
     written: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -248,7 +248,9 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
             pieces = [weights[name.replace(f".{part}.", f".{other}.")] for other in parts]
             module = f"{before}.{JOINED}"
             weight = torch.cat(pieces) if last[0] == "A" else in_blocks(dict(zip(parts, pieces, strict=True)), sizes)
-        released = next(entry.apart(f"{module}.weight", {f"{module}.weight": weight}))[0].removesuffix(".weight")
+        native_weight = f"{module}.weight"
+        released_weight, _ = next(entry.release_weight(native_weight, {native_weight: weight}))
+        released = released_weight.removesuffix(".weight")
         written[f"{PREFIX}{released}.lora_{last}"] = weight.contiguous()
     modules = modules_of(written)
     if parts:

@@ -69,7 +69,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
         model = merge_adapter(add_adapter(model, adapter), adapter)
     model.name_or_path = path
     kind = released_kind(raw_config(path))
-    if KINDS[kind].release is None:
+    if KINDS[kind].release_config is None:
         with saving(folder):
             model.save_pretrained(folder)
         save_tokenizer(path, folder)
@@ -121,9 +121,9 @@ def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
 def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
     """The released `config.json`; its code comes from the hub, and token ids that it lacks from the tokenizer."""
     entry = KINDS[kind]
-    if entry.release is None:
+    if entry.release_config is None:
         raise ValueError(f"{kind!r} is not a released format: its weights and config are Transformers' own")
-    config = entry.release(model.config) | learnt_fields(model.config)
+    config = entry.release_config(model.config) | learnt_fields(model.config)
     if released_kind(config) != kind:
         raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
     dtype_field = "dtype" if "dtype" in config else "torch_dtype"
@@ -154,7 +154,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
     state = model.state_dict()
     has_dtype_of_source = checkpoint_dtype(source) == model.dtype
     for native_name in state:
-        for name, weight in KINDS[kind].apart(native_name, state):
+        for name, weight in KINDS[kind].release_weight(native_name, state):
             if native_name == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
                 continue
             # A weight that is as it was read is written in the precision of its file: 16 bits would cut a router in
@@ -251,7 +251,7 @@ def write_weights(
     released = getattr(model.config, "released", None)
     to_released = same_names
     if released is not None:
-        to_released = KINDS[released_kind(released)].apart
+        to_released = KINDS[released_kind(released)].release_weight
     folder.mkdir(parents=True)
 
     def chosen_weights(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

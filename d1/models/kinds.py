@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from d1.files import check_files, reading
-from d1.models.formats.diffusion_gemma import check_config, lift, own_weights
+from d1.models.formats.diffusion_gemma import check_config, diffusion_gemma_weights, lift
 from d1.models.formats.llada import (
     FROM_LLADA,
     FROM_LLADA2,
@@ -49,11 +49,11 @@ class Kind:
     becomes: str = ""  # the `model_type` of the Transformers class that runs it; "" is its own
     fields: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from the released config to that of the class
     names: Mapping[str, str] | None = None  # weight names of the checkpoint -> those of the class (`key_mapping`)
-    joins: Callable[[], list[Any]] | None = None  # Transformers' converters of weights that are split or joined
+    converters: Callable[[], list[Any]] | None = None  # Transformers' converters of weights that are split or joined
     # For an export: the name of a weight of the class, and the state dict -> released names and weights.
-    apart: Callable[[str, Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]] = same_names
+    release_weight: Callable[[str, Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]] = same_names
     # For an export: config of the class -> released `config.json`; None: there is no released format.
-    release: Callable[[Any], dict[str, Any]] | None = None
+    release_config: Callable[[Any], dict[str, Any]] | None = None
     code: str = ""  # the hub repository of the code that an `auto_map` points to
     model: str = ""  # the auto class of Transformers with its head, if not that of causal or masked LMs
     since: str = ""  # the first version of Transformers with this class, if some supported versions lack it
@@ -82,22 +82,22 @@ def fast_dllm_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-QWEN = Kind(release=as_released, tokenizer="Qwen2Tokenizer")
+QWEN = Kind(release_config=as_released, tokenizer="Qwen2Tokenizer")
 SDAR = replace(QWEN, becomes="qwen3", code="JetLM/SDAR-1.7B-Chat", block_size=4, mask_token_id=151669)
-MIXTURE = Kind(release=as_released, mask_token_id=156895, tokenizer="PreTrainedTokenizerFast")  # of LLaDA
+MIXTURE = Kind(release_config=as_released, mask_token_id=156895, tokenizer="PreTrainedTokenizerFast")  # of LLaDA
 KINDS: dict[str, Kind] = {
     "llada": Kind(
         becomes="llama",
         fields=llama_fields,
         names=FROM_LLADA,
-        apart=llada_weights,
-        release=llada_from_llama,
+        release_weight=llada_weights,
+        release_config=llada_from_llama,
         code="GSAI-ML/LLaDA-8B-Base",
         tokenizer="PreTrainedTokenizerFast",
     ),
     "Dream": replace(QWEN, becomes="qwen2", code="Dream-org/Dream-v0-Instruct-7B", shift=True),
     "sdar": SDAR,
-    "sdar_moe": replace(SDAR, becomes="qwen3_moe", apart=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
+    "sdar_moe": replace(SDAR, becomes="qwen3_moe", release_weight=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
     "Fast_dLLM_Qwen": replace(
         QWEN,
         becomes="qwen2",
@@ -111,7 +111,7 @@ KINDS: dict[str, Kind] = {
         MIXTURE,
         becomes="qwen3_moe",
         fields=qwen3_moe_fields,
-        apart=one_by_one,
+        release_weight=one_by_one,
         code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     ),
     "llada2_moe": replace(
@@ -119,8 +119,8 @@ KINDS: dict[str, Kind] = {
         becomes="glm4_moe",
         fields=glm4_moe_fields,
         names=FROM_LLADA2,
-        joins=split_projections,
-        apart=llada2_weights,
+        converters=split_projections,
+        release_weight=llada2_weights,
         code="inclusionAI/LLaDA2.0-mini",
         block_size=32,
     ),
@@ -128,8 +128,8 @@ KINDS: dict[str, Kind] = {
         becomes="ministral3",
         fields=ministral3_fields,
         names=FROM_NEMOTRON,
-        apart=nemotron_weights,
-        release=as_released,
+        release_weight=nemotron_weights,
+        release_config=as_released,
         code="nvidia/Nemotron-Labs-Diffusion-3B",
         attention="causal-context",
         block_size=32,
@@ -137,8 +137,8 @@ KINDS: dict[str, Kind] = {
         tokenizer="PreTrainedTokenizerFast",
     ),
     "diffusion_gemma": Kind(
-        release=as_released,
-        apart=own_weights,
+        release_config=as_released,
+        release_weight=diffusion_gemma_weights,
         model="AutoModelForImageTextToText",
         since="5.24",
         uniform_noise=True,
@@ -335,7 +335,7 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     if size:
         fields["block_size"] = size
 
-    if kind.release is as_released:
+    if kind.release_config is as_released:
         fields["released"] = raw
     fields.update(learnt)
     return fields

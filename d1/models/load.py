@@ -220,7 +220,7 @@ def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
     stacked = experts(config) > 0
     copies = stacked or quantised or needs_copy(path, options["dtype"], options.get("device_map"))
     try:
-        with reading_weights(copies, in_order=stacked), converting(config.model_type, kind.joins):
+        with reading_weights(copies, in_order=stacked), converting(config.model_type, kind.converters):
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error

@@ -36,7 +36,7 @@ def lift(config: Any) -> None:
     config.block_size = config.canvas_length
 
 
-def own_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def diffusion_gemma_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The released names: of the encoder's text model only the scale of each layer, as the decoder has the rest."""
     if not name.startswith(ENCODER) or name.endswith(".layer_scalar"):
         yield name, state[name]

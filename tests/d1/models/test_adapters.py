@@ -205,7 +205,7 @@ def test_an_adapter_with_released_names_changes_the_same_weights_and_comes_back(
     for layer in range(3):
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             name = f"model.layers.{layer}.self_attn.{part}.weight"
-            found |= {new: of for new, of in KINDS[kind].apart(name, Deltas(own)) if of.any()}
+            found |= {new: of for new, of in KINDS[kind].release_weight(name, Deltas(own)) if of.any()}
     assert len(deltas) == len(found) == (3 if targets == "v_proj" else 6 if kind == "llada2_moe" else 12)
     for name, expected in found.items():
         delta = deltas[f"base_model.model.{name.removesuffix('.weight')}"]
