@@ -45,15 +45,22 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
     "all-linear" (also those of the feed-forward), endings of module names, or several of these. ValueError if no module
     of the model has such a name."""
     kind = kind_of(model.config)
-    names, own = [asked] if isinstance(asked, str) else list(asked), kind.lora
-    targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
-    found = [one for one, _ in model.named_modules() if any(f".{one}".endswith(f".{end}") for end in targets)]
+    requested = [asked] if isinstance(asked, str) else list(asked)
+    targets: list[str] = []
+    for name in requested:
+        for target in kind.lora.get(name, (name,)):
+            if target not in targets:
+                targets.append(target)
+
+    endings = tuple(f".{target}" for target in targets)
+    modules = [name for name, _ in model.named_modules() if f".{name}".endswith(endings)]
     if kind.lora_in:
-        targets = found = [name for name in found if kind.lora_in in f".{name}"]
-    if not found:
+        modules = [name for name in modules if kind.lora_in in f".{name}"]
+        targets = modules
+    if not modules:
         raise ValueError(
-            f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: use {', '.join(own)} or endings of "
-            "its module names"
+            f"{type(model).__name__} has no modules {', '.join(requested)} for LoRA: use {', '.join(kind.lora)} or "
+            "endings of its module names"
         )
     return targets
 
@@ -88,7 +95,9 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
     """The base model of `path`, and the adapters to put on it, in order: each adapter names the model below it.
     ValueError or FileNotFoundError if one is missing or does not name the model it was trained on."""
     check_there(path)
-    adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
+    if isinstance(adapter, str | Path):
+        adapter = [adapter]
+    adapters = [str(folder) for folder in adapter or ()]
     for folder in (*adapters, path):
         if Path(folder).name in DRAFTS:
             raise ValueError(f"{folder} is an adapter for speculative decoding, which only drafts: leave it out")
@@ -102,8 +111,10 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         adapters.insert(0, path)
         base = peft_config(path).base_model_name_or_path
         if not base or not isinstance(base, str):
-            name = f"base_model_name_or_path in adapter_config.json is {base!r}"
-            raise ValueError(f"adapter {path} names no base model: {name}: use load_model(base, adapter=...)")
+            raise ValueError(
+                f"adapter {path} names no base model: base_model_name_or_path in adapter_config.json is {base!r}: use "
+                "load_model(base, adapter=...)"
+            )
         path = base
         check_there(path)
     return path, adapters
@@ -124,19 +135,29 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     config = peft_config(folder)
     with reading(folder, "a file of weights is damaged or cut off"):
         weights = load_peft_weights(folder, device="cpu")
-    joined = parts_of(folder) if any(f".{JOINED}.lora_" in name for name in weights) else []
+
+    # Weights with names of a released format get those of the native class.
+    joined: list[str] = []
+    if any(f".{JOINED}.lora_" in name for name in weights):
+        joined = joined_parts(folder)
     native = native_weights(weights, model.config, joined)
     if native.keys() != weights.keys():
         if not isinstance(config, LoraConfig) or (not joined and (config.rank_pattern or config.alpha_pattern)):
             raise ValueError(
                 f"adapter {folder}: with names of a released format, only plain LoRA (one rank, one alpha) is supported"
             )
-        weights, config.auto_mapping, config.rank_pattern, config.alpha_pattern = native, None, {}, {}
-        config.target_modules = modules_of(native)
+        weights = native
+        config.auto_mapping = None
+        config.rank_pattern = {}
+        config.alpha_pattern = {}
+        config.target_modules = adapted_modules(native)
+
+    # What the model's kind does not have
     inside = kind_of(model.config).lora_in
-    if inside and (other := [name for name in modules_of(native) if inside not in f".{name}"]):
+    outside = [name for name in adapted_modules(native) if inside not in f".{name}"]
+    if outside:
         raise ValueError(
-            f"adapter {folder} has weights for {other[0]} ({len(other)} modules outside of {inside}): those of the "
+            f"adapter {folder} has weights for {outside[0]} ({len(outside)} modules outside of {inside}): those of the "
             "encoder and of the decoder are two adapters on the same weights, which only one can be on here. Train it "
             "with d1, which has one for both"
         )
@@ -145,6 +166,7 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
             f"adapter {folder} trains single tokens (trainable_token_indices), and PEFT then leaves out the bias of "
             f"the head of a {model.config.model_type}: use modules_to_save for its embedding"
         )
+
     config.inference_mode = False
     with reading(folder, "PEFT cannot make the adapter of its adapter_config.json"):
         peft = get_peft_model(model, config)
@@ -157,15 +179,20 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ValueError(
             f"adapter {folder} does not fit the model: missing {missing}, unexpected {list(result.unexpected_keys)}"
         )
-    if path := file_of(folder, LEARNT_FILE, needs_answer=False):
-        for name, value in learnt_fields(read_object(Path(path))).items():
+
+    learnt_file = file_of(folder, LEARNT_FILE, needs_answer=False)
+    if learnt_file is not None:
+        for name, value in learnt_fields(read_object(Path(learnt_file))).items():
             setattr(model.config, name, value)
     return peft
 
 
 def save_learnt(model: Any, folder: str | Path) -> None:
     """Write what the model of an adapter learnt next to it, for `add_adapter`; other models save their own config."""
-    if isinstance(model, PeftModel) and (fields := learnt_fields(model.config)):
+    if not isinstance(model, PeftModel):
+        return
+    fields = learnt_fields(model.config)
+    if fields:
         (Path(folder) / LEARNT_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -177,7 +204,7 @@ def native_name(name: str, model_type: str) -> str:
     return name
 
 
-def modules_of(weights: Iterable[str]) -> list[str]:
+def adapted_modules(weights: Iterable[str]) -> list[str]:
     """The modules on which an adapter with these names of weights is."""
     return sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in weights})
 
@@ -185,30 +212,37 @@ def modules_of(weights: Iterable[str]) -> list[str]:
 def native_weights(weights: Mapping[str, Tensor], config: Any, parts: Sequence[str]) -> dict[str, Tensor]:
     """An adapter's weights by the names of the native class. LoRA on a joined projection becomes one on each part: all
     have its A, and their own rows of its B; or, if `export_adapter` joined `parts`, what these were before."""
-    found: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        own = native_name(name, config.model_type)
-        if f".{JOINED}.lora_" not in own:
-            found[own] = weight
+    native: dict[str, Tensor] = {}
+    for released_name, weight in weights.items():
+        name = native_name(released_name, config.model_type)
+        if f".{JOINED}.lora_" not in name:
+            native[name] = weight
             continue
-        sizes, is_a = joined_sizes(config), ".lora_A." in own
-        starts = [*accumulate(sizes.values())][:-1]
-        rows = {} if is_a else dict(zip(sizes, weight.tensor_split(starts), strict=True))
+
+        # A has no rows of the projections; B has those of each part.
+        is_a = ".lora_A." in name
+        sizes = joined_sizes(config)
+        rows: dict[str, Tensor] = {}
+        if not is_a:
+            starts = list(accumulate(sizes.values()))[:-1]
+            rows = dict(zip(sizes, weight.tensor_split(starts), strict=True))
+
         for number, part in enumerate(parts or sizes):
             piece = rows.get(part, weight)
-            if parts:
+            if parts:  # its own ranks: rows of A, columns of B
                 piece = piece.tensor_split(len(parts), 0 if is_a else 1)[number]
-            found[own.replace(JOINED, part)] = piece.contiguous()
-    return found
+            native[name.replace(JOINED, part)] = piece.contiguous()
+    return native
 
 
 def joined_sizes(config: Any) -> dict[str, int]:
     """The projections that a released format joins in `JOINED`, from the top, and the rows of each."""
-    heads, pairs = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return {"q_proj": heads, "k_proj": pairs, "v_proj": pairs}
+    query_rows = config.num_attention_heads * config.head_dim
+    key_rows = config.num_key_value_heads * config.head_dim
+    return {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
 
 
-def parts_of(folder: str) -> list[str]:
+def joined_parts(folder: str) -> list[str]:
     """The projections that `export_adapter` joined in an adapter's file; empty for other files."""
     path = file_of(folder, WEIGHTS_FILE, needs_answer=False)
     if path is None:
@@ -229,47 +263,61 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
     """
     config: Any = peft_config(source)
     weights = load_peft_weights(source, device="cpu")
-    plain = isinstance(config, LoraConfig) and not (config.rank_pattern or config.alpha_pattern)
-    ends = (".lora_A.weight", ".lora_B.weight")  # not DoRA's, nor whole modules that were trained
-    if not plain or any(".experts." in name or not name.endswith(ends) for name in weights):
+    is_plain = isinstance(config, LoraConfig) and not (config.rank_pattern or config.alpha_pattern)
+    endings = (".lora_A.weight", ".lora_B.weight")  # not DoRA's, nor whole modules that were trained
+    if not is_plain or any(".experts." in name or not name.endswith(endings) for name in weights):
         raise ValueError(f"adapter {source}: only plain LoRA (one rank, one alpha, no experts) has released names")
-    entry, model = KINDS[kind], native_config(adapter_chain(source, None)[0])[0]
-    if entry.becomes != model.model_type:
-        raise ValueError(f"adapter {source} is on a {model.model_type}, which has no released format {kind!r}")
-    sizes = joined_sizes(model) if entry.converters else {}
+    entry = KINDS[kind]
+    base, _ = adapter_chain(source, None)
+    model_config, _ = native_config(base)
+    if entry.becomes != model_config.model_type:
+        raise ValueError(f"adapter {source} is on a {model_config.model_type}, which has no released format {kind!r}")
+
+    # The projections with a LoRA that the format joins
+    sizes: dict[str, int] = {}
+    if entry.converters:
+        sizes = joined_sizes(model_config)
     parts = [part for part in sizes if any(f".{part}.lora_" in name for name in weights)]
+
     written: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        module, _, last = name.removeprefix(PREFIX).partition(".lora_")
-        before, _, part = module.rpartition(".")
-        if part in parts and part != parts[0]:
-            continue  # it goes with the first one
+        module, _, matrix = name.removeprefix(PREFIX).partition(".lora_")  # "A.weight" or "B.weight"
+        parent, _, part = module.rpartition(".")
         if part in parts:
-            pieces = [weights[name.replace(f".{part}.", f".{other}.")] for other in parts]
-            module = f"{before}.{JOINED}"
-            weight = torch.cat(pieces) if last[0] == "A" else in_blocks(dict(zip(parts, pieces, strict=True)), sizes)
+            if part != parts[0]:
+                continue  # it goes with the first one
+            module = f"{parent}.{JOINED}"
+            pieces = {other: weights[name.replace(f".{part}.", f".{other}.")] for other in parts}
+            if matrix.startswith("A"):
+                weight = torch.cat(list(pieces.values()))
+            else:
+                weight = block_diagonal(pieces, sizes)
         native_weight = f"{module}.weight"
         released_weight, _ = next(entry.release_weight(native_weight, {native_weight: weight}))
         released = released_weight.removesuffix(".weight")
-        written[f"{PREFIX}{released}.lora_{last}"] = weight.contiguous()
-    modules = modules_of(written)
+        written[f"{PREFIX}{released}.lora_{matrix}"] = weight.contiguous()
+
+    modules = adapted_modules(written)
     if parts:
-        times = len(parts) ** (0.5 if config.use_rslora else 1.0)  # the scale stays alpha / r, or alpha / sqrt(r)
-        joined = {name for name in modules if name.rpartition(".")[2] == JOINED}
-        config.rank_pattern = dict.fromkeys(sorted(joined), config.r * len(parts))
-        config.alpha_pattern = dict.fromkeys(sorted(joined), config.lora_alpha * times)
-    config.target_modules, config.auto_mapping = modules, None
+        factor = len(parts) ** (0.5 if config.use_rslora else 1.0)  # the scale stays alpha / r, or alpha / sqrt(r)
+        joined = sorted(name for name in modules if name.rpartition(".")[2] == JOINED)
+        config.rank_pattern = dict.fromkeys(joined, config.r * len(parts))
+        config.alpha_pattern = dict.fromkeys(joined, config.lora_alpha * factor)
+    config.target_modules = modules
+    config.auto_mapping = None
     config.save_pretrained(str(out))
     save_file(written, out / WEIGHTS_FILE, metadata={"format": "pt", "parts": " ".join(parts)})
-    if path := file_of(source, LEARNT_FILE, needs_answer=False):
-        shutil.copyfile(path, out / LEARNT_FILE)
+    learnt_file = file_of(source, LEARNT_FILE, needs_answer=False)
+    if learnt_file is not None:
+        shutil.copyfile(learnt_file, out / LEARNT_FILE)
     give_usual_mode([out / WEIGHTS_FILE])
 
 
-def in_blocks(blocks: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+def block_diagonal(blocks: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
     """(rows of all `sizes`, ranks of all blocks): the B of each part in its own rows and columns."""
-    some = next(iter(blocks.values()))
-    return torch.block_diag(*(blocks.get(part, some.new_zeros(size, 0)) for part, size in sizes.items()))
+    like = next(iter(blocks.values()))
+    diagonal = [blocks.get(part, like.new_zeros(size, 0)) for part, size in sizes.items()]
+    return torch.block_diag(*diagonal)
 
 
 def skip_input_casts(model: Any) -> None:
@@ -320,27 +368,31 @@ def untie_adapted(model: PeftModel) -> None:
             for name, weight in module.named_parameters(recurse=False):
                 holders.setdefault(id(weight), []).append((module, name))
     tied = [positions for positions in holders.values() if len(positions) > 1]
-    if not any(is_on_one_of(model, [module for module, _ in positions]) for positions in tied):
+    if not any(is_adapter_on(model, [module for module, _ in positions]) for positions in tied):
         return
     for positions in tied:
         for module, name in positions[1:]:
             weight = getattr(module, name)
             setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
     base.config.tie_word_embeddings = False
-    if (released := getattr(base.config, "released", None)) is not None:
+    released = getattr(base.config, "released", None)
+    if released is not None:
         base.config.released = {**released, "tie_word_embeddings": False}
 
 
-def is_on_one_of(model: PeftModel, tied: Sequence[nn.Module]) -> bool:
+def is_adapter_on(model: PeftModel, tied: Sequence[nn.Module]) -> bool:
     """Whether the adapter is on one of these modules of the base, which share a weight. Not if it replaces all of them
     by copies that share theirs (`ensure_weight_tying` with `modules_to_save`)."""
-    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    copies = {id(one.original_module): one.modules_to_save[one.active_adapters[0]] for one in wrappers}
+    copies: dict[int, Any] = {}  # id of a module of the base -> the copy that replaces it
+    adapted: set[int] = set()  # ids of modules of the base with a layer that adds something
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            copies[id(module.original_module)] = module.modules_to_save[module.active_adapters[0]]
+        # Layers of single trained tokens set them in the weight, also in a tied one, and add nothing.
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
+            adapted.add(id(module.get_base_layer()))
     if all(id(module) in copies for module in tied):
         return len({id(copies[id(module)].weight) for module in tied}) > 1
-    # Layers of single trained tokens set them in the weight, also in a tied one, and add nothing.
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    adapted = {id(layer.get_base_layer()) for layer in layers if not isinstance(layer, TrainableTokensLayer)}
     return any(id(module) in copies or id(module) in adapted for module in tied)
 
 
@@ -354,7 +406,7 @@ def base_digest(model: Any, weights: Mapping[str, Tensor] | None = None) -> str:
         if "lora_" in name or "modules_to_save" in name:
             continue
         weight = part if weights is None else weights[name]
-        own = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+        base_name = name.removeprefix(PREFIX).replace(".base_layer", "").replace(".original_module", "")
         numbers = weight.flatten()[:: max(1, weight.numel() // 64)][:64].to("cpu", torch.bfloat16)
-        digest.update(f"{own} {tuple(weight.shape)} {numbers.tolist()}".encode())
+        digest.update(f"{base_name} {tuple(weight.shape)} {numbers.tolist()}".encode())
     return digest.hexdigest()[:16]
