@@ -57,7 +57,8 @@ class AllKeys:
     """The keys and values of all tokens, instead of a layer's cache."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
@@ -68,32 +69,36 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     positions = kwargs.pop("state_positions", None)
     if positions is None:
         return args, kwargs
-    attention, states, (cos, sin) = layer.self_attn, args[0], kwargs["position_embeddings"]
+    attention = layer.self_attn
+    states = args[0]  # (rows, length, hidden)
+    cos, sin = kwargs["position_embeddings"]  # (rows, length, rotary size)
+    position_ids = kwargs.get("position_ids")
+    past = kwargs.get(CACHE)
+    mask = kwargs.get("attention_mask")  # (rows, 1, length, keys)
+
+    # The layer would compute keys for the chosen positions only: they are made here for all, as its attention does.
     normed = layer.input_layernorm(states)
-    keys, values = (
-        project(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for project in (attention.k_proj, attention.v_proj)
-    )
+    keys = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+    values = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
-    # The layer would compute keys for the chosen positions only: they are made here for all, as its attention does.
-    turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may cover only a part of each head
+    # (rows, heads, length, head size); rotary positions may cover only a part of each head
+    turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)
     turned = turned * cos.unsqueeze(1) + rotate_half(turned) * sin.unsqueeze(1)
     keys = torch.cat([turned, plain], -1) if plain.shape[-1] else turned
-    past, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)
+
     # The layer itself then runs on the chosen positions, and takes the keys of all from what it believes is a cache.
-    at, ids = positions.unsqueeze(-1), kwargs.get("position_ids")
-    kwargs |= {
-        CACHE: AllKeys(keys, values),
-        "position_embeddings": (torch.take_along_dim(cos, at, 1), torch.take_along_dim(sin, at, 1)),
-        "position_ids": None if ids is None else torch.take_along_dim(ids, positions, 1),
-        "attention_mask": None if mask is None else torch.take_along_dim(mask, at.unsqueeze(1), 2),
-    }
+    index = positions.unsqueeze(-1)
+    chosen_states = torch.take_along_dim(states, index, 1)
+    kwargs[CACHE] = AllKeys(keys, values)
+    kwargs["position_embeddings"] = (torch.take_along_dim(cos, index, 1), torch.take_along_dim(sin, index, 1))
+    kwargs["position_ids"] = None if position_ids is None else torch.take_along_dim(position_ids, positions, 1)
+    kwargs["attention_mask"] = None if mask is None else torch.take_along_dim(mask, index.unsqueeze(1), 2)
     if "texts" in kwargs:
         kwargs["texts"] = kwargs["texts"].at(positions)
-    return (torch.take_along_dim(states, at, 1), *args[1:]), kwargs
+    return (chosen_states, *args[1:]), kwargs
 
 
 def unwrapped(model: Any) -> Any:
@@ -111,8 +116,8 @@ def backbone_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tens
         `head(states)` -> logits (..., vocab). `head(backbone(...))` equals `model(...).logits` for every kind.
     """
     inner = unwrapped(model)
-
     kind = kind_of(inner.config)
+    cap = getattr(inner.config, "final_logit_softcapping", None)
 
     def backbone(
         input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None, **kwargs: Any
@@ -132,9 +137,10 @@ def backbone_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tens
             states = getattr(inner, name)(states)
         if kind.uniform_noise and states.dtype != torch.float64:
             states = states.float()  # Transformers caps these logits in fp32
-        return states if cap is None else torch.tanh(states / cap) * cap
+        if cap is None:
+            return states
+        return torch.tanh(states / cap) * cap
 
-    cap = getattr(inner.config, "final_logit_softcapping", None)
     return backbone, head
 
 
@@ -194,17 +200,24 @@ def target_logps(
 
     def chunk(states: Tensor, targets: Tensor, divide_by: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = head(states)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if logits.dtype != torch.float64:
+            logits = logits.float()
         divided = logits if divide_by is None else logits / divide_by.unsqueeze(-1)
         logps = token_logps(distribution.logits(divided, targets), targets)
+        if not with_entropies:
+            return logps, None
         # Entropies come last: the recomputation stops when it has what the gradient needs, and so leaves them out.
         with torch.no_grad():
-            return logps, token_entropies(logits) if with_entropies else None
+            return logps, token_entropies(logits)
 
-    columns = (states, targets) if temperatures is None else (states, targets, temperatures)
-    results: list[Any] = map_chunks(model, chunk, *columns)
-    logps, entropies = zip(*results, strict=True)
-    return torch.cat(logps), torch.cat(entropies) if with_entropies else None
+    if temperatures is None:
+        results: list[Any] = map_chunks(model, chunk, states, targets)
+    else:
+        results = map_chunks(model, chunk, states, targets, temperatures)
+    logps = torch.cat([logps for logps, _ in results])
+    if not with_entropies:
+        return logps, None
+    return logps, torch.cat([entropies for _, entropies in results])
 
 
 def map_chunks(model: Any, compute: Callable[..., T], *columns: Tensor, tensors_per_logit: int = 1) -> list[T]:
@@ -221,21 +234,24 @@ def map_chunks(model: Any, compute: Callable[..., T], *columns: Tensor, tensors_
     chunks = calls_in_step(model, -(-count // at_once))
     cut = max(0, count - at_once)
 
-    def split(values: Tensor) -> list[Tensor]:
-        return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
-
-    *others, last = zip(*map(split, columns), strict=True)
-    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    run: Any = again if torch.is_grad_enabled() else compute
-    return [run(*part) for part in others] + [compute(*last)]
+    results = []
+    if chunks > 1:
+        run: Any = compute
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(*(values[:cut].tensor_split(chunks - 1) for values in columns), strict=True):
+            results.append(run(*chunk))
+        columns = tuple(values[cut:] for values in columns)
+    results.append(compute(*columns))
+    return results
 
 
 def runs_in_step(model: Any) -> bool:
     """Whether each process holds a part of the weights (ZeRO-3, FSDP2), so that a forward pass waits for the others."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    split = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
-    return split or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())  # FSDP2's
+    has_zero3 = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
+    return has_zero3 or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())  # FSDP2's
 
 
 def calls_in_step(model: Any, calls: int) -> int:
@@ -243,16 +259,18 @@ def calls_in_step(model: Any, calls: int) -> int:
     processes."""
     if not runs_in_step(model):
         return max(1, calls)
-    most = torch.tensor(max(1, calls), device=model.device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most)
+    max_calls = torch.tensor(max(1, calls), device=model.device)
+    torch.distributed.all_reduce(max_calls, torch.distributed.ReduceOp.MAX)
+    return int(max_calls)
 
 
 def take_computations(model: Any) -> None:
     """Make `model(run=compute)` return `compute(model)`: see `run_inside`."""
 
     def forward(self: Any, *args: Any, run: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
-        return type(self).forward(self, *args, **kwargs) if run is None else run(self)
+        if run is not None:
+            return run(self)
+        return type(self).forward(self, *args, **kwargs)
 
     model.forward = MethodType(forward, model)  # a bound method: a copy of the model gets one bound to itself
 
@@ -278,7 +296,8 @@ class NotFiniteError(FloatingPointError):
 
     def __init__(self, number: int, why: str, name: str | None = None) -> None:
         super().__init__(f"{name or f'row {number}'}: the model's logits are not finite: {why}")
-        self.number, self.why = number, why
+        self.number = number
+        self.why = why
 
     def named(self, name: str) -> NotFiniteError:
         """The same error under another name of the row."""
@@ -298,29 +317,36 @@ def why_not_finite(model: Any, texts: Iterable[Tensor]) -> str:
     if any(hasattr(weight, "ds_id") or hasattr(weight, "to_local") for weight in model.parameters()):
         return "which layer is at fault is unknown, because each process holds only a part of the weights"
     for text in texts:
-        if found := find_fault(model, text):
-            return describe_fault(model, *found)
+        fault = find_fault(model, text)
+        if fault is not None:
+            name, module = fault
+            return describe_fault(model, name, module)
     return "another run of the row gave finite numbers: check the machine's memory"
 
 
 def find_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
     """The first module, by name, whose output for a `text` (length,) is not finite."""
-    found: list[tuple[str, nn.Module]] = []
+    faults: list[tuple[str, nn.Module]] = []
     names = {module: name for name, module in model.named_modules()}
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
-        if not found and not all(tensor.isfinite().all() for tensor in tensors):
-            found.append((names[module], module))
+    def check_output(module: nn.Module, args: Any, output: Any) -> None:
+        if faults:
+            return
+        for part in tree_leaves(output):
+            if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
+                faults.append((names[module], module))
+                return
 
-    hooks = [module.register_forward_hook(look) for module in names]
+    hooks = [module.register_forward_hook(check_output) for module in names]
     backbone, run_head = backbone_and_head(model)
     try:
         states = backbone(text.unsqueeze(0))[0]
-        for some in states.split(max(1, CHUNK_ELEMENTS // vocabulary(model.config))):
-            logits = run_head(some)
-            if found or not logits.isfinite().all():
-                return found[0] if found else ("the head", model)
+        for chunk in states.split(max(1, CHUNK_ELEMENTS // vocabulary(model.config))):
+            logits = run_head(chunk)
+            if faults:
+                return faults[0]
+            if not logits.isfinite().all():
+                return "the head", model
     finally:
         for hook in hooks:
             hook.remove()
@@ -331,8 +357,11 @@ def describe_fault(model: Any, name: str, module: nn.Module) -> str:
     """What is wrong with the module `name`, on one line."""
     first = f"the first output that is not comes from {name}"
     for weight_name, weight in module.named_parameters():
-        if weight.is_floating_point() and (bad := int((~weight.isfinite()).sum())):
-            return f"{first}, whose {weight_name} has {bad} of {weight.numel()} values that are not: {NEW_COPY}"
+        if not weight.is_floating_point():
+            continue
+        count = int((~weight.isfinite()).sum())
+        if count:
+            return f"{first}, whose {weight_name} has {count} of {weight.numel()} values that are not: {NEW_COPY}"
     if model.dtype == torch.float16:
         return f"{first}, whose weights are finite: float16 overflows there, so load the model in bfloat16 or float32"
     return f"{first}, whose weights are finite: numbers before it are too large for {model.dtype}, so {NEW_COPY}"
