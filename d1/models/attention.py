@@ -72,27 +72,51 @@ class Attention:
             opened: with a causal context, (rows, length) bool, the tokens of the block that is being filled: they see
                 what copies do, and have no clean tokens. There are then no copies.
         """
-        real, position = (with_copies(values, noised) for values in (visible.bool(), count_positions(visible)))
-        first, size = position.shape[1] - queries, block_size(config)
-        own, other = position[:, first:, None], position[:, None]
+        # Of all keys, (rows, keys): the tokens, then their copies
+        real = with_copies(visible.bool(), noised)
+        position = with_copies(count_positions(visible), noised)
+        key_count = position.shape[1]
+        first = key_count - queries
+
+        # (rows, queries, keys)
+        query_position = position[:, first:, None]
+        key_position = position[:, None]
         seen = real[:, None].expand(-1, queries, -1)
-        clean = seen if self.sees is None else seen & self.sees(config, own, other)
+        clean = seen
+        if self.sees is not None:
+            clean = seen & self.sees(config, query_position, key_position)
+        size = block_size(config)
         if size is None:
             return clean.unsqueeze(1)
-        # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
-        key = torch.arange(position.shape[1], device=visible.device)
-        copied = (key >= visible.shape[1]).unsqueeze(0) if opened is None else opened
-        block = (blocks or Blocks(size)).numbers(position) if opened is None else opened.long()
-        in_own = copied[:, first:, None] & (block[:, first:, None] == block[:, None])
-        seen = torch.where(copied[:, None], (seen if self.causal_context else clean) & in_own, clean & ~in_own)
-        # If padding saw nothing, attention would divide by zero.
-        return (seen | copied[:, first:, None] & (key[first:, None] == key)).unsqueeze(1)
 
-    def mask_for(self, backbone: PreTrainedModel, visible: Tensor, noised: int, queries: int, **blocks: Any) -> Tensor:
+        # `sees` hides later blocks. In its own block, a copy sees the other copies, not the clean tokens.
+        key = torch.arange(key_count, device=visible.device)
+        if opened is None:
+            copied = (key >= visible.shape[1]).unsqueeze(0)
+            block = (blocks or Blocks(size)).numbers(position)
+        else:
+            copied = opened
+            block = opened.long()
+        in_own_block = copied[:, first:, None] & (block[:, first:, None] == block[:, None])
+        copies = (seen if self.causal_context else clean) & in_own_block
+        seen = torch.where(copied[:, None], copies, clean & ~in_own_block)
+
+        # If padding saw nothing, attention would divide by zero.
+        is_self = key[first:, None] == key
+        return (seen | copied[:, first:, None] & is_self).unsqueeze(1)
+
+    def kernel_mask(
+        self,
+        backbone: PreTrainedModel,
+        visible: Tensor,
+        noised: int,
+        queries: int,
+        blocks: Blocks | None = None,
+        opened: Tensor | None = None,
+    ) -> Tensor:
         """The same mask in the form that the kernel of `backbone` takes."""
-        return for_kernel(
-            attention_kernel(backbone.config), self.mask(backbone.config, visible, noised, queries, **blocks), backbone
-        )
+        mask = self.mask(backbone.config, visible, noised, queries, blocks=blocks, opened=opened)
+        return for_kernel(attention_kernel(backbone.config), mask, backbone)
 
 
 def for_kernel(kernel: str | None, mask: Tensor, backbone: PreTrainedModel) -> Tensor:
@@ -150,9 +174,11 @@ def refuse_causal_context(config: Any, what: str) -> None:
 
 def check_attention(config: Any, name: str) -> None:
     """Raise ValueError if the model cannot attend as its config asks; `name` is the model's name in the message."""
-    attention, label, kernel = attention_of(config), attention_name(config), attention_kernel(config)
+    attention = attention_of(config)
     if attention.sees is None:
         return
+    label = attention_name(config)
+    kernel = attention_kernel(config)
     for field in attention.fields:
         value = getattr(config, field, None)
         if not isinstance(value, int) or value < 1:
@@ -165,9 +191,12 @@ def check_attention(config: Any, name: str) -> None:
 
 def check_rule(config: Any, name: str) -> None:
     """Raise ValueError if a model that finishes text block by block has an attention that sees later blocks."""
-    sees, size = attention_of(config).sees, block_size(config)
-    position = torch.arange(2 * (size or 0), device="cpu")
-    if size and (sees is None or sees(config, position[[0, size - 1], None], position[size:]).any()):
+    sees = attention_of(config).sees
+    size = block_size(config)
+    if not size:
+        return
+    position = torch.arange(2 * size, device="cpu")
+    if sees is None or sees(config, position[[0, size - 1], None], position[size:]).any():
         raise ValueError(
             f"{name}: {attention_name(config)} attention lets tokens see blocks after their own, so a model with "
             f"a block_size ({size}) cannot have it"
@@ -186,14 +215,20 @@ def with_copies(values: Tensor, noised: int) -> Tensor:
 
 def position_ids(config: Any, positions: Tensor) -> Tensor:
     """The ids that the model's class has for `positions`."""
-    return positions + config.pad_token_id + 1 if kind_of(config).positions_after_padding else positions
+    if kind_of(config).positions_after_padding:
+        return positions + config.pad_token_id + 1
+    return positions
 
 
 def left_pad(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, (rows, prompt) each, padded on the left."""
-    longest = max(map(len, prompts))
-    ids = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    longest = max(len(prompt) for prompt in prompts)
+    ids = []
+    mask = []
+    for prompt in prompts:
+        padding = longest - len(prompt)
+        ids.append([pad_token_id] * padding + prompt)
+        mask.append([0] * padding + [1] * len(prompt))
     return torch.tensor(ids), torch.tensor(mask)
 
 
@@ -204,8 +239,9 @@ def padding_mask(visible: Tensor) -> Tensor | None:
 
 def takes_masks_over_queries(config: Any) -> bool:
     """Whether Transformers forwards a mask over queries unchanged, and so does not wait for the device."""
-    plain = not is_encoder(config) and not windowed(config) and attention_of(config).sees is None
-    return plain and attention_kernel(config) == "sdpa"
+    if is_encoder(config) or windowed(config) or attention_of(config).sees is not None:
+        return False
+    return attention_kernel(config) == "sdpa"
 
 
 def over_queries(visible: Tensor, queries: int) -> Tensor:
@@ -227,37 +263,49 @@ def require_prepared(model: Any) -> None:
         )
 
 
-def given_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def input_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """One value (rows, length) per token in the arguments of a forward pass: its id, or the first of its embedding."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
+    if ids is None:
+        return kwargs["inputs_embeds"][..., 0]  # type: ignore[no-any-return]
+    return ids  # type: ignore[no-any-return]
 
 
-def attend(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def add_positions_and_mask(
+    backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the backbone: adds position ids and, if attention is not full, the mask over queries.
 
     With `noised=n`, the last n tokens are noised copies of the n before them; the mask is that of the clean tokens.
     `blocks` and `opened` are those of `Attention.mask`.
     """
-    check_attention(backbone.config, type(backbone).__name__)
-    where = {name: kwargs.pop(name) for name in ("blocks", "opened") if name in kwargs}
-    attention, noised, mask = attention_of(backbone.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
-    if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # a packed row, or a mask from the sampler
+    config = backbone.config
+    check_attention(config, type(backbone).__name__)
+    noised = kwargs.pop("noised", 0)
+    blocks = kwargs.pop("blocks", None)
+    opened = kwargs.pop("opened", None)
+    visible = kwargs.get("attention_mask")
+    if "texts" in kwargs or (visible is not None and len(visible.shape) != 2):  # a packed row, or the sampler's mask
         return args, kwargs
-    given = given_tokens(args, kwargs)
-    visible = torch.ones_like(given[:, noised:], dtype=torch.long) if mask is None else mask
+
+    tokens = input_tokens(args, kwargs)
+    queries = tokens.shape[1]
+    if visible is None:
+        visible = torch.ones_like(tokens[:, noised:], dtype=torch.long)
     if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = position_ids(backbone.config, with_copies(count_positions(visible), noised))
+        kwargs["position_ids"] = position_ids(config, with_copies(count_positions(visible), noised))
+    attention = attention_of(config)
     if attention.sees is None:
         return args, kwargs
+
     if attention.causal_context:
-        before = before_in_context(backbone.config, visible, noised, given.shape[1], **where)
+        before = before_in_context(config, visible, noised, queries, blocks=blocks, opened=opened)
     elif noised:
-        before = before_in_two_streams(visible, noised, Blocks(backbone.config.block_size))
+        before = before_in_two_streams(visible, noised, Blocks(config.block_size))
     else:
-        before = real_before(visible, given)
+        before = real_before(visible, tokens)
     kwargs["token_before"] = before
-    kwargs["attention_mask"] = attention.mask_for(backbone, visible, noised, given.shape[1], **where)
+    kwargs["attention_mask"] = attention.kernel_mask(backbone, visible, noised, queries, blocks=blocks, opened=opened)
     return args, kwargs
 
 
@@ -288,14 +336,14 @@ def before_in_context(
     noised token is scored by the token before it: the noised one of its own block or, for a block's first token, the
     clean one.
     """
-    own = torch.arange(queries, device=visible.device).expand(len(visible), -1)
+    index = torch.arange(queries, device=visible.device).expand(len(visible), -1)
     if opened is not None:
-        return torch.where(opened[:, -queries:], (own - 1).clamp(min=0), own)
+        return torch.where(opened[:, -queries:], (index - 1).clamp(min=0), index)
     if not noised:
-        return own
+        return index
     length = visible.shape[1]
     copies = before_in_two_streams(visible, noised, blocks or Blocks(config.block_size))[:, length:]
-    return torch.cat([own[:, :length], copies], dim=1)
+    return torch.cat([index[:, :length], copies], dim=1)
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
@@ -306,18 +354,23 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     """
     rows, length = tokens.shape[:2]
     index = torch.arange(length, device=tokens.device).expand(rows, length)
-    seen = index if mask is None else torch.where(mask[:, -length:].bool(), index, -1).cummax(-1).values
-    before = torch.cat([seen.new_full((rows, 1), -1), seen[:, :-1]], dim=1)
+    last_real = index
+    if mask is not None:
+        last_real = torch.where(mask[:, -length:].bool(), index, -1).cummax(-1).values
+    before = torch.cat([last_real.new_full((rows, 1), -1), last_real[:, :-1]], dim=1)
     return torch.where(before < 0, index, before)
 
 
 def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
-    """`real_before` of the `tokens`, which `attend` or `place_packed` may have computed already."""
-    if (known := kwargs.get("token_before")) is not None:
-        return known  # type: ignore[no-any-return]
+    """`real_before` of the `tokens`, which `add_positions_and_mask` or `place_packed` may have computed already."""
+    before = kwargs.get("token_before")
+    if before is not None:
+        return before  # type: ignore[no-any-return]
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() > 2:  # over queries: each real token is seen, at least by itself
-        mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
+        if mask.dtype != torch.bool:
+            mask = mask == 0
+        mask = mask[:, 0].any(1)
     return real_before(mask, tokens)
 
 
@@ -338,8 +391,10 @@ def align_states(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any],
     return output
 
 
-def keep_states(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def apply_logits_to_keep(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of an encoder's backbone: adds `logits_to_keep`, which Transformers has for decoders only."""
-    keep = kwargs.get("logits_to_keep", 0)  # 0: all
-    output.last_hidden_state = output[0][:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
+    kept = kwargs.get("logits_to_keep", 0)  # 0: all
+    if not isinstance(kept, Tensor):
+        kept = slice(-kept, None)
+    output.last_hidden_state = output[0][:, kept]
     return output

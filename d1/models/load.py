@@ -28,13 +28,13 @@ from d1.files import check_index, reading
 from d1.models.adapters import add_adapter, merge_adapter
 from d1.models.attention import (
     PREPARED,
+    add_positions_and_mask,
     align_positions,
     align_states,
-    attend,
+    apply_logits_to_keep,
     attention_of,
     check_attention,
     check_rule,
-    keep_states,
 )
 from d1.models.canvas import share_weights
 from d1.models.fingerprints import warn_of_other_base
@@ -106,14 +106,14 @@ def prepare(model: Model) -> Model:
         )
     attend_both_ways(config, name)
     backbone.register_forward_pre_hook(place_packed, with_kwargs=True)
-    backbone.register_forward_pre_hook(attend, with_kwargs=True)
+    backbone.register_forward_pre_hook(add_positions_and_mask, with_kwargs=True)
     if kind.shift:
         config.predicts_next_token = True
     if getattr(config, "predicts_next_token", False):
         backbone.register_forward_pre_hook(align_positions, with_kwargs=True)
         backbone.register_forward_hook(align_states, with_kwargs=True)
     if kind.encoder:
-        backbone.register_forward_hook(keep_states, with_kwargs=True)
+        backbone.register_forward_hook(apply_logits_to_keep, with_kwargs=True)
     else:
         backbone.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
     if getattr(inner, "generation_config", None) is None:  # masked-LM classes have none, but trainers read it

@@ -12,7 +12,6 @@ section 3.2; the mask is `Attention.mask`).
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from d1.models.attention import (
     before_in_context,
     before_in_two_streams,
     count_positions,
-    given_tokens,
+    input_tokens,
     position_ids,
     require_prepared,
     with_copies,
@@ -46,13 +45,16 @@ class Texts(NamedTuple):
 
     def at(self, positions: Tensor) -> Texts:
         """The same texts with only the queries at `positions` (1, n) of the row."""
-        # Positions of the row become positions within each text: those before its start are subtracted.
         ends = torch.tensor(self.keys, device=positions.device).cumsum(0)
         text = torch.bucketize(positions[0], ends, right=True)
         queries = text.bincount(minlength=len(self.keys)).tolist()
-        inside = (positions[0] - (ends - ends.diff(prepend=ends.new_zeros(1)))[text]).split(queries)
-        masks = zip(self.masks, inside, strict=True)
-        return Texts(queries, self.keys, [None if mask is None else mask[:, :, own] for mask, own in masks])
+        # Positions of the row become positions within each text: those before its start are subtracted.
+        starts = ends - ends.diff(prepend=ends.new_zeros(1))
+        inside = (positions[0] - starts[text]).split(queries)
+        masks: list[Tensor | None] = []
+        for mask, text_positions in zip(self.masks, inside, strict=True):
+            masks.append(None if mask is None else mask[:, :, text_positions])
+        return Texts(queries, self.keys, masks)
 
 
 def take_packed_rows(model: Any) -> None:
@@ -77,54 +79,76 @@ def check_packed(config: Any, name: str) -> None:
 
 
 def place_packed(backbone: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook, before `attend`: makes, from `segments`, the positions and what keeps the texts apart."""
+    """Forward pre-hook, before `add_positions_and_mask`: makes, from `segments`, the positions and what keeps the texts
+    apart."""
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
-    config, device = backbone.config, given_tokens(args, kwargs).device
+    config = backbone.config
+    device = input_tokens(args, kwargs).device
     check_packed(config, type(backbone).__name__)
-    attention, counts = attention_of(config), [length + noised for length, noised in segments]
-    blocks = kwargs.pop("blocks", None) or [None] * len(counts)
-    texts = [(torch.ones(1, length, dtype=torch.long, device=device), noised) for length, noised in segments]
-    positions = [with_copies(count_positions(visible), noised) for visible, noised in texts]
-    kwargs["position_ids"] = position_ids(config, torch.cat(positions, dim=1))
-    if getattr(config, "predicts_next_token", False):
-        starts, size = itertools.accumulate(counts, initial=0), block_size(config)
-        if attention.causal_context:
-            made = zip(texts, counts, blocks, strict=True)
-            before = [before_in_context(config, *text, count, own) for text, count, own in made]
+    attention = attention_of(config)
+    size = block_size(config)
+    runs_text_by_text = takes_packed_rows(config)
+    predicts_next_token = getattr(config, "predicts_next_token", False)
+
+    counts: list[int] = []
+    positions: list[Tensor] = []
+    token_before: list[Tensor] = []
+    masks: list[Tensor | None] = []
+    blocks = kwargs.pop("blocks", None) or [None] * len(segments)
+    for (length, noised), text_blocks in zip(segments, blocks, strict=True):
+        count = length + noised
+        visible = torch.ones(1, length, dtype=torch.long, device=device)
+        positions.append(with_copies(count_positions(visible), noised))
+        if predicts_next_token:
+            if attention.causal_context:
+                before = before_in_context(config, visible, noised, count, blocks=text_blocks)
+            else:
+                before = before_in_two_streams(visible, noised, None if size is None else Blocks(size))
+            token_before.append(sum(counts) + before)  # counted from the start of the row
+        if not runs_text_by_text or attention.sees is None:
+            masks.append(None)
         else:
-            own_blocks = None if size is None else Blocks(size)
-            before = [before_in_two_streams(*text, own_blocks) for text in texts]
-        kwargs["token_before"] = torch.cat([start + own for start, own in zip(starts, before, strict=False)], dim=1)
-    if takes_packed_rows(config):
-        made = zip(texts, counts, blocks, strict=True)
-        masks: list[Tensor | None] = [None] * len(counts)
-        if attention.sees is not None:
-            masks = [attention.mask_for(backbone, *text, count, blocks=own) for text, count, own in made]
+            masks.append(attention.kernel_mask(backbone, visible, noised, count, blocks=text_blocks))
+        counts.append(count)
+
+    kwargs["position_ids"] = position_ids(config, torch.cat(positions, dim=1))
+    if predicts_next_token:
+        kwargs["token_before"] = torch.cat(token_before, dim=1)
+    if runs_text_by_text:
         kwargs["texts"] = Texts(counts, counts, masks)
-    else:
+    else:  # flash attention
         ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
-        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
-        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(counts))
+        kwargs["cu_seq_lens_q"] = ends
+        kwargs["cu_seq_lens_k"] = ends
+        kwargs["max_length_q"] = max(counts)
+        kwargs["max_length_k"] = max(counts)
     return args, kwargs
 
 
 def text_by_text(name: str) -> Callable[..., tuple[Tensor, Any]]:
     """The kernel `name` for packed rows, with the arguments of Transformers: (rows, heads, tokens, size) each."""
 
-    def attend(
+    def attend_within_texts(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, texts: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        own_eager = sys.modules[type(module).__module__]  # each model has an eager attention of its own
-        kernel: Any = own_eager.eager_attention_forward if name == "eager" else AttentionInterface()[name]
+        if name == "eager":  # each model has an eager attention of its own
+            kernel: Any = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            kernel = AttentionInterface()[name]
         if texts is None:
             return kernel(module, query, key, value, mask, **kwargs)
-        keys, values = key.split(texts.keys, dim=2), value.split(texts.keys, dim=2)
-        parts = zip(query.split(texts.queries, dim=2), keys, values, texts.masks, strict=True)
-        return torch.cat([kernel(module, *part, **kwargs)[0] for part in parts if part[0].shape[2]], dim=1), None
+        queries = query.split(texts.queries, dim=2)
+        keys = key.split(texts.keys, dim=2)
+        values = value.split(texts.keys, dim=2)
+        outputs = []
+        for text_query, text_key, text_value, text_mask in zip(queries, keys, values, texts.masks, strict=True):
+            if text_query.shape[2]:
+                outputs.append(kernel(module, text_query, text_key, text_value, text_mask, **kwargs)[0])
+        return torch.cat(outputs, dim=1), None
 
-    return attend
+    return attend_within_texts
 
 
 def two_stream_states(
@@ -146,11 +170,13 @@ def two_stream_states(
         blocks: where blocks lie, if not where the model counts them: `Attention.causal_context` allows any.
         clean_at: (rows, m) clean tokens whose states come first: (rows, m + n, hidden) are returned.
     """
-    length, count = clean.shape[1], noised.shape[1]
-    own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
-    asked = own if clean_at is None else torch.cat([clean_at, own], dim=1)
-    where = {} if blocks is None else {"blocks": blocks}
-    return backbone_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, asked, noised=count, **where)
+    length = clean.shape[1]
+    count = noised.shape[1]
+    positions = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
+    if clean_at is not None:
+        positions = torch.cat([clean_at, positions], dim=1)
+    backbone, _ = backbone_and_head(model)
+    return backbone(torch.cat([clean, noised], dim=1), visible, positions, noised=count, blocks=blocks)
 
 
 def packed_two_stream_states(
@@ -174,23 +200,42 @@ def packed_two_stream_states(
         blocks: those of each text, as for `two_stream_states`.
         clean_at: (1, tokens) bool, clean tokens whose states come before the others.
     """
-    own = blocks or [Blocks(model.config.block_size)] * len(lengths)
-    asked_clean = torch.zeros_like(hidden) if clean_at is None else clean_at
-    ids, segments, asked, of_clean = [], [], list[Tensor](), list[Tensor]()
-    of_texts = (values[0].split(list(lengths)) for values in (clean, noised, hidden, asked_clean))
-    for text, copy, mask, chosen, (size, origin) in zip(*of_texts, own, strict=True):
-        first = int(mask.int().argmax()) if mask.any() else len(text)
-        first -= min(first, (first - int(origin)) % size) if mask.any() else 0
-        ids += [text, copy[first:]]
-        asked += [torch.zeros_like(mask), mask[first:]]
-        of_clean += [chosen, torch.zeros_like(mask[first:])]
-        segments.append((len(text), len(text) - first))
+    text_blocks = blocks or [Blocks(model.config.block_size)] * len(lengths)
+    sizes = list(lengths)
+    texts = zip(
+        clean[0].split(sizes),
+        noised[0].split(sizes),
+        hidden[0].split(sizes),
+        (torch.zeros_like(hidden) if clean_at is None else clean_at)[0].split(sizes),
+        text_blocks,
+        strict=True,
+    )
+
+    # The row: each text, then its copy. The masks choose the states that are returned.
+    ids: list[Tensor] = []
+    segments: list[tuple[int, int]] = []
+    hidden_mask: list[Tensor] = []
+    clean_mask: list[Tensor] = []
+    for text, copy, text_hidden, text_clean, (size, origin) in texts:
+        start = len(text)  # of the copy: the block of the first hidden token
+        if text_hidden.any():
+            start = int(text_hidden.int().argmax())
+            start -= min(start, (start - int(origin)) % size)
+        ids += [text, copy[start:]]
+        segments.append((len(text), len(text) - start))
+        hidden_mask += [torch.zeros_like(text_hidden), text_hidden[start:]]
+        clean_mask += [text_clean, torch.zeros_like(text_hidden[start:])]
+
     # The layers take the tokens in the order of the row; `order` puts the clean ones first again.
-    at, order = torch.cat([torch.cat(of).nonzero().squeeze(1) for of in (of_clean, asked)]).sort()
-    where = {} if blocks is None else {"blocks": blocks}
-    at = at.unsqueeze(0).to(clean.device, non_blocking=True)
-    states = backbone_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments, **where)[0]
-    return states if clean_at is None else states[order.argsort().to(clean.device, non_blocking=True)]
+    clean_positions = torch.cat(clean_mask).nonzero().squeeze(1)
+    hidden_positions = torch.cat(hidden_mask).nonzero().squeeze(1)
+    positions, order = torch.cat([clean_positions, hidden_positions]).sort()
+    positions = positions.unsqueeze(0).to(clean.device, non_blocking=True)
+    backbone, _ = backbone_and_head(model)
+    states = backbone(torch.cat(ids).unsqueeze(0), None, positions, segments=segments, blocks=blocks)[0]
+    if clean_at is None:
+        return states
+    return states[order.argsort().to(clean.device, non_blocking=True)]
 
 
 for kernel_name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
