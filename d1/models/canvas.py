@@ -34,7 +34,8 @@ class SharedModule(nn.Module):
         self.shared = (parent, name)  # in a tuple, so that it is no submodule of this one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(*self.shared)(*args, **kwargs)
+        parent, name = self.shared
+        return getattr(parent, name)(*args, **kwargs)
 
 
 def share_weights(model: Any) -> None:
@@ -44,7 +45,8 @@ def share_weights(model: Any) -> None:
     one weight (huggingface/trl, sft_diffusion_gemma.py). The vision tower, which text does not reach,
     is frozen.
     """
-    encoder, decoder = model.model.encoder, model.model.decoder
+    encoder = model.model.encoder
+    decoder = model.model.decoder
     for encoder_layer, decoder_layer in zip(encoder.language_model.layers, decoder.layers, strict=True):
         share_children(encoder_layer.self_attn, decoder_layer.self_attn)
         share_children(encoder_layer, decoder_layer)
@@ -180,7 +182,8 @@ def decode(
         soft: (rows, n, hidden) soft embeddings for self-conditioning (`soft_embeddings`); None: zeros.
     """
     inner = unwrapped(model)
-    decoder, config = inner.model.decoder, inner.config.text_config
+    decoder = inner.model.decoder
+    config = inner.config.text_config
 
     # (rows, queries, keys of the text and of the canvases)
     key = count_positions(context.visible)[:, None]
@@ -224,7 +227,8 @@ def canvas_states(model: Any, clean: Tensor, canvas: Tensor, visible: Tensor | N
         canvas: (rows, canvas) ids that the decoder reads, whole canvases of the model's length.
         visible: (rows, prompt + canvas), 1 at real tokens; None: all are.
     """
-    size, length = unwrapped(model).config.canvas_length, canvas.shape[1]
+    size = unwrapped(model).config.canvas_length
+    length = canvas.shape[1]
     if visible is None:
         visible = torch.ones_like(clean)
     context, _ = encode(model, clean[:, :-size], visible[:, :-size])

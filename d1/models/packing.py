@@ -201,12 +201,13 @@ def packed_two_stream_states(
         clean_at: (1, tokens) bool, clean tokens whose states come before the others.
     """
     text_blocks = blocks or [Blocks(model.config.block_size)] * len(lengths)
+    asked_clean = torch.zeros_like(hidden) if clean_at is None else clean_at
     sizes = list(lengths)
     texts = zip(
         clean[0].split(sizes),
         noised[0].split(sizes),
         hidden[0].split(sizes),
-        (torch.zeros_like(hidden) if clean_at is None else clean_at)[0].split(sizes),
+        asked_clean[0].split(sizes),
         text_blocks,
         strict=True,
     )
