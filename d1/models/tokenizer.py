@@ -63,12 +63,15 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         ValueError: No mask or EOS token is found; the mask token is another special token or ordinary text, or has
             another id in `config.json`; an id lies outside the embedding; or the kind is unknown and has its own code.
     """
-    folder, raw = tokenizer_folder(str(path)), dict[str, Any]()
+    folder = tokenizer_folder(str(path))
+    raw: dict[str, Any] = {}
     with suppress(OSError):  # a tokenizer without a model
         raw = raw_config(folder)
     kind = KINDS.get(released_kind(raw), Kind())
     if "auto_map" in raw:
         check_kind(released_kind(raw), folder)
+
+    # Once as its files have it, and once with the special tokens
     cls: Any = getattr(transformers, kind.tokenizer)
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # otherwise it asks on the terminal
@@ -77,13 +80,15 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         with reading(folder, "its tokenizer cannot be read"):
             tokenizer = cls.from_pretrained(folder, **options)
     except ValueError:
-        for path in (Path(folder, name) for name in OF_TOKENIZER):
-            if path.is_file():
-                read_object(path)  # its error names the damaged file
+        for name in OF_TOKENIZER:
+            file_path = Path(folder, name)
+            if file_path.is_file():
+                read_object(file_path)  # its error names the damaged file
         raise
     if not raw:
         with suppress(OSError, ValueError):  # an adapter's own tokenizer must fit the base
-            raw = raw_config(adapter_chain(folder, None)[0])
+            base, _ = adapter_chain(folder, None)
+            raw = raw_config(base)
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
@@ -93,7 +98,9 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 def tokenizer_folder(path: str) -> str:
     """The folder or hub name of a model's tokenizer; an adapter without its own tokenizer uses that of its base."""
     check_there(path)
-    folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
+    folder = path
+    if not has_tokenizer(path):
+        folder, _ = adapter_chain(path, None)
     if not has_tokenizer(folder):
         raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}")
     return folder
@@ -101,22 +108,31 @@ def tokenizer_folder(path: str) -> str:
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind) -> dict[str, str]:
     """The tokenizer's special tokens; one that it lacks comes from the id in the config `raw`, or is a usual one."""
-    folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
+    folder = tokenizer.name_or_path
+    vocab = tokenizer.get_vocab()
     rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
-    own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
-    usual: dict[str, Sequence[Any]] = {"eos_token": [tokenizer.sep_token], "eot_token": END_OF_TURN}  # BERT has [SEP]
+    names = ["eos_token", "pad_token", "eot_token"]
+    if not kind.uniform_noise:
+        names.insert(0, "mask_token")
+
+    # The usual tokens of each name; BERT has [SEP] for EOS.
+    usual: dict[str, Sequence[Any]] = {"eos_token": [tokenizer.sep_token], "eot_token": END_OF_TURN}
     if raw.get("mask_token_id") is None:
-        usual["mask_token"] = [*MASKS, *own]
-    found: dict[str, str] = {}
-    for name in (*(() if kind.uniform_noise else ("mask_token",)), "eos_token", "pad_token", "eot_token"):
+        masks: list[Any] = list(MASKS)
+        if kind.mask_token_id is not None:
+            masks.append(tokenizer.convert_ids_to_tokens(kind.mask_token_id))
+        usual["mask_token"] = masks
+
+    special: dict[str, str] = {}
+    for name in names:
         token = getattr(tokenizer, name, None)
         number = raw.get(f"{name}_id")
         if token is None and isinstance(number, int) and 0 <= number < rows:  # some configs have a padding id of -1
             token = tokenizer.convert_ids_to_tokens(number)
         if token is None:
-            token = next((one for one in usual.get(name, ()) if one in vocab), None)
+            token = next((candidate for candidate in usual.get(name, ()) if candidate in vocab), None)
         if token is None and name in ("pad_token", "eot_token"):
-            token = found["eos_token"]
+            token = special["eos_token"]
         if token is None:
             raise ValueError(
                 f"{folder}: neither the tokenizer nor config.json names a {name}: name one in "
@@ -126,17 +142,19 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
             raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")
         if vocab[token] >= rows:
             raise ValueError(f"{folder}: {name} {token!r} has id {vocab[token]}, outside the model's embedding")
-        found[name] = token
+        special[name] = token
     if kind.uniform_noise:
-        return found
-    mask, named = found["mask_token"], raw.get("mask_token_id")
-    if named is not None and named != vocab[mask]:
+        return special
+
+    mask = special["mask_token"]
+    mask_token_id = raw.get("mask_token_id")
+    if mask_token_id is not None and mask_token_id != vocab[mask]:
         raise ValueError(
             f"{folder}: the tokenizer's mask token is {mask!r} with id {vocab[mask]}, but config.json says "
-            f"mask_token_id {named}: correct the one that the model was not trained with"
+            f"mask_token_id {mask_token_id}: correct the one that the model was not trained with"
         )
-    check_mask_token(tokenizer, mask, found)
-    return found
+    check_mask_token(tokenizer, mask, special)
+    return special
 
 
 def check_mask_token(tokenizer: Any, mask: str, others: Mapping[str, str] | None = None) -> None:
@@ -146,13 +164,20 @@ def check_mask_token(tokenizer: Any, mask: str, others: Mapping[str, str] | None
         tokenizer: as its files have it, without this mask token added to it.
         others: its other special tokens by name, where the tokenizer itself does not name them.
     """
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-    roles = {name: getattr(tokenizer, name, None) for name in names} | {**(others or {})}
     name = tokenizer.name_or_path
-    if same := [role for role, token in roles.items() if role != "mask_token" and token == mask]:
-        raise ValueError(f"{name}: the mask token {mask!r} is also the {same[0]}: a mask must be a token of its own")
+    roles = {}
+    for role in ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token"):
+        roles[role] = getattr(tokenizer, role, None)
+    roles.update(others or {})
+    for role, token in roles.items():
+        if role != "mask_token" and token == mask:
+            raise ValueError(f"{name}: the mask token {mask!r} is also the {role}: a mask must be a token of its own")
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = tokenizer.get_vocab() if backend is None else backend.get_vocab(with_added_tokens=False)
+    if backend is None:
+        words = tokenizer.get_vocab()
+    else:
+        words = backend.get_vocab(with_added_tokens=False)
     text = mask.replace("\u2581", "").replace("\u0120", "").removeprefix("##").strip()  # without marks of a space
     if mask in words and (len(text) < 2 or text.isalnum()):
         raise ValueError(
@@ -178,15 +203,30 @@ def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return chat
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    **options: Any,
+) -> str:
     """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
     ValueError, with the template's reason, if it refuses the messages; and for images, which some templates take."""
-    options = {"add_generation_prompt": True, "tokenize": False, **options}
+    return render(tokenizer, messages, options, add_generation_prompt)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Options, add_generation_prompt: bool
+) -> str:
+    """`render_prompt` with the template's options in one mapping."""
     chat = with_texts(messages)
+    arguments = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **options}
     try:
-        return str(apply_template(tokenizer, chat, options))
+        return str(apply_template(tokenizer, chat, arguments))
     except Exception as error:  # a template can raise anything
-        reason = str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, TemplateError | ValueError):
+            reason = f"{type(error).__name__}: {error}"
         raise unreadable(tokenizer, reason, messages[-1].get("content") or "") from error
 
 
@@ -210,7 +250,9 @@ def with_text_arguments(message: Message) -> Message:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else message
+    if not calls:
+        return message
+    return {**message, "tool_calls": calls}
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -223,9 +265,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_prompts(tokenizer: Any, prompts: Sequence[Sequence[Message]], **options: Any) -> list[list[int]] | None:
     """What `render_prompt` and `encode_prompt` give for each prompt, in less time, because the tokenizer is called once
     for all; None if one of these raises an error for one of the prompts."""
-    options = {"add_generation_prompt": True, "tokenize": False, **options}
+    arguments = {"add_generation_prompt": True, "tokenize": False, **options}
     try:
-        texts = tokenizer.apply_chat_template([with_texts(messages) for messages in prompts], **options)
+        texts = tokenizer.apply_chat_template([with_texts(messages) for messages in prompts], **arguments)
         encoded = [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         for ids in encoded:
             check_no_mask(tokenizer, ids)
@@ -254,8 +296,10 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no other class
-        for word in text.split() if text.split() != [text] else ():
-            encode_text(tokenizer, word)  # the word alone is named
+        words = text.split()
+        if words != [text]:
+            for word in words:
+                encode_text(tokenizer, word)  # the word alone is named
         tokens = tokenizer.convert_ids_to_tokens(list(range(min(20, len(tokenizer)))))
         reason = f"it has no token for {text!r}, nor one for unknown words; its {len(tokenizer)} tokens are"
         raise unreadable(tokenizer, f"{reason} {', '.join(tokens)}, ...", text) from error
@@ -263,8 +307,10 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> ValueError:
     """The error for a prompt that a model cannot read."""
-    start = text if len(text) <= 80 else f"{text[:40]}...{text[-40:]}"
-    return ValueError(f"{tokenizer.name_or_path} cannot read the prompt {start!r}: {reason}")
+    excerpt = text
+    if len(text) > 80:
+        excerpt = f"{text[:40]}...{text[-40:]}"
+    return ValueError(f"{tokenizer.name_or_path} cannot read the prompt {excerpt!r}: {reason}")
 
 
 def end_ids(tokenizer: Any) -> list[int]:
@@ -276,12 +322,21 @@ def end_ids(tokenizer: Any) -> list[int]:
 
 def first_end(ids: Sequence[int], ends: Collection[int]) -> int:
     """The position of the first token that is one of `ends`; `len(ids)` if there is none."""
-    return next((position for position, token in enumerate(ids) if token in ends), len(ids))
+    for position, token in enumerate(ids):
+        if token in ends:
+            return position
+    return len(ids)
 
 
 def cut(text: str, stops: Iterable[str]) -> str:
     """`text` up to its first stop string."""
-    return text[: min((at for stop in stops if stop and (at := text.find(stop)) >= 0), default=len(text))]
+    end = len(text)
+    for stop in stops:
+        if stop:
+            position = text.find(stop)
+            if 0 <= position < end:
+                end = position
+    return text[:end]
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -336,7 +391,10 @@ def encode_turns(
     """`trained_ids` with all that is known about the ids; with `all_turns`, all turns of the assistant are trained on
     whose weight is not 0."""
     if all_turns:
-        chosen = [at for at, one in enumerate(messages) if one["role"] == "assistant" and weight_of(one) is not False]
+        chosen = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and weight_of(message) is not False:
+                chosen.append(number)
         if not chosen:
             raise ValueError("all turns of the assistant have weight 0: there is nothing to train on")
         messages = messages[: chosen[-1] + 1]
@@ -352,28 +410,34 @@ def encode_turns(
     parts, notes = trained_parts(messages, tokenizer, chosen, options or {}, all_turns)
     if not all_turns and any(weight_of(message) for message in messages[:-1] if message["role"] == "assistant"):
         notes.append(ONE_TURN)
-    notes += left_out(messages, tokenizer, options or {})
+    notes += omission_notes(messages, tokenizer, options or {})
 
-    ids, trained, start = list[int](), list[bool](), 0
-    before = ""
+    ids: list[int] = []
+    trained: list[bool] = []
+    start = 0
+    text = ""
     for part, is_trained in parts:
-        known = len(ids)
-        ids, before = extended(ids, before, part, tokenizer), before + part
+        count = len(ids)
+        ids = extend_ids(ids, text, part, tokenizer)
+        text += part
         if is_trained:
-            start = known
-        trained += [is_trained] * (len(ids) - known)
+            start = count
+        trained += [is_trained] * (len(ids) - count)
     if start == len(ids):
         raise ValueError(f"{answer} has no tokens")
     if ids[-1] != tokenizer.eos_token_id:
-        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
+        ids = [*ids, tokenizer.eos_token_id]
+        trained.append(True)
     return TrainedText(ids, trained, start, tuple(notes))
 
 
-def extended(ids: list[int], before: str, part: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def extend_ids(ids: list[int], before: str, part: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of the text `before` and then those of `part`: as in the whole text, if its ids begin with them; if a
     token would straddle the boundary, the part is tokenised alone."""
     whole = encode_prompt(tokenizer, before + part)
-    return whole if whole[: len(ids)] == ids else ids + encode_prompt(tokenizer, part)
+    if whole[: len(ids)] == ids:
+        return whole
+    return ids + encode_prompt(tokenizer, part)
 
 
 @lru_cache(maxsize=8)
@@ -381,18 +445,23 @@ def special_texts(tokenizer: Any, size: int) -> re.Pattern[str] | None:
     """Finds the special tokens of a tokenizer of this `size` in a text, without its mask token, which no text may have
     at all, the token of unknown words, and the marks of thoughts, which some tokenizers have as special tokens."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    known = {*added, *tokenizer.all_special_tokens, getattr(tokenizer, "eot_token", None)}
-    known -= {None, "", tokenizer.mask_token, tokenizer.unk_token, *THOUGHTS}
-    return re.compile("|".join(re.escape(token) for token in sorted(known))) if known else None
+    special = {*added, *tokenizer.all_special_tokens, getattr(tokenizer, "eot_token", None)}
+    special -= {None, "", tokenizer.mask_token, tokenizer.unk_token, *THOUGHTS}
+    if not special:
+        return None
+    return re.compile("|".join(re.escape(token) for token in sorted(special)))
 
 
 def check_plain_text(tokenizer: Any, message: Message, name: str) -> None:
     """Raise ValueError for a turn, called `name`, whose text spells a special token: the model would learn to write
     the end of a text, or the header of a turn, in the middle of an answer. The template writes those that belong."""
     pattern = special_texts(tokenizer, len(tokenizer))
+    if pattern is None:
+        return
     for text in texts_in([message.get(field) for field in ("content", "reasoning_content", "tool_calls")]):
-        if pattern is not None and (found := pattern.search(text)):
-            raise ValueError(f"the special token {found[0]} is in {name}: the chat template and the EOS end an answer")
+        match = pattern.search(text)
+        if match is not None:
+            raise ValueError(f"the special token {match[0]} is in {name}: the chat template and the EOS end an answer")
 
 
 @lru_cache(maxsize=8)
@@ -414,16 +483,19 @@ def has_marks(template: Any) -> bool:
     return template is not None and has_generation_markers(template)
 
 
-def ways_of(tokenizer: Any, all_turns: bool) -> Iterator[tuple[str | None, bool]]:
+def candidate_templates(tokenizer: Any, all_turns: bool) -> Iterator[tuple[str | None, bool]]:
     """Chat templates to try, the tokenizer's own as None, and whether to find turns by what the template marks. With
     `all_turns`, marks come first, as in TRL, whose variant writes earlier turns as it writes the last."""
-    own = tokenizer.chat_template
-    if all_turns and has_marks(own):
+    template = tokenizer.chat_template
+    if all_turns and has_marks(template):
         yield None, True
-    elif all_turns and (variant := training_template(tokenizer, own)):
-        yield variant, True
+    elif all_turns:
+        variant = training_template(tokenizer, template)
+        if variant:
+            yield variant, True
     yield None, False
-    if variant := training_template(tokenizer, own):
+    variant = training_template(tokenizer, template)
+    if variant:
         yield variant, False
 
 
@@ -432,18 +504,18 @@ def trained_parts(
 ) -> tuple[Parts, list[str]]:
     """The text of a conversation up to its last chosen turn, in parts, and notes about it.
 
-    The first of `ways_of` counts that finds all that the messages say. Thoughts of turns that are not trained on are
-    left to the template: many leave them out, as they do when the model is asked.
+    The first of `candidate_templates` counts that finds all that the messages say. Thoughts of turns that are not
+    trained on are left to the template: many leave them out, as they do when the model is asked.
 
     Raises:
         ValueError: no template writes everything, or a turn cannot be found in the text.
     """
     problem: ValueError | None = None
-    for template, by_marks in ways_of(tokenizer, all_turns):
-        given = {**options, "chat_template": template}
+    for template, by_marks in candidate_templates(tokenizer, all_turns):
+        with_template = {**options, "chat_template": template}
         try:
-            parts, notes = parts_in(messages, tokenizer, chosen, given, by_marks)
-            check_complete(messages, tokenizer, chosen, given, by_marks)
+            parts, notes = split_parts(messages, tokenizer, chosen, with_template, by_marks)
+            check_complete(messages, tokenizer, chosen, with_template, by_marks)
             return parts, notes
         except ValueError as error:
             problem = problem or error
@@ -451,23 +523,36 @@ def trained_parts(
     raise problem
 
 
-def parts_in(
+def split_parts(
     messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, by_marks: bool
 ) -> tuple[Parts, list[str]]:
     """`trained_parts` in one way, with the template in `options`."""
-    whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
+    whole = render(tokenizer, messages, options, add_generation_prompt=False)
+    begins_as_asked = True
     if by_marks:
-        spans, as_asked = marked_spans(messages, tokenizer, chosen, options, whole), True
+        spans = marked_spans(messages, tokenizer, chosen, options, whole)
     else:
-        turns = [span_of_turn(messages[: turn + 1], tokenizer, options, whole) for turn in chosen]
-        spans, as_asked = [(first, last) for first, last, _ in turns], all(same for _, _, same in turns)
-    parts, at = Parts(), 0
+        spans = []
+        for turn in chosen:
+            first, last, as_asked = span_of_turn(messages[: turn + 1], tokenizer, options, whole)
+            spans.append((first, last))
+            begins_as_asked = begins_as_asked and as_asked
+
+    parts = Parts()
+    end = 0
     for first, last in spans:
-        parts += [(whole[at:first], False), (whole[first:last], True)]
-        at = last
-    ends = tuple(tokenizer.get_added_vocab()) if len(spans) > 1 else ()
-    stops = all(part.endswith(ends) for part, trained in parts[:-1] if trained)
-    return parts, [note for note, applies in ((OTHER_PROMPT, not as_asked), (NO_STOP, not stops)) if applies]
+        parts.append((whole[end:first], False))
+        parts.append((whole[first:last], True))
+        end = last
+
+    notes = []
+    if not begins_as_asked:
+        notes.append(OTHER_PROMPT)
+    if len(spans) > 1:
+        turn_ends = tuple(tokenizer.get_added_vocab())
+        if not all(part.endswith(turn_ends) for part, is_trained in parts[:-1] if is_trained):
+            notes.append(NO_STOP)
+    return parts, notes
 
 
 def split_last(messages: list[Message], tokenizer: Any, options: Options) -> tuple[str, str, bool]:
@@ -475,39 +560,45 @@ def split_last(messages: list[Message], tokenizer: Any, options: Options) -> tup
     generation prompt ends, because there the model starts to write; and whether the prompt is that generation prompt.
     Together they are the text that the template writes."""
     content = messages[-1]["content"]
-    prompt = render_prompt(tokenizer, messages[:-1], **options, add_generation_prompt=True)
-    whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
+    prompt = render(tokenizer, messages[:-1], options, add_generation_prompt=True)
+    whole = render(tokenizer, messages, options, add_generation_prompt=False)
     as_asked = whole.startswith(prompt)
     if not as_asked:  # such as a prompt that opens a thought, before an answer that has none
-        other = [*messages[:-1], {**messages[-1], "content": "." if content[:1] != "." else ","}]
-        texts = [whole, render_prompt(tokenizer, other, **options, add_generation_prompt=False)]
-        prompt = whole[: parting(tokenizer, prompt, texts)]
+        other_content = "." if content[:1] != "." else ","
+        other = [*messages[:-1], {**messages[-1], "content": other_content}]
+        other_whole = render(tokenizer, other, options, add_generation_prompt=False)
+        prompt = whole[: common_prompt_length(tokenizer, prompt, [whole, other_whole])]
     answer = whole[len(prompt) :]
-    end = answer.find(content) + len(content) if content in answer else 0
-    if whole == render_prompt(tokenizer, messages, **options, add_generation_prompt=True):
+
+    end = 0  # of the content in the answer
+    if content in answer:
+        end = answer.find(content) + len(content)
+    if whole == render(tokenizer, messages, options, add_generation_prompt=True):
         # Templates that ignore `add_generation_prompt`, such as LLaDA's, may add the header of the next answer.
-        marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
-        ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
-        answer = answer[: min(ends, default=len(answer))]
+        answer_end = len(answer)
+        for mark in {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}:
+            if mark in answer[end:]:
+                answer_end = min(answer_end, answer.index(mark, end) + len(mark))
+        answer = answer[:answer_end]
     return prompt, answer[:end] + answer[end:].rstrip(), as_asked  # whitespace between turns must not precede the EOS
 
 
-def parting(tokenizer: Any, prompt: str, texts: Sequence[str]) -> int:
+def common_prompt_length(tokenizer: Any, prompt: str, texts: Sequence[str]) -> int:
     """The length of the longest beginning that a prompt shares with each text, without a part of an added token. The
     second text has another answer, so that no part of an answer counts."""
-    at = min(shared_length(prompt, text) for text in texts)
+    length = min(shared_length(prompt, text) for text in texts)
     for token in tokenizer.get_added_vocab():
-        first = texts[0].find(token, max(0, at - len(token) + 1), at + len(token) - 1)
-        if 0 <= first < at:
-            at = first
-    return at
+        first = texts[0].find(token, max(0, length - len(token) + 1), length + len(token) - 1)
+        if 0 <= first < length:
+            length = first
+    return length
 
 
 def shared_length(text: str, other: str) -> int:
     """The number of characters with which both texts begin."""
-    for at, (one, another) in enumerate(zip(text, other, strict=False)):
-        if one != another:
-            return at
+    for position, (character, other_character) in enumerate(zip(text, other, strict=False)):
+        if character != other_character:
+            return position
     return min(len(text), len(other))
 
 
@@ -527,23 +618,32 @@ def marked_spans(
     messages: list[Message], tokenizer: Any, chosen: Sequence[int], options: Options, whole: str
 ) -> list[tuple[int, int]]:
     """Where the chosen turns begin and end in the `whole` text, by the template's {% generation %}."""
-    given = {**options, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    encoding = apply_template(tokenizer, messages, given)
+    arguments = {**options, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoding = apply_template(tokenizer, messages, arguments)
     if not encoding.encodings:
         raise ValueError("the places of turns need a tokenizer with a tokenizer.json: train on the last turn alone")
+
+    # Marked tokens next to each other are one span.
     spans: list[tuple[int, int]] = []
-    for (first, last), marked in zip(encoding.encodings[0].offsets, encoding["assistant_masks"], strict=True):
-        if marked and spans and first <= spans[-1][1]:
+    for (first, last), is_marked in zip(encoding.encodings[0].offsets, encoding["assistant_masks"], strict=True):
+        if is_marked and spans and first <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(last, spans[-1][1])
-        elif marked:
+        elif is_marked:
             spans.append((first, last))
-    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+
+    # The spans of chosen turns, by where each message ends
+    turns = [message for message in messages if message["role"] == "assistant"]
     if len(turns) > len(chosen):
-        ends = []  # of each message
+        message_ends = []
         for count in range(1, len(messages) + 1):
-            text = render_prompt(tokenizer, messages[:count], **options, add_generation_prompt=False)
-            ends.append(shared_length(text, whole))
-        spans = [span for span in spans if next((at for at, end in enumerate(ends) if end > span[0]), None) in chosen]
+            text = render(tokenizer, messages[:count], options, add_generation_prompt=False)
+            message_ends.append(shared_length(text, whole))
+        chosen_spans = []
+        for first, last in spans:
+            number = next((number for number, end in enumerate(message_ends) if end > first), None)
+            if number in chosen:
+                chosen_spans.append((first, last))
+        spans = chosen_spans
     if not spans:
         raise ValueError("the chat template marks nothing as written by the assistant")
     spans[-1] = spans[-1][0], len(whole)  # what the template writes after the last turn ends it
@@ -553,14 +653,16 @@ def marked_spans(
 # --- Nothing of a row is lost -----------------------------------------------------------------------------------------
 
 
-def left_out(messages: list[Message], tokenizer: Any, options: Options) -> list[str]:
+def omission_notes(messages: list[Message], tokenizer: Any, options: Options) -> list[str]:
     """Notes about what the template leaves out, but which some rows have in vain: names of messages, and variables.
     The name of a tool's message is that of its call."""
     notes = []
     if any("name" in message and message["role"] != "tool" for message in messages):
-        nameless = [{name: value for name, value in message.items() if name != "name"} for message in messages]
-        texts = [render_prompt(tokenizer, given, **options) for given in (messages, nameless)]
-        if texts[0] == texts[1]:
+        nameless = []
+        for message in messages:
+            nameless.append({name: value for name, value in message.items() if name != "name"})
+        text = render(tokenizer, messages, options, add_generation_prompt=True)
+        if text == render(tokenizer, nameless, options, add_generation_prompt=True):
             notes.append(NO_NAMES)
     for name in options:
         if name not in OF_TEMPLATES and name not in tokenizer.get_chat_template():
@@ -571,10 +673,10 @@ def left_out(messages: list[Message], tokenizer: Any, options: Options) -> list[
 def encode_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: Options) -> list[int]:
     """The ids of a conversation up to where the model answers; `messages` and `options` are those of `conversation_of`.
     ValueError as `encode_prompt`, and if the template leaves out a part of it; thoughts of earlier turns may be."""
-    text = render_prompt(tokenizer, messages, **options)
-    copies, given, marks = marked(messages, options, chosen=())
+    text = render(tokenizer, messages, options, add_generation_prompt=True)
+    copies, marked_options, marks = add_marks(messages, options, chosen=())
     try:
-        written = render_prompt(tokenizer, copies, **given)
+        written = render(tokenizer, copies, marked_options, add_generation_prompt=True)
     except ValueError:  # a template that reads its messages refuses the words
         written = ""
     for mark in marks:
@@ -592,7 +694,7 @@ class Mark:
     message: int | None = None  # None: of the options
 
 
-def marked(
+def add_marks(
     messages: list[Message], options: Options, chosen: Collection[int], only: Mark | None = None
 ) -> tuple[list[Message], dict[str, Any], list[Mark]]:
     """A copy of a conversation with a word at the end of each part, and the words; or a copy where a word replaces the
@@ -600,44 +702,61 @@ def marked(
     marks: list[Mark] = []
 
     def mark(part: str, message: int | None = None) -> Callable[[str], str]:
-        made = Mark(f"zq{len(marks)}qz", part, message)
-        marks.append(made)
-        if only is None:
-            return lambda text: text + made.word
-        return lambda text: made.word if made == only else text
+        """Take the next word for a part, and return the function that changes its texts."""
+        new_mark = Mark(f"zq{len(marks)}qz", part, message)
+        marks.append(new_mark)
+
+        def change(text: str) -> str:
+            if only is None:
+                return text + new_mark.word
+            if new_mark == only:
+                return new_mark.word
+            return text
+
+        return change
 
     copies = []
-    for at, message in enumerate(messages):
-        copy, role = dict(message), message["role"]
-        if at in chosen and (thoughts := message.get("reasoning_content")):
-            change = mark(f"reasoning_content of the {role} message", at)
-            copy |= {name: change(thoughts) for name in REASONING if copy.get(name) == thoughts}
+    for number, message in enumerate(messages):
+        copy = dict(message)
+        role = message["role"]
+        thoughts = message.get("reasoning_content")
+        if number in chosen and thoughts:
+            change = mark(f"reasoning_content of the {role} message", number)
+            for name in REASONING:
+                if copy.get(name) == thoughts:
+                    copy[name] = change(thoughts)
         inner, close, answer = message["content"].rpartition("</think>")
-        if at in chosen and close and inner.replace("<think>", "").strip():
-            inner = mark(f"the thought in the content of the {role} message", at)(inner)
+        if number in chosen and close and inner.replace("<think>", "").strip():
+            inner = mark(f"the thought in the content of the {role} message", number)(inner)
         if answer.strip():
-            answer = mark(f"the content of the {role} message {message['content']!r:.60}", at)(answer)
+            answer = mark(f"the content of the {role} message {message['content']!r:.60}", number)(answer)
         copy["content"] = inner + close + answer
         calls = []
         for call in message.get("tool_calls", ()):
             function = dict(call["function"])
-            function["name"] = mark(f"tool_calls (to {function['name']})", at)(function["name"])
+            name = function["name"]
+            function["name"] = mark(f"tool_calls (to {name})", number)(name)
             if function["arguments"]:
-                change = mark(f"the arguments in tool_calls (to {call['function']['name']})", at)
+                change = mark(f"the arguments in tool_calls (to {name})", number)
                 function["arguments"] = map_texts(function["arguments"], change, keys=True)
             calls.append({**call, "function": function})
-        copies.append({**copy, "tool_calls": calls} if calls else copy)
+        if calls:
+            copy["tool_calls"] = calls
+        copies.append(copy)
 
-    given = dict(options)
+    marked_options = dict(options)
     if "tools" in options:
-        given["tools"] = []
+        marked_options["tools"] = []
         for tool in options["tools"]:
             name = name_of_tool(tool)
-            named = {**(tool.get("function") or tool), "name": mark(f"tools ({name})")(name)}
-            given["tools"].append({**tool, "function": named} if "function" in tool else named)
+            function = dict(tool.get("function") or tool)
+            function["name"] = mark(f"tools ({name})")(name)
+            if "function" in tool:
+                function = {**tool, "function": function}
+            marked_options["tools"].append(function)
     if "documents" in options:
-        given["documents"] = map_texts(options["documents"], mark("documents"))
-    return copies, given, marks
+        marked_options["documents"] = map_texts(options["documents"], mark("documents"))
+    return copies, marked_options, marks
 
 
 def check_complete(
@@ -645,18 +764,18 @@ def check_complete(
 ) -> None:
     """Raise ValueError unless the template's text depends on each part of a conversation, where the parts of chosen
     turns are trained on and no others are."""
-    copies, given, marks = marked(messages, options, chosen)
+    copies, marked_options, marks = add_marks(messages, options, chosen)
     try:
-        parts, _ = parts_in(copies, tokenizer, chosen, given, by_marks)
+        parts, _ = split_parts(copies, tokenizer, chosen, marked_options, by_marks)
     except ValueError:  # a template that reads its messages, such as the pocket models', refuses the words
         parts = []
     for mark in marks:
-        found_in = {trained for part, trained in parts if mark.word in part}
-        wanted = mark.message in chosen
-        if found_in and (True in found_in) != wanted:
-            verb = "is not" if wanted else "would be"
+        trained = [is_trained for part, is_trained in parts if mark.word in part]
+        is_chosen = mark.message in chosen
+        if trained and any(trained) != is_chosen:
+            verb = "is not" if is_chosen else "would be"
             raise ValueError(f"{mark.part} {verb} trained on: the chat template writes it in another turn's place")
-        if not found_in:
+        if not trained:
             check_not_left_out(mark, messages, tokenizer, options, chosen)
 
 
@@ -664,12 +783,13 @@ def check_not_left_out(
     mark: Mark, messages: list[Message], tokenizer: Any, options: Options, chosen: Collection[int]
 ) -> None:
     """Raise ValueError if the template writes the same text when another word replaces this part."""
-    copies, given, _ = marked(messages, options, chosen, only=mark)
-    whole = render_prompt(tokenizer, messages, **options, add_generation_prompt=False)
+    copies, marked_options, _ = add_marks(messages, options, chosen, only=mark)
+    whole = render(tokenizer, messages, options, add_generation_prompt=False)
     try:
-        is_same = render_prompt(tokenizer, copies, **given, add_generation_prompt=False) == whole
+        other_whole = render(tokenizer, copies, marked_options, add_generation_prompt=False)
     except ValueError:
         return
-    if is_same:
-        todo = "remove it from the row, or use a model whose template writes it"
-        raise ValueError(f"the chat template leaves out {mark.part}: {todo}")
+    if other_whole == whole:
+        raise ValueError(
+            f"the chat template leaves out {mark.part}: remove it from the row, or use a model whose template writes it"
+        )
