@@ -19,40 +19,78 @@ Options = Mapping[str, Any]  # what a chat template gets besides the messages
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
 WEIGHTS = ("weight", "train", "training", "loss")  # whether a turn is trained on: OpenAI's name, Axolotl's, ms-swift's
 SENDERS = {  # ShareGPT's names of roles
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
     "system": "system",
 }
 CALLS = ("function_call", "tool_call")  # senders of a turn whose `value` is a call, or calls, in JSON
 SYSTEM = ("system", "system_prompt")  # columns with the text of a system message
-OF_TEMPLATES = ("tools", "documents")  # columns that templates read under the same names
+TEMPLATE_COLUMNS = ("tools", "documents")  # columns that templates read under the same names
 NO_TEXT = "models here read text alone"
+NO_WEIGHT = "a turn is trained on as a whole: use weight"
+NO_REASONING = "give it as reasoning_content"
 UNREAD_FIELDS = {
     "function_call": "give calls as tool_calls",
-    **dict.fromkeys(("train_detail", "training_detail"), "a turn is trained on as a whole: use weight"),
-    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
+    "train_detail": NO_WEIGHT,
+    "training_detail": NO_WEIGHT,
+    "images": NO_TEXT,
+    "image": NO_TEXT,
+    "videos": NO_TEXT,
+    "video": NO_TEXT,
+    "audio": NO_TEXT,
+    "audios": NO_TEXT,
     "refusal": "give the text as content",
-    **dict.fromkeys(("reasoning_details", "thinking_blocks", "thoughts", "thought"), "give it as reasoning_content"),
+    "reasoning_details": NO_REASONING,
+    "thinking_blocks": NO_REASONING,
+    "thoughts": NO_REASONING,
+    "thought": NO_REASONING,
 }
 UNREAD_ARGUMENTS = ("parameters", "args", "input")  # names of a call's arguments that no chat template reads
 UNREAD_COLUMNS = {
     "functions": "give them as tools",
-    **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), NO_TEXT),
+    "images": NO_TEXT,
+    "image": NO_TEXT,
+    "videos": NO_TEXT,
+    "video": NO_TEXT,
+    "audio": NO_TEXT,
+    "audios": NO_TEXT,
 }
 # All that `conversation_of` reads.
-CONVERSATION_COLUMNS = (*SYSTEM, *OF_TEMPLATES, "chat_template_kwargs", *UNREAD_COLUMNS)
+CONVERSATION_COLUMNS = (*SYSTEM, *TEMPLATE_COLUMNS, "chat_template_kwargs", *UNREAD_COLUMNS)
 # Arguments of `apply_chat_template`, which a row may not set.
 RESERVED = (
-    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("tokenizer_kwargs", "sanitize_control_tokens", *OF_TEMPLATES),
+    "conversation",
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+    *TEMPLATE_COLUMNS,
 )
 
 
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
-        todo = " (in SFT, --template turns numbers into text)" if isinstance(value, int | float) else ""
+        todo = ""
+        if isinstance(value, int | float):
+            todo = " (in SFT, --template turns numbers into text)"
         raise ValueError(f"{name} is {type(value).__name__}, not text{todo}")
     if not empty_ok and not value.strip():
         raise ValueError(f"{name} is empty")
@@ -115,14 +153,14 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
         if name in RESERVED:
             raise ValueError(f"chat_template_kwargs has {name!r}, which is no variable of a chat template")
     options = {name: value for name, value in options.items() if value is not None}
-    for name in OF_TEMPLATES:
+    for name in TEMPLATE_COLUMNS:
         entries = from_json(row.get(name), name)
         if not entries:
             continue
         if not isinstance(entries, list):
             raise ValueError(f"the column {name} is {type(entries).__name__}, not a list")
-        options[name] = [without_nulls(read_object(entry, f"an entry of {name}")) for entry in entries]
-    for tool in options.get("tools", ()):
+        options[name] = [drop_nulls(read_object(entry, f"an entry of {name}")) for entry in entries]
+    for tool in options.get("tools", ()):  # raises for a tool without a name
         name_of_tool(tool)
     return options
 
@@ -141,14 +179,16 @@ def name_of_tool(tool: Mapping[str, Any]) -> str:
 def read_messages(messages: Any) -> list[Message]:
     """The messages as chat templates read them. Reading them twice changes nothing."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        todo = ", but a text: write it as a list, in .jsonl or .parquet" if isinstance(messages, str) else ""
+        todo = ""
+        if isinstance(messages, str):
+            todo = ", but a text: write it as a list, in .jsonl or .parquet"
         raise ValueError(f"messages is not a list of {{role, content}}{todo}")
     return [read_message(message) for message in messages]
 
 
 def read_message(message: Message) -> Message:
     # A table's rows have all fields of all messages; those that a message lacks are null.
-    message = with_role({name: value for name, value in message.items() if value is not None})
+    message = read_role({name: value for name, value in message.items() if value is not None})
     role = message["role"]
     for name, todo in UNREAD_FIELDS.items():
         if message.get(name):
@@ -159,9 +199,9 @@ def read_message(message: Message) -> Message:
     if calls:
         message["tool_calls"] = [read_call(call) for call in calls]
         message.setdefault("content", "")
-    message["content"] = joined_text(message.get("content"), f"the {role} message")
+    message["content"] = join_text_parts(message.get("content"), f"the {role} message")
     require_text(message["content"], f"the {role} message", empty_ok=role != "assistant" or bool(calls))
-    thoughts = thoughts_of(message)
+    thoughts = read_thoughts(message)
     if thoughts:
         message["reasoning_content"] = thoughts
         message["thinking"] = thoughts  # gpt-oss reads this one
@@ -169,7 +209,7 @@ def read_message(message: Message) -> Message:
     return message
 
 
-def with_role(message: Message) -> Message:
+def read_role(message: Message) -> Message:
     """A message with the name of its role that chat templates know, also if it has ShareGPT's `from` and `value`."""
     if "role" in message:
         require_text(message["role"], "a message's role")
@@ -195,7 +235,7 @@ def with_role(message: Message) -> Message:
     return {**other_fields, "role": SENDERS[sender.lower()], "content": message.get("value")}
 
 
-def joined_text(content: Any, name: str) -> Any:
+def join_text_parts(content: Any, name: str) -> Any:
     """The content of a message, its parts joined to one text; ValueError for a part that is no text."""
     if not isinstance(content, list):
         return content
@@ -212,7 +252,7 @@ def joined_text(content: Any, name: str) -> Any:
     return "".join(texts)
 
 
-def thoughts_of(message: Message) -> str:
+def read_thoughts(message: Message) -> str:
     """The thoughts of a message; its fields for them are removed if they are empty. ValueError if they differ."""
     thoughts: dict[str, str] = {}
     for name in REASONING:
@@ -230,11 +270,13 @@ def thoughts_of(message: Message) -> str:
 
 def read_call(entry: Any) -> dict[str, Any]:
     """One call as `{"type": "function", "function": {"name", "arguments"}}`, where the arguments are an object."""
-    call = {name: value for name, value in read_object(entry, "an entry of tool_calls").items() if value is not None}
+    fields = read_object(entry, "an entry of tool_calls")
+    call = {name: value for name, value in fields.items() if value is not None}
     nested = call.pop("function", None)
     if nested is None:
         nested = {name: call.pop(name) for name in ("name", "arguments") if name in call}
-    function = {name: value for name, value in read_object(nested, "a call's function").items() if value is not None}
+    function_fields = read_object(nested, "a call's function")
+    function = {name: value for name, value in function_fields.items() if value is not None}
     if not isinstance(function.get("name"), str):
         raise ValueError("an entry of tool_calls has no name of a function")
     for name in (*UNREAD_ARGUMENTS, "arguments"):
@@ -243,7 +285,7 @@ def read_call(entry: Any) -> dict[str, Any]:
             raise ValueError(f"{name} of the call to {function['name']} would be lost: {todo}")
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
-        arguments = without_nulls(arguments)
+        arguments = drop_nulls(arguments)
     else:
         arguments = read_object(arguments or {}, f"the arguments of the call to {function['name']}")
     return {**call, "type": call.get("type", "function"), "function": {**function, "arguments": arguments}}
@@ -260,10 +302,12 @@ def check_weight(message: Message) -> None:
             raise ValueError(f"{name} of the {role} message is {value!r}: only the assistant's turns are trained on")
 
 
-def weight_of(message: Message) -> bool | None:
+def read_weight(message: Message) -> bool | None:
     """Whether a message says that it is trained on; None if it does not say."""
     weights = [bool(message[name]) for name in WEIGHTS if name in message]
-    return all(weights) if weights else None
+    if not weights:
+        return None
+    return all(weights)
 
 
 # --- Values -----------------------------------------------------------------------------------------------------------
@@ -287,12 +331,12 @@ def read_object(value: Any, name: str) -> dict[str, Any]:
     return parsed
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """A value without null fields: a table's rows have the fields of all rows, as nulls. TRL removes them, too."""
     if isinstance(value, dict):
-        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+        return {name: drop_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
+        return [drop_nulls(entry) for entry in value]
     return value
 
 

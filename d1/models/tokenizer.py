@@ -19,15 +19,15 @@ from d1.files import OF_TOKENIZER, read_object, reading
 from d1.models.adapters import adapter_chain, check_there
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.models.messages import (
-    OF_TEMPLATES,
     REASONING,
+    TEMPLATE_COLUMNS,
     Message,
     Options,
-    joined_text,
+    join_text_parts,
     map_texts,
     name_of_tool,
+    read_weight,
     texts_in,
-    weight_of,
 )
 from d1.models.messages import as_messages as as_messages
 from d1.models.messages import conversation_of as conversation_of
@@ -199,7 +199,7 @@ def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     chat = [dict(message) for message in messages]
     for message in chat:
         if isinstance(message.get("content"), list):
-            message["content"] = joined_text(message["content"], f"the {message.get('role')} message")
+            message["content"] = join_text_parts(message["content"], f"the {message.get('role')} message")
     return chat
 
 
@@ -393,14 +393,14 @@ def encode_turns(
     if all_turns:
         chosen = []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant" and weight_of(message) is not False:
+            if message["role"] == "assistant" and read_weight(message) is not False:
                 chosen.append(number)
         if not chosen:
             raise ValueError("all turns of the assistant have weight 0: there is nothing to train on")
         messages = messages[: chosen[-1] + 1]
     else:
         chosen = [len(messages) - 1]
-        if weight_of(messages[-1]) is False:
+        if read_weight(messages[-1]) is False:
             raise ValueError(
                 "the last turn of the assistant has weight 0: there is nothing to train on "
                 "(--assistant_only_loss trains on its other turns)"
@@ -408,7 +408,7 @@ def encode_turns(
     for turn in chosen:
         check_plain_text(tokenizer, messages[turn], answer)
     parts, notes = trained_parts(messages, tokenizer, chosen, options or {}, all_turns)
-    if not all_turns and any(weight_of(message) for message in messages[:-1] if message["role"] == "assistant"):
+    if not all_turns and any(read_weight(message) for message in messages[:-1] if message["role"] == "assistant"):
         notes.append(ONE_TURN)
     notes += omission_notes(messages, tokenizer, options or {})
 
@@ -665,7 +665,7 @@ def omission_notes(messages: list[Message], tokenizer: Any, options: Options) ->
         if text == render(tokenizer, nameless, options, add_generation_prompt=True):
             notes.append(NO_NAMES)
     for name in options:
-        if name not in OF_TEMPLATES and name not in tokenizer.get_chat_template():
+        if name not in TEMPLATE_COLUMNS and name not in tokenizer.get_chat_template():
             notes.append(NO_VARIABLE.format(name))
     return notes
 
