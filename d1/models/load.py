@@ -82,9 +82,13 @@ def prepare(model: Model) -> Model:
     inner = unwrapped(model)
     if getattr(inner, PREPARED, False):
         return model
-    name, config = type(inner).__name__, inner.config
+    name = type(inner).__name__
+    config = inner.config
+    backbone = inner.base_model
+
+    # What is not supported
     check_kind(config.model_type, name)
-    kind, backbone = kind_of(config), inner.base_model
+    kind = kind_of(config)
     check_since(kind, config.model_type, name)
     if kind.becomes:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
@@ -104,6 +108,8 @@ def prepare(model: Model) -> Model:
             f"{name} does not split into a `base_model`, which gives hidden states, and the head "
             f"{', '.join(kind.head)}: sampling and scoring need a causal or masked LM with these names"
         )
+
+    # Attention, positions and the states that score each token
     attend_both_ways(config, name)
     backbone.register_forward_pre_hook(place_packed, with_kwargs=True)
     backbone.register_forward_pre_hook(add_positions_and_mask, with_kwargs=True)
@@ -116,6 +122,7 @@ def prepare(model: Model) -> Model:
         backbone.register_forward_hook(apply_logits_to_keep, with_kwargs=True)
     else:
         backbone.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
+
     if getattr(inner, "generation_config", None) is None:  # masked-LM classes have none, but trainers read it
         inner.generation_config = GenerationConfig()
     if not kind.encoder:
@@ -166,8 +173,11 @@ def load_model(
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
     warn_of_other_base(base, adapters)
-    options: dict[str, Any] = {"attn_implementation": attn_implementation}
-    options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
+
+    # Arguments of `from_pretrained`
+    if dtype == "auto":
+        dtype = checkpoint_dtype(base)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype or torch.float32}
     if quantization is not None or (device is not None and torch.device(device).type != "cpu"):
         options["device_map"] = {"": device or "cpu"}  # by default, quantised weights go to a GPU
     if quantization is not None:
@@ -179,12 +189,13 @@ def load_model(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=options["dtype"],
         )
+
     model = load_base(folder, options)
     for module in model.modules():  # bitsandbytes 0.50 would repack weights on some CPUs, and lose their gradients
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    for merged in adapters[:-1]:
-        model = merge_adapter(add_adapter(model, merged), merged)
+    for merged_adapter in adapters[:-1]:
+        model = merge_adapter(add_adapter(model, merged_adapter), merged_adapter)
     if adapters:
         model = add_adapter(model, adapters[-1])
     return model.eval()
@@ -192,18 +203,25 @@ def load_model(
 
 def load_on_device(path: str | ModelFolder, dtype: str | None = None, **options: Any) -> Any:
     """`load_model` on the GPU of this process, or on the CPU if there is none, in `named_dtype(dtype)`."""
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return load_model(path, named_dtype(dtype), device, **options)
 
 
 def named_dtype(name: str | None) -> torch.dtype:
     """A dtype by its name; None is bfloat16 on a GPU and float32 on a CPU."""
-    return getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))  # type: ignore[no-any-return]
+    if name:
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
     """The model without adapters; `options` are for `from_pretrained`."""
-    path, config, kind = folder.base, folder.config, folder.kind
+    path = folder.base
+    config = folder.config
+    kind = folder.kind
+    is_local = Path(path).is_dir()
     quantised = "quantization_config" in options
     if kind.uniform_noise and quantised:
         raise ValueError(
@@ -212,16 +230,24 @@ def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
         )
     check_stored_types(path)
     attention_of(config)  # an unknown name is an error before the weights are read
-    if not Path(path).is_dir() and (index := file_of(path, "model.safetensors.index.json")):
-        check_index(Path(index), complete=False)
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    options["key_mapping"] = None if kind.names is None else dict(kind.names)
+    if not is_local:
+        index = file_of(path, "model.safetensors.index.json")
+        if index is not None:
+            check_index(Path(index), complete=False)
+
     # Experts are stacked layer by layer: files are read in order, or threads would read the whole checkpoint ahead.
     stacked = experts(config) > 0
     copies = stacked or quantised or needs_copy(path, options["dtype"], options.get("device_map"))
     try:
         with reading_weights(copies, in_order=stacked), converting(config.model_type, kind.converters):
-            model, report = auto_class(config).from_pretrained(path, config=config, **options)
+            model, report = auto_class(config).from_pretrained(
+                path,
+                config=config,
+                key_mapping=None if kind.names is None else dict(kind.names),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     except (RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -231,11 +257,13 @@ def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
             auto_class(config).from_config(config)
         raise
     check_loaded(path, report)
-    if not Path(path).is_dir() and (file := file_of(path, "config.json")):  # now its weights are downloaded
-        check_stored_types(str(Path(file).parent))
+    if not is_local:  # its weights are downloaded now
+        config_file = file_of(path, "config.json")
+        if config_file is not None:
+            check_stored_types(str(Path(config_file).parent))
     if kind.names is not None or stacked:
         forget_renaming(model)
-    if Path(path).is_dir():  # adapters trained on this model record it as their base
+    if is_local:  # adapters trained on this model record it as their base
         model.name_or_path = str(Path(path).resolve())
     return prepare(model)
 
@@ -253,19 +281,25 @@ def check_stored_types(path: str) -> None:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """The class of Transformers that builds a model of this config with its head."""
-    if name := kind_of(config).model:
-        return getattr(transformers, name)
-    return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
+    class_name = kind_of(config).model
+    if class_name:
+        return getattr(transformers, class_name)
+    if is_encoder(config):
+        return AutoModelForMaskedLM
+    return AutoModelForCausalLM
 
 
 def check_loaded(path: str, report: dict[str, Any]) -> None:
     """Raise ValueError, with a list of all weights that were missing, unexpected or of another shape."""
+    unexpected = [name for name in report["unexpected_keys"] if not any(part in name for part in SPARE)]
+    mismatched = [(name, tuple(stored), tuple(expected)) for name, stored, expected in report["mismatched_keys"]]
     wrong: dict[str, list[Any]] = {
         "missing": sorted(report["missing_keys"]),
-        "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in SPARE)),
-        "mis-shaped (name, file, model)": sorted((k, tuple(a), tuple(b)) for k, a, b in report["mismatched_keys"]),
+        "unexpected": sorted(unexpected),
+        "mis-shaped (name, file, model)": sorted(mismatched),
         "errors": list(report["error_msgs"]),
     }
-    if any(wrong.values()):
-        lists = "\n".join(f"{len(keys)} {what}: {keys}" for what, keys in wrong.items() if keys)
+    lines = [f"{len(names)} {problem}: {names}" for problem, names in wrong.items() if names]
+    if lines:
+        lists = "\n".join(lines)
         raise ValueError(f"{path}: the weights do not fit the model that config.json describes\n{lists}")
