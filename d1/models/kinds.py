@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from d1.files import check_files, reading
-from d1.models.formats.diffusion_gemma import check_config, diffusion_gemma_weights, lift
+from d1.models.formats.diffusion_gemma import check_config, copy_text_fields, diffusion_gemma_weights
 from d1.models.formats.llada import (
     FROM_LLADA,
     FROM_LLADA2,
@@ -276,7 +276,7 @@ def attend_both_ways(config: Any, name: str) -> None:
     """
     if kind_of(config).uniform_noise:
         check_config(config, name)
-        lift(config)
+        copy_text_fields(config)
         return  # its encoder is causal, and its decoder never is
     if windowed(config) and "full_attention" not in config.layer_types:
         raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")

@@ -10,9 +10,14 @@ if TYPE_CHECKING:
 
 # Fields of the text's config that this library reads where other models have them. Not `vocab_size`: PEFT would compare
 # it with that of the base's config, which has none.
-LIFTED = (
-    *("max_position_embeddings", "final_logit_softcapping", "hidden_size", "num_hidden_layers"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
+TEXT_FIELDS = (
+    "max_position_embeddings",
+    "final_logit_softcapping",
+    "hidden_size",
+    "num_hidden_layers",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
 )
 ENCODER = "model.encoder.language_model."
 
@@ -28,9 +33,9 @@ def check_config(config: Any, name: str) -> None:
         raise ValueError(f"{name}: tie_word_embeddings false unties encoder and decoder, which share all weights here")
 
 
-def lift(config: Any) -> None:
+def copy_text_fields(config: Any) -> None:
     """Give a config the fields of its text's config, and its canvas as its `block_size`; changes it in place."""
-    for field in LIFTED:
+    for field in TEXT_FIELDS:
         if getattr(config, field, None) is None:
             setattr(config, field, getattr(config.text_config, field))
     config.block_size = config.canvas_length

@@ -24,19 +24,21 @@ MISSING = "needs the package gguf: pip install -e '.[gguf]' in the checkout, or 
 def gguf_file(source: str) -> Path | None:
     """The GGUF file that `source` is, or the only one of a folder without a `config.json`; None if there is none.
     ValueError for several files and for a part of a split one."""
-    path, found = Path(source), list[Path]()
+    path = Path(source)
+    files: list[Path] = []
     if path.is_file() and path.suffix == SUFFIX:
-        found = [path]
+        files = [path]
     elif path.is_dir() and not (path / "config.json").exists():
-        found = sorted(path.glob(f"*{SUFFIX}"))
-    for file in found:
-        if part := PART.search(file.name):
+        files = sorted(path.glob(f"*{SUFFIX}"))
+    for file in files:
+        part = PART.search(file.name)
+        if part is not None:
             raise ValueError(
                 f"{file} is one of {int(part[1])} parts of a split GGUF: join them first, with llama-gguf-split --merge"
             )
-    if len(found) > 1:
-        raise ValueError(f"{source} has {len(found)} GGUF files: name one of {', '.join(map(str, found))}")
-    return found[0] if found else None
+    if len(files) > 1:
+        raise ValueError(f"{source} has {len(files)} GGUF files: name one of {', '.join(map(str, files))}")
+    return files[0] if files else None
 
 
 def gguf_types(file: Path) -> str:
@@ -56,8 +58,12 @@ def gguf_types(file: Path) -> str:
     numbers: Counter[str] = Counter()
     for tensor in tensors:
         numbers[tensor.tensor_type.name] += int(tensor.n_elements)
-    *others, last = [name for name, _ in numbers.most_common()] or ["nothing"]
-    return f"{', '.join(others)} and {last}" if others else last
+    names = [name for name, _ in numbers.most_common()]
+    if not names:
+        return "nothing"
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def gguf_config(file: Path) -> PreTrainedConfig:
@@ -76,7 +82,6 @@ def load_gguf(file: Path) -> tuple[Any, Any, dict[str, Any]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    named = {"gguf_file": file.name}
     with reading(file, "Transformers cannot read the weights of the GGUF file"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
@@ -84,9 +89,9 @@ def load_gguf(file: Path) -> tuple[Any, Any, dict[str, Any]]:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
-            **named,
+            gguf_file=file.name,
         )
     with reading(file, "Transformers cannot read the tokenizer of the GGUF file"):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, padding_side="left", **named)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, padding_side="left", gguf_file=file.name)
     model, report = loaded
     return model, tokenizer, report

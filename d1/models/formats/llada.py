@@ -79,52 +79,74 @@ def llada_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str,
 
 def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Llama config that a LLaDA `config.json` describes."""
-    known = (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "torch_dtype", "dtype", "rope_theta")
-    rest = {k: v for k, v in raw.items() if k not in known}  # what a Llama does not use, kept for an export
-    odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
-    if odd:
-        raise ValueError(f"this LLaDA config asks for layers that are not supported: {odd}")
+    unsupported = {}
+    for name, value in LLADA_FIXED.items():
+        if name in raw and (raw[name] or None) != (value or None):
+            unsupported[name] = raw[name]
+    if unsupported:
+        raise ValueError(f"this LLaDA config asks for layers that are not supported: {unsupported}")
+
+    # What a Llama does not use is kept for an export.
+    used = (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "torch_dtype", "dtype", "rope_theta")
+    unused = {name: value for name, value in raw.items() if name not in used}
     raw = {**raw, "n_kv_heads": raw.get("n_kv_heads") or raw.get("n_heads")}
     raw["embedding_size"] = raw.get("embedding_size") or raw.get("vocab_size")
     raw["mlp_hidden_size"] = raw.get("mlp_hidden_size") or raw.get("mlp_ratio", 4) * raw.get("d_model", 0)
     fields = renamed_fields(raw, LLADA_FIELDS, "LLaDA")
-    return fields | {"llada_fields": rest, "bos_token_id": raw.get("bos_token_id")}
+    return fields | {"llada_fields": unused, "bos_token_id": raw.get("bos_token_id")}
 
 
 def llada_from_llama(config: Any) -> dict[str, Any]:
     """The LLaDA `config.json` of a Llama config; the code it points to is LLaDA's own repository."""
-    plain = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    odd = {name: getattr(config, name, None) for name, value in plain.items() if getattr(config, name, None) != value}
-    rope, heads = getattr(config, "rope_parameters", None) or {}, getattr(config, "head_dim", None)
+    unsupported = {}
+    for name, value in (
+        ("model_type", "llama"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("hidden_act", "silu"),
+    ):
+        if getattr(config, name, None) != value:
+            unsupported[name] = getattr(config, name, None)
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default":
-        odd["rope_parameters"] = rope
-    if heads != config.hidden_size / config.num_attention_heads:
-        odd["head_dim"] = heads
+        unsupported["rope_parameters"] = rope
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim != config.hidden_size / config.num_attention_heads:
+        unsupported["head_dim"] = head_dim
     if getattr(config, "predicts_next_token", False):
-        odd["predicts_next_token"] = True
+        unsupported["predicts_next_token"] = True
     if getattr(config, "attention_pattern", None) == "causal-context":
-        odd["attention_pattern"] = config.attention_pattern
-    if odd:
-        raise ValueError(f"only a Llama without biases, whose heads divide hidden_size, can be written as LLaDA: {odd}")
-    return {
-        **LLADA_FIXED,
-        **{old: getattr(config, new, None) for old, new in LLADA_FIELDS.items()},
-        "model_type": "llada",
-        "architectures": ["LLaDAModelLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_llada.LLaDAConfig",
-            **dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "modeling_llada.LLaDAModelLM"),
-        },
-        "vocab_size": config.vocab_size,
-        "rope_theta": rope["rope_theta"],
-        "rope_full_precision": True,
-        "mlp_ratio": 4,
-        "init_device": "cpu",
-        "flash_attention": False,
-        "use_cache": False,
-        **({"block_size": config.block_size} if getattr(config, "block_size", None) else {}),
-        **getattr(config, "llada_fields", {}),
-    }
+        unsupported["attention_pattern"] = config.attention_pattern
+    if unsupported:
+        raise ValueError(
+            f"only a Llama without biases, whose heads divide hidden_size, can be written as LLaDA: {unsupported}"
+        )
+
+    released: dict[str, Any] = dict(LLADA_FIXED)
+    for name, llama_name in LLADA_FIELDS.items():
+        released[name] = getattr(config, llama_name, None)
+    released.update(
+        {
+            "model_type": "llada",
+            "architectures": ["LLaDAModelLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_llada.LLaDAConfig",
+                "AutoModel": "modeling_llada.LLaDAModelLM",
+                "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+            },
+            "vocab_size": config.vocab_size,
+            "rope_theta": rope["rope_theta"],
+            "rope_full_precision": True,
+            "mlp_ratio": 4,
+            "init_device": "cpu",
+            "flash_attention": False,
+            "use_cache": False,
+        }
+    )
+    if getattr(config, "block_size", None):
+        released["block_size"] = config.block_size
+    released.update(getattr(config, "llada_fields", {}))
+    return released
 
 
 LLADA_MOE_FIELDS = {  # LLaDA-MoE's config field -> Qwen3Moe's
@@ -190,8 +212,15 @@ LLADA2_FIXED = {  # the only published architecture
     "use_sliding_window": (None, False),
     "num_nextn_predict_layers": (None, 0),
 }
-DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_theta": 600000}
-DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # LLaDA2.0's values, for fields that the file lacks
+LLADA2_DEFAULTS = {  # LLaDA2.0's values, for fields that the file lacks
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rope_theta": 600000,
+    "first_k_dense_replace": 1,
+    "num_shared_experts": 1,
+}
 BEYOND = ("edit", "insert", "split", "delet", "capacity")  # starts of words in fields that ask for more than to fill in
 
 
@@ -204,7 +233,7 @@ def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
                 "--edit_threshold; if it inserts, deletes or routes by blocks (2.2), its logits would be wrong here"
             )
     check_fixed(raw, LLADA2_FIXED, "LLaDA2")
-    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    raw = LLADA2_DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     if not raw["num_shared_experts"]:
         raise ValueError("this LLaDA2 config asks for layers that are not supported: no shared expert")
     fields = renamed_fields(raw | head_sizes(raw), LLADA2_FIELDS, "LLaDA2")

@@ -15,24 +15,32 @@ NAME = "Nemotron-Labs-Diffusion"
 NEMOTRON_KEYS = (("encoder", "model"), ("diffusion_head", "lm_head"))  # the released module -> Ministral3's
 FROM_NEMOTRON = key_mapping(NEMOTRON_KEYS)
 TO_NEMOTRON = key_mapping((new, old) for old, new in NEMOTRON_KEYS)
-SIZES: tuple[str, ...] = (
+SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
 )
-SIZES += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
 # Fields that the class reads under the same name; the others are about NVIDIA's trainers.
-SAME: tuple[str, ...] = (
+SAME = (
     *SIZES,
     "rope_parameters",
     "hidden_act",
     "attention_dropout",
     "initializer_range",
     "tie_word_embeddings",
+    "mask_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "block_size",
+    "torch_dtype",
+    "dtype",
 )
-SAME += ("mask_token_id", "bos_token_id", "eos_token_id", "block_size", "torch_dtype", "dtype")
 NEMOTRON_FIXED = {  # every released model; another value would need another class or another mask
     "dlm_paradigm": ("bidirectional", "block_diff"),  # how NVIDIA's code samples, or trains, the same model
     "sliding_window": (None,),
@@ -49,11 +57,14 @@ def ministral3_fields(raw: dict[str, Any]) -> dict[str, Any]:
     check_fixed(raw, NEMOTRON_FIXED, NAME)
     rope = raw.get("rope_parameters") or {}
     absent = [name for name in (*SIZES, "rope_parameters") if raw.get(name) is None]
-    absent += [f"rope_parameters.{name}" for name in SCALED if rope and rope.get(name) is None]
+    if rope:
+        absent += [f"rope_parameters.{name}" for name in SCALED if rope.get(name) is None]
     if absent:
         raise ValueError(f"this {NAME} config.json lacks {', '.join(absent)}")
+    fields = {name: raw[name] for name in SAME if name in raw}
     # The released tokenizer has no padding token; the class would take 11, which ends a turn.
-    return {name: raw[name] for name in SAME if name in raw} | {"pad_token_id": raw.get("pad_token_id")}
+    fields["pad_token_id"] = raw.get("pad_token_id")
+    return fields
 
 
 def without_window(raw: dict[str, Any]) -> dict[str, Any]:

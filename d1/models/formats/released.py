@@ -46,9 +46,11 @@ SAME_IN_MIXTURES = {
 def key_mapping(table: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The table (name, name it becomes) of modules or weights, where {} is the number of the block, as
     {regular expression: replacement}, the form that `from_pretrained` and `rename` take."""
-    return {
-        "^" + re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?![^.])": new.replace("{}", r"\1") for old, new in table
-    }
+    mapping = {}
+    for old, new in table:
+        pattern = re.escape(old).replace(r"\{\}", r"(\d+)")
+        mapping["^" + pattern + r"(?![^.])"] = new.replace("{}", r"\1")
+    return mapping
 
 
 def rename(name: str, mapping: Mapping[str, str]) -> str:
@@ -62,9 +64,12 @@ def rename(name: str, mapping: Mapping[str, str]) -> str:
 
 def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], name: str) -> None:
     """Raise ValueError if a field of a released config has a value that `fixed` does not allow."""
-    odd = {field: raw[field] for field, allowed in fixed.items() if field in raw and raw[field] not in allowed}
-    if odd:
-        raise ValueError(f"this {name} config asks for layers that are not supported: {odd}")
+    unsupported = {}
+    for field, allowed in fixed.items():
+        if field in raw and raw[field] not in allowed:
+            unsupported[field] = raw[field]
+    if unsupported:
+        raise ValueError(f"this {name} config asks for layers that are not supported: {unsupported}")
 
 
 SIZES = ("d_model", "_size", "_heads", "_layers", "_experts", "_per_tok", "_eps")  # endings of fields
@@ -73,18 +78,23 @@ SIZES = ("d_model", "_size", "_heads", "_layers", "_experts", "_per_tok", "_eps"
 def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) -> dict[str, Any]:
     """The fields of `table` (released name -> name here) that a released config has, and its rotary positions;
     ValueError for missing sizes."""
-    needed = [*(field for field in table if field.endswith(SIZES)), "rope_theta"]
-    if absent := [field for field in needed if raw.get(field) is None]:
+    needed = [field for field in table if field.endswith(SIZES)]
+    needed.append("rope_theta")
+    absent = [field for field in needed if raw.get(field) is None]
+    if absent:
         raise ValueError(f"this {name} config.json lacks {', '.join(absent)}")
     fields = {new: raw[old] for old, new in table.items() if old in raw}
-    return fields | {"rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]}}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+    return fields
 
 
 def head_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
     """`num_key_value_heads` and `head_dim` of a config; if it leaves them out, the values that it implies."""
-    heads, size = raw.get("num_attention_heads"), raw.get("head_dim")
-    size = raw.get("hidden_size", 0) // (heads or 1) if size is None else size
-    return {"num_key_value_heads": raw.get("num_key_value_heads") or heads, "head_dim": size}
+    heads = raw.get("num_attention_heads")
+    head_dim = raw.get("head_dim")
+    if head_dim is None:
+        head_dim = raw.get("hidden_size", 0) // (heads or 1)
+    return {"num_key_value_heads": raw.get("num_key_value_heads") or heads, "head_dim": head_dim}
 
 
 def as_released(config: Any) -> dict[str, Any]:
@@ -92,7 +102,11 @@ def as_released(config: Any) -> dict[str, Any]:
     raw = getattr(config, "released", None)
     if raw is None:
         raise ValueError("only a model that was read from this format can be written in it again; this one was not")
-    return {**raw, **{name: getattr(config, name, None) for name in CHANGEABLE if name in raw}}
+    written = dict(raw)
+    for name in CHANGEABLE:
+        if name in raw:
+            written[name] = getattr(config, name, None)
+    return written
 
 
 def same_names(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
