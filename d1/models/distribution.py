@@ -43,9 +43,11 @@ class Distribution:
         """The logits (..., vocab) of this distribution, in which the tokens `ids` (...) are always kept: an update can
         make a sampled token too unlikely to be drawn again, but its ratio must stay finite."""
         if self.truncates:
-            out = self.truncated(logits.detach()).isneginf().scatter(-1, ids.unsqueeze(-1), False)
-            logits = logits.masked_fill(out, -math.inf)
-        return logits if self.temperature == 1 else logits / self.temperature
+            is_cut = self.truncated(logits.detach()).isneginf().scatter(-1, ids.unsqueeze(-1), False)
+            logits = logits.masked_fill(is_cut, -math.inf)
+        if self.temperature == 1:
+            return logits
+        return logits / self.temperature
 
 
 OWN = Distribution()
@@ -54,4 +56,6 @@ OWN = Distribution()
 def falling(first: float, last: float | None, number: int, passes: int) -> float:
     """The temperature of pass `number`, from 0, of `passes`: `first`, and then linearly towards `last`, which would be
     that of the pass after them (`generation_diffusion_gemma.py` of Transformers 5.24); None: always `first`."""
-    return first if last is None else last + (first - last) * (passes - number) / passes
+    if last is None:
+        return first
+    return last + (first - last) * (passes - number) / passes

@@ -28,15 +28,24 @@ MODEL_SETTINGS = ("model_path", "model_name")  # the names that stages give to t
 WEIGHTS = (".safetensors", ".bin")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "learnt.json")
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 DIGITS = 16
 
 
 def hash_values(values: Any) -> str:
     """The fingerprint of values that JSON can hold; others count as their text."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 def hash_file(path: str | Path) -> str:
@@ -44,8 +53,8 @@ def hash_file(path: str | Path) -> str:
     file = Path(path)
     if file.name == "adapter_config.json":
         return hash_values(json.loads(file.read_text()) | {"base_model_name_or_path": None})
-    known = file.stat()
-    return hash_bytes(file.resolve(), (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns))
+    stat = file.stat()
+    return hash_bytes(file.resolve(), (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
 
 
 @functools.cache
@@ -62,9 +71,8 @@ def hash_folder(path: str, names: Iterable[str]) -> str:
         return hub_commit(path)
     files = [folder / name for name in sorted(set(names)) if (folder / name).is_file()]
     with ThreadPoolExecutor() as threads:  # hashing releases the lock of the interpreter
-        return hash_values(
-            [[file.name, found] for file, found in zip(files, threads.map(hash_file, files), strict=True)]
-        )
+        hashes = list(threads.map(hash_file, files))
+    return hash_values([[file.name, file_hash] for file, file_hash in zip(files, hashes, strict=True)])
 
 
 def hub_commit(name: str) -> str:
@@ -74,8 +82,10 @@ def hub_commit(name: str) -> str:
     from d1.transformers_bridge import has_file
 
     for file in ("config.json", "adapter_config.json", "tokenizer_config.json"):
-        if has_file(name, file) and isinstance(path := try_to_load_from_cache(name, file), str):
-            return Path(path).parent.name[:DIGITS]
+        if has_file(name, file):
+            path = try_to_load_from_cache(name, file)
+            if isinstance(path, str):
+                return Path(path).parent.name[:DIGITS]
     return name
 
 
@@ -87,12 +97,14 @@ def hash_model(path: str, adapter: str | None = None) -> dict[str, str]:
     from d1.models.tokenizer import tokenizer_folder
 
     base, adapters = adapter_chain(path, adapter)
-    found = {"model": hash_folder(base, model_files(base))}
+    fingerprints = {"model": hash_folder(base, model_files(base))}
     if adapters:
-        found["adapter"] = hash_adapters(adapters)
-    own = adapter and Path(adapter, "tokenizer_config.json").is_file()
-    found["tokenizer"] = hash_folder(tokenizer_folder(str(adapter if own else path)), TOKENIZER_FILES)
-    return found
+        fingerprints["adapter"] = hash_adapters(adapters)
+    tokenizer_path = path
+    if adapter and Path(adapter, "tokenizer_config.json").is_file():
+        tokenizer_path = adapter
+    fingerprints["tokenizer"] = hash_folder(tokenizer_folder(str(tokenizer_path)), TOKENIZER_FILES)
+    return fingerprints
 
 
 def hash_adapters(adapters: Sequence[str]) -> str:
@@ -119,21 +131,23 @@ def warn_of_other_base(base: str, adapters: Sequence[str]) -> None:
         if trained_on is None:
             continue
         below = adapters[:number]
-        found = {"model": hash_folder(base, model_files(base)), "adapter": hash_adapters(below) if below else None}
-        if found == trained_on or is_copy_of_hub_model(adapters[0], base):
+        actual_base: dict[str, str | None] = {"model": hash_folder(base, model_files(base)), "adapter": None}
+        if below:
+            actual_base["adapter"] = hash_adapters(below)
+        if actual_base == trained_on or is_copy_of_hub_model(adapters[0], base):
             continue
         logger.warning(
             "The adapter %s was trained on another model than %s: the fingerprint of its base is %s in %s, and here it "
             "is %s. Load it on its own base, unless both hold the same weights in other files.",
             adapter,
             " with ".join([base, *below]),
-            named(trained_on),
+            join_fingerprints(trained_on),
             RECORD,
-            named(found),
+            join_fingerprints(actual_base),
         )
 
 
-def named(fingerprints: Mapping[str, str | None]) -> str:
+def join_fingerprints(fingerprints: Mapping[str, str | None]) -> str:
     return " + ".join(value for value in fingerprints.values() if value)
 
 

@@ -26,14 +26,19 @@ def check_memory(folder: ModelFolder, dtype: str | None = None) -> None:
     """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
     if torch.cuda.is_available():
         return
-    model, copies = meta_model(folder.config, named_dtype(dtype)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    model = meta_model(folder.config, named_dtype(dtype))
+    copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = copies * sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = psutil.virtual_memory().available
     if needed > free:
         name = str(named_dtype(dtype)).removeprefix("torch.")
-        half = "pass --dtype bfloat16, which takes half, or " if name == "float32" else ""
-        each = f" in {copies} processes" if copies > 1 else ""
+        processes = ""
+        if copies > 1:
+            processes = f" in {copies} processes"
+        advice = "use a machine with a GPU or with more memory"
+        if name == "float32":
+            advice = f"pass --dtype bfloat16, which takes half, or {advice}"
         raise ValueError(
-            f"{folder.path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory "
-            f"are free: {half}use a machine with a GPU or with more memory"
+            f"{folder.path}: its weights take {needed / GB:.1f} GB as {name}{processes}, and {free / GB:.1f} GB of "
+            f"memory are free: {advice}"
         )

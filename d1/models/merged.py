@@ -43,8 +43,12 @@ class MergedCopy:
         base = trained.get_base_model()
         layers = adapted_layers(base)
         copied = adapted_weights(layers)
-        shared = [tensor for tensor in (*base.parameters(), *base.buffers()) if id(tensor) not in copied]
-        self.model: Any = copy.deepcopy(base, {id(tensor): tensor for tensor in shared}).eval()
+        # What `deepcopy` takes for copied already is shared.
+        shared: dict[int, Any] = {}
+        for tensor in (*base.parameters(), *base.buffers()):
+            if id(tensor) not in copied:
+                shared[id(tensor)] = tensor
+        self.model: Any = copy.deepcopy(base, shared).eval()
         # Pairs of a layer and its copy, which has the same adapter on the copied weights. The model itself gets the
         # layer below, so that it has no adapter.
         twins: dict[str, Any] = {name: self.model.get_submodule(name) for name in layers}
@@ -75,7 +79,11 @@ def base_weights(layer: Any) -> list[nn.Parameter]:
 
 def adapted_weights(layers: Mapping[str, Any]) -> dict[int, nn.Parameter]:
     """The weights below the adapters of these layers, each once, by their id."""
-    return {id(weight): weight for layer in layers.values() for weight in base_weights(layer)}
+    weights = {}
+    for layer in layers.values():
+        for weight in base_weights(layer):
+            weights[id(weight)] = weight
+    return weights
 
 
 def copied_bytes(model: nn.Module) -> int:
@@ -94,10 +102,12 @@ def against_copy(model: Any) -> str | None:
         return "4-bit weights cannot absorb an adapter"
     if any(isinstance(module, AuxiliaryTrainingWrapper) for module in base.modules()):
         return "the adapter trains whole modules or single tokens (modules_to_save, trainable_token_indices)"
-    other = {type(layer).__name__ for layer in layers.values() if not isinstance(layer, lora.Linear)}
-    if other:
-        return f"the adapter has layers that are not LoRA on a linear layer: {', '.join(sorted(other))}"
-    holders = Counter(id(weight) for module in base.modules() for weight in module.parameters(recurse=False))
-    if any(holders[name] > 1 for name in weights):
+    unsupported = {type(layer).__name__ for layer in layers.values() if not isinstance(layer, lora.Linear)}
+    if unsupported:
+        return f"the adapter has layers that are not LoRA on a linear layer: {', '.join(sorted(unsupported))}"
+    holders: Counter[int] = Counter()  # modules per weight
+    for module in base.modules():
+        holders.update(id(weight) for weight in module.parameters(recurse=False))
+    if any(holders[weight_id] > 1 for weight_id in weights):
         return "the adapter is on weights that another module shares"
     return None

@@ -28,7 +28,10 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     """The name of the processor's instructions for products in bf16; None if it has none or is not known."""
     if platform.system() != "Linux" or not cpuinfo.is_file():
         return None
-    flags = {flag for line in cpuinfo.read_text().splitlines() if line.startswith("flags") for flag in line.split()}
+    flags: set[str] = set()
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith("flags"):
+            flags.update(line.split())
     return next((name for name in INSTRUCTIONS if name in flags), None)
 
 
@@ -36,11 +39,13 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 def bf16_deviation(width: int = 512, rows: int = 64) -> float:
     """By how much the output and the gradients of a small network differ under autocast to bf16 from those in fp64, as
     a share of their norm: the largest of these shares. Random numbers stay as they are."""
-    found: dict[bool, list[torch.Tensor]] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width))
         inputs = torch.randn(rows, width)
+
+    # The output and the gradients, in fp64 and in bf16
+    results: dict[bool, list[torch.Tensor]] = {}
     for exact in (True, False):
         network = network.double() if exact else network.float()
         network.zero_grad()
@@ -48,9 +53,12 @@ def bf16_deviation(width: int = 512, rows: int = 64) -> float:
             output = network(inputs.double() if exact else inputs)
         output.double().square().mean().backward()
         gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
-        found[exact] = [tensor.detach().double().clone() for tensor in (output, *gradients)]
-    pairs = zip(found[False], found[True], strict=True)
-    return max(float((rounded - exact).norm() / exact.norm()) for rounded, exact in pairs)
+        results[exact] = [tensor.detach().double().clone() for tensor in (output, *gradients)]
+
+    deviations = []
+    for in_bf16, in_fp64 in zip(results[False], results[True], strict=True):
+        deviations.append(float((in_bf16 - in_fp64).norm() / in_fp64.norm()))
+    return max(deviations)
 
 
 def number_of_parameters(config: Any) -> int:
@@ -70,13 +78,15 @@ def cpu_runs_bf16(config: Any) -> bool:
         return False
     deviation = bf16_deviation()
     holds = deviation < MAX_DEVIATION
-    verb = "in bf16, mixed with fp32 where sums need it" if holds else "in fp32, because bf16 is not exact enough here"
+    precision = "in fp32, because bf16 is not exact enough here"
+    if holds:
+        precision = "in bf16, mixed with fp32 where sums need it"
     logger.info(
         "This processor has %s. A check of bf16 differs from fp64 by %.2g of the norm (allowed: %.2g): the model runs "
         "%s.",
         instructions,
         deviation,
         MAX_DEVIATION,
-        verb,
+        precision,
     )
     return holds

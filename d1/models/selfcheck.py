@@ -43,14 +43,23 @@ def check_environment(prepare: Callable[[Any], Any], marks: Path = Path(HF_HOME)
 def difference_with_cache(prepare: Callable[[Any], Any]) -> float:
     """The largest difference between states of one pass over 8 tokens and of a pass over the last 4 of them, with the
     keys and values of the first 4 in a cache and the last layer at two positions only."""
-    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        use_cache=False,
+    )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        backbone, _ = backbone_and_head(prepare(LlamaForCausalLM(LlamaConfig(**sizes)).float()).eval())
-        ids, mask = torch.arange(8).unsqueeze(0), torch.ones(1, 8).long()
-        at, cache = torch.tensor([[1, 3]]), DynamicCache()
+        model = prepare(LlamaForCausalLM(config).float()).eval()
+        backbone, _ = backbone_and_head(model)
+        ids = torch.arange(8).unsqueeze(0)
+        mask = torch.ones(1, 8).long()
+        positions = torch.tensor([[1, 3]])
+        cache = DynamicCache()
         whole = backbone(ids, mask, **{CACHE: cache})
         cache.crop(-4)
-        part = backbone(ids[:, 4:], mask, at, position_ids=torch.arange(4, 8).unsqueeze(0), **{CACHE: cache})
-        return float((whole[:, 4 + at[0]] - part).abs().max())
+        part = backbone(ids[:, 4:], mask, positions, position_ids=torch.arange(4, 8).unsqueeze(0), **{CACHE: cache})
+        return float((whole[:, 4 + positions[0]] - part).abs().max())
