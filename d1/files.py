@@ -21,9 +21,14 @@ logger = logging.getLogger(__name__)
 
 # --- Errors of full disks ---------------------------------------------------------------------------------------------
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # How messages of PyTorch 2.13 begin if it cannot write a file; it drops the system's reason.
-TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writing", "basic_ios::clear", "write(): fd ")
+TORCH_WRITE_ERRORS = (
+    "[enforce fail at inline_container",
+    "PytorchStreamWriter failed writing",
+    "basic_ios::clear",
+    "write(): fd ",
+)
 
 
 @contextmanager
@@ -36,20 +41,22 @@ def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterato
         reason = no_room(error)
         if not reason:
             raise
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-        free = shutil.disk_usage(there).free / 1e9
-        todo = advice if isinstance(advice, str) else advice()
-        raise OSError(f"no room for {what} in {folder} ({reason}; {free:.1f} GB are free there): {todo}") from error
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        free = shutil.disk_usage(existing).free / 1e9
+        if not isinstance(advice, str):
+            advice = advice()
+        raise OSError(f"no room for {what} in {folder} ({reason}; {free:.1f} GB are free there): {advice}") from error
 
 
 def no_room(error: Exception) -> str:
     """The reason in an error if it is a full disk, a quota or a limit of size; else an empty string."""
     text = str(error)
-    for number in FULL & {*map(int, re.findall(r"(?:os error |Errno )(\d+)", text))}:
+    for number in FULL_DISK_ERRORS & {*map(int, re.findall(r"(?:os error |Errno )(\d+)", text))}:
         return os.strerror(number)
     # PyTorch gives no reason, so any failure of its writing counts.
-    unwritten = text.startswith(TORCH) and "Reader" not in text
-    return "a file could not be written to its end" if unwritten else ""
+    if text.startswith(TORCH_WRITE_ERRORS) and "Reader" not in text:
+        return "a file could not be written to its end"
+    return ""
 
 
 def give_usual_mode(files: Iterable[Path]) -> None:
@@ -67,11 +74,11 @@ def give_usual_mode(files: Iterable[Path]) -> None:
 def check_output_dir(folder: str | Path) -> None:
     """Refuse (ValueError) a folder that cannot be created or written, before anything is loaded. Creates nothing."""
     path = Path(folder).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not there.is_dir():
-        raise ValueError(f"--output_dir {folder}: {there} is a file, not a folder; name another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output_dir {folder}: you may not write to {there}; name another folder")
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--output_dir {folder}: {existing} is a file, not a folder; name another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--output_dir {folder}: you may not write to {existing}; name another folder")
 
 
 def valid_unicode(text: str) -> str:
@@ -110,7 +117,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 # --- A lock on a folder that one run at a time may write to -----------------------------------------------------------
 
-WITHOUT = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
+NO_LOCK_ERRORS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
 
 
 class LockHeldError(ValueError):
@@ -132,15 +139,18 @@ class FileLock:
     def acquire(self, kind: int = fcntl.LOCK_EX) -> None:
         """Take the lock, or change the kind of one that is held. Raises LockHeldError if another process has it."""
         while True:
-            self.file = self.file or self.opened()
+            if self.file is None:
+                self.file = self.open()
             try:
                 fcntl.flock(self.file, kind | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = self.path.read_text() if self.path.exists() else ""
+                holder = ""
+                if self.path.exists():
+                    holder = self.path.read_text()
                 self.release()
                 raise LockHeldError(holder or "another process") from None
             except OSError as error:
-                if error.errno not in WITHOUT:
+                if error.errno not in NO_LOCK_ERRORS:
                     raise
                 logger.warning("%s cannot be locked (%s): start no second run there", self.path, error.strerror)
             if self.path.exists() and os.fstat(self.file.fileno()).st_ino == self.path.stat().st_ino:
@@ -151,13 +161,14 @@ class FileLock:
                 self.file.truncate(0)
                 self.file.write(f"process {os.getpid()} on {platform.node()}".encode())
 
-    def opened(self) -> io.FileIO:
+    def open(self) -> io.FileIO:
         file = io.FileIO(self.path, "ab")
-        known = weakref.ref(file)
+        file_reference = weakref.ref(file)
 
         def close_copy() -> None:
             """A forked process, such as a data loader's, would hold the lock for longer than its parent lives."""
-            if copy := known():
+            copy = file_reference()
+            if copy is not None:
                 copy.close()
 
         os.register_at_fork(after_in_child=close_copy)
@@ -174,7 +185,7 @@ class FileLock:
 
 # --- A model's files, which may be damaged ----------------------------------------------------------------------------
 
-SMALL = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
+SMALL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 OF_TOKENIZER = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 AGAIN = "it is damaged: copy or download it again"
 
@@ -192,9 +203,9 @@ def read_object(path: Path, advice: str = AGAIN) -> dict[str, Any]:
 
 def check_files(folder: Path) -> None:
     """Raise ValueError for a damaged small JSON file or index of weights (`check_index`) of a model."""
-    for path in (folder / name for name in SMALL):
-        if path.is_file():
-            read_object(path)
+    for name in SMALL_FILES:
+        if (folder / name).is_file():
+            read_object(folder / name)
     for path in sorted(folder.glob("*.index.json")):
         check_index(path)
 

@@ -23,7 +23,9 @@ def token_ids(ids: Any) -> Tensor:
     tensor = torch.as_tensor(ids)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"token ids must be integers, got {tensor.dtype}")
-    return tensor if tensor.dtype == torch.int32 else tensor.long()
+    if tensor.dtype == torch.int32:
+        return tensor
+    return tensor.long()
 
 
 def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
@@ -47,18 +49,21 @@ def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirr
     `mirror` uses 1 - u instead of u: the same distribution, the opposite draw.
     """
     maskable = maskable.bool()
-    drawn = torch.rand(int(maskable.sum()), generator=generator)
-    uniform = torch.ones(maskable.shape).masked_scatter_(maskable.cpu(), 1 - drawn if mirror else drawn)
+    numbers = torch.rand(int(maskable.sum()), generator=generator)
+    if mirror:
+        numbers = 1 - numbers
+    uniform = torch.ones(maskable.shape).masked_scatter_(maskable.cpu(), numbers)
     probability = p.cpu() if isinstance(p, Tensor) else p
     return (uniform < probability).to(maskable.device) & maskable  # type: ignore[return-value]
 
 
 def draw_masks(maskable: Tensor, p: float | Tensor, generators: Sequence[Generator]) -> Tensor:
     """`draw_mask` of each row of `maskable` (rows, tokens) with its own generator and, if `p` is (rows,), its own p."""
-    each = p.cpu() if isinstance(p, Tensor) else [p] * len(maskable)
-    rows = zip(maskable.cpu(), each, generators, strict=True)
-    drawn = torch.stack([draw_mask(row, of, generator) for row, of, generator in rows])
-    return drawn.to(maskable.device, non_blocking=True)
+    probabilities = p.cpu() if isinstance(p, Tensor) else [p] * len(maskable)
+    masks = []
+    for row, probability, generator in zip(maskable.cpu(), probabilities, generators, strict=True):
+        masks.append(draw_mask(row, probability, generator))
+    return torch.stack(masks).to(maskable.device, non_blocking=True)
 
 
 def draw_noise(
@@ -97,5 +102,6 @@ def draw_noise(
         drawn[noised] = torch.rand(len(noised), generator=generator)
         drawn = drawn[block]
     t = low + (high - low) * drawn
-    t = 1 - t if mirror else t
+    if mirror:
+        t = 1 - t
     return t, draw_mask(maskable, level(t), generator, mirror=mirror)

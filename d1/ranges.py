@@ -30,23 +30,36 @@ class Range:
         return replace(self, also=(*self.also, other))
 
     def __contains__(self, value: object) -> bool:
-        if any(value in other if isinstance(other, Range) else value == other for other in self.also):
-            return True
+        for other in self.also:
+            if isinstance(other, Range):
+                if value in other:
+                    return True
+            elif value == other:
+                return True
         if self.many:
-            one = replace(self, many=False, also=())
-            return isinstance(value, (list, tuple)) and all(number in one for number in value)
+            single = replace(self, many=False, also=())
+            return isinstance(value, (list, tuple)) and all(number in single for number in value)
+
+        if isinstance(value, bool):
+            return False
         try:
-            number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+            number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
             return False
         if not math.isfinite(number) or (self.integer and not number.is_integer()):
             return False
-        above = number > self.low if self.open_low else number >= self.low
-        return above and (number < self.high if self.open_high else number <= self.high)
+        if number < self.low or number > self.high:
+            return False
+        is_excluded = (self.open_low and number == self.low) or (self.open_high and number == self.high)
+        return not is_excluded
 
     def __str__(self) -> str:
         """The range in the words of a message, such as "an integer in [1, inf) or None"."""
-        kind = ("integers " if self.integer else "numbers ") if self.many else "an integer " if self.integer else ""
+        kind = ""
+        if self.many:
+            kind = "integers " if self.integer else "numbers "
+        elif self.integer:
+            kind = "an integer "
         left = "(" if self.open_low or math.isinf(self.low) else "["
         right = ")" if self.open_high or math.isinf(self.high) else "]"
         return " or ".join([f"{kind}in {left}{self.low}, {self.high}{right}", *map(str, self.also)])
@@ -74,18 +87,21 @@ SEED = Range(0, 2**32 - 1, integer=True)  # the seeds that NumPy takes
 
 def ranges_of(config: type) -> dict[str, Range]:
     """The ranges in the annotations of a dataclass, by field. Fields without one are left out."""
-    hints = get_type_hints(config, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: note for name, some in notes.items() for note in some if isinstance(note, Range)}
+    ranges = {}
+    for name, hint in get_type_hints(config, include_extras=True).items():
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, Range):
+                ranges[name] = note
+    return ranges
 
 
 def check_ranges(settings: Mapping[str, object], ranges: Mapping[str, Range]) -> None:
     """Raise a ValueError that names all settings out of their range, as a user types them, with values and ranges."""
-    wrong = [
-        f"--{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value} (must be {ranges[name]})"
-        for name, value in settings.items()
-        if name in ranges and value not in ranges[name]
-    ]
+    wrong = []
+    for name, value in settings.items():
+        if name in ranges and value not in ranges[name]:
+            words = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            wrong.append(f"--{name} {words} (must be {ranges[name]})")
     if wrong:
         raise ValueError("out of range: " + "; ".join(wrong))
 
@@ -93,5 +109,8 @@ def check_ranges(settings: Mapping[str, object], ranges: Mapping[str, Range]) ->
 def nearest(name: object, known: Iterable[object], cutoff: float = 0.65) -> str:
     """For a message: " (the nearest is X)", the known name that is most like `name`; empty if none is. `cutoff`, from 0
     to 1, says how alike they must be (`difflib`)."""
-    found = get_close_matches(str(name), [str(one) for one in known if one is not None], 1, cutoff)
-    return f" (the nearest is {found[0]})" if found else ""
+    names = [str(known_name) for known_name in known if known_name is not None]
+    matches = get_close_matches(str(name), names, 1, cutoff)
+    if not matches:
+        return ""
+    return f" (the nearest is {matches[0]})"
