@@ -59,17 +59,19 @@ class Number(float):
 
 def read_number(text: str) -> float:
     number = float(text)
-    return number if repr(number) == text else Number(text)
+    if repr(number) == text:
+        return number
+    return Number(text)
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object with these names and values. ValueError for a name that comes twice, whose one value would be lost."""
-    read = dict(pairs)
-    if len(read) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {twice!r} comes twice in one object")
-    return read
+    return fields
 
 
 # Without `strict`, a text may have tabs and other control characters in it.
@@ -97,7 +99,9 @@ class ExactJson(Json):
     _type: str = field(default="ExactJson", init=False, repr=False)
 
     def encode_example(self, example_data: Any) -> str | None:
-        return None if example_data is None else json_text(example_data)
+        if example_data is None:
+            return None
+        return json_text(example_data)
 
     def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
         if example_data is None:
@@ -145,21 +149,30 @@ def type_of(value: Any, depth: int = 0) -> Any:
     for name in value:
         check_unicode(name)
     parts = tuple((name, type_of(cell, depth + 1)) for name, cell in value.items())
-    return ("object", parts) if parts and all(part != MIXED for _, part in parts) else MIXED
+    if not parts or any(part == MIXED for _, part in parts):
+        return MIXED
+    return ("object", parts)
 
 
-def common_type(one: Any, other: Any) -> Any:
+def common_type(first: Any, second: Any) -> Any:
     """The type that values of both types have without a change."""
-    if one is None or one == other:
-        return other
-    if other is None:
-        return one
-    if one[0] == other[0] == "list":
-        inner = common_type(one[1], other[1])
+    if first is None or first == second:
+        return second
+    if second is None:
+        return first
+    if first[0] == second[0] == "list":
+        inner = common_type(first[1], second[1])
         return MIXED if inner == MIXED else ("list", inner)
-    if one[0] == other[0] == "object" and [name for name, _ in one[1]] == [name for name, _ in other[1]]:
-        parts = tuple((name, common_type(a, b)) for (name, a), (_, b) in zip(one[1], other[1], strict=True))
-        return MIXED if any(part == MIXED for _, part in parts) else ("object", parts)
+    if first[0] == second[0] == "object":
+        names = [name for name, _ in first[1]]
+        if names != [name for name, _ in second[1]]:
+            return MIXED
+        parts = []
+        for (name, part), (_, second_part) in zip(first[1], second[1], strict=True):
+            parts.append((name, common_type(part, second_part)))
+        if any(part == MIXED for _, part in parts):
+            return MIXED
+        return ("object", tuple(parts))
     return MIXED
 
 
@@ -215,22 +228,24 @@ class JsonText:
     """The values of a text, one after the other. ValueError names the line of what is no JSON."""
 
     def __init__(self, text: str, line: int = 1) -> None:
-        self.text, self.line, self.at = text, line, 0
+        self.text = text
+        self.line = line
+        self.position = 0
 
-    def move(self, at: int) -> None:
-        self.line += self.text.count("\n", self.at, at)
-        self.at = at
+    def move(self, position: int) -> None:
+        self.line += self.text.count("\n", self.position, position)
+        self.position = position
 
     def peek(self) -> str:
         """Skip spaces; return the next character, or an empty text at the end."""
-        space = SPACE.match(self.text, self.at)
+        space = SPACE.match(self.text, self.position)
         assert space is not None
         self.move(space.end())
-        return self.text[self.at : self.at + 1]
+        return self.text[self.position : self.position + 1]
 
     def value(self) -> Any:
         try:
-            value, end = DECODER.raw_decode(self.text, self.at)
+            value, end = DECODER.raw_decode(self.text, self.position)
         except json.JSONDecodeError as error:
             column = error.pos - self.text.rfind("\n", 0, error.pos)
             self.move(error.pos)
@@ -255,21 +270,23 @@ class JsonText:
 
     def items(self) -> Iterator[Placed]:
         """The items of the list that begins here."""
-        self.move(self.at + 1)
+        self.move(self.position + 1)
         if self.peek() == "]":
-            self.move(self.at + 1)
+            self.move(self.position + 1)
             return
         while True:
             self.peek()
-            location, item = f"line {self.line}", self.value()
-            yield location, {"text": item} if isinstance(item, str) else item
-            after = self.peek()
-            if after not in (",", "]"):
-                raise ValueError(
-                    f"line {self.line}: expected , or ] after a row, found {after or 'the end of the file'}"
-                )
-            self.move(self.at + 1)
-            if after == "]":
+            location = f"line {self.line}"
+            item = self.value()
+            if isinstance(item, str):
+                item = {"text": item}
+            yield location, item
+            next_character = self.peek()
+            if next_character not in (",", "]"):
+                found = next_character or "the end of the file"
+                raise ValueError(f"line {self.line}: expected , or ] after a row, found {found}")
+            self.move(self.position + 1)
+            if next_character == "]":
                 return
 
 
@@ -277,40 +294,45 @@ def json_rows(path: Path) -> Iterator[Placed]:
     """The rows of a .json file: a list, one object after the other, or one object that has a list of rows."""
     with open_text(path) as file:
         text = JsonText(file.read())
-    in_list, values = text.peek() == "[", text.values()
-    first = list(islice(values, 2))
-    if len(first) == 1 and not in_list and isinstance(first[0][1], dict) and (name := wrapped_in(first[0][1])):
-        first = [(f"{name}[{number}]", row) for number, row in enumerate(first[0][1][name])]
-    yield from first
+    is_list = text.peek() == "["
+    values = text.values()
+    first_values = list(islice(values, 2))
+    if len(first_values) == 1 and not is_list:
+        _, value = first_values[0]
+        name = name_of_rows(value) if isinstance(value, dict) else ""
+        if name:
+            first_values = [(f"{name}[{number}]", row) for number, row in enumerate(value[name])]
+    yield from first_values
     yield from values
 
 
-def wrapped_in(value: dict[str, Any]) -> str:
+def name_of_rows(value: dict[str, Any]) -> str:
     """The name of the list of rows in an object that is no row itself; an empty text if it is one.
 
     A row, too, may have lists of objects: messages, or what else belongs to a problem. So the list is the only member,
     or has one of the names `WRAPPERS`. ValueError if there are several.
     """
-    lists = [
-        name
-        for name, items in value.items()
-        if isinstance(items, list)
-        and items
-        and all(isinstance(item, dict) and not item.keys() & {"role", "from"} for item in items)
-    ]
-    named = [name for name in lists if name in WRAPPERS]
-    if len(named) > 1 or (named and len(lists) > 1):
+    lists = []
+    for name, items in value.items():
+        if not isinstance(items, list) or not items:
+            continue
+        if all(isinstance(item, dict) and not item.keys() & {"role", "from"} for item in items):
+            lists.append(name)
+    wrappers = [name for name in lists if name in WRAPPERS]
+    if wrappers and len(lists) > 1:
         raise ValueError(f"it has several lists of rows, {', '.join(lists)}: write one of them to a file of its own")
-    if named:
-        return named[0]
-    return lists[0] if len(value) == len(lists) == 1 else ""
+    if wrappers:
+        return wrappers[0]
+    if len(value) == len(lists) == 1:
+        return lists[0]
+    return ""
 
 
 def jsonl_rows(path: Path) -> Iterator[Placed]:
     """The rows of a .jsonl file, one per line; a list, or objects over several lines, as in a .json file."""
     with open_text(path) as lines:
-        first = next(filter(str.strip, lines), "")
-    if goes_on(first):
+        first_line = next(filter(str.strip, lines), "")
+    if is_unfinished(first_line):
         yield from json_rows(path)
         return
     with open_text(path) as lines:
@@ -320,7 +342,7 @@ def jsonl_rows(path: Path) -> Iterator[Placed]:
                 yield f"line {number}", text.value()
 
 
-def goes_on(line: str) -> bool:
+def is_unfinished(line: str) -> bool:
     """Whether the first line of a file begins a list of rows, or a value that does not end in that line."""
     if line.lstrip().startswith("["):
         return True
@@ -344,21 +366,33 @@ def csv_rows(path: Path) -> Iterator[Placed]:
     for a quotation mark that nothing closes."""
     csv.field_size_limit(MAX_CELL)
     with open_text(path) as lines:
-        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-        skipped, first = next(numbered, (0, ""))
-        separator = separator_of(first)
-        if not first.startswith("sep="):
-            skipped = 0
+        # A first line that names the separator is no record.
+        first_number = 0
+        first_line = ""
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                first_number = number
+                first_line = line
+                break
+        separator = find_separator(first_line)
+        skipped = 0
+        if first_line.startswith("sep="):
+            skipped = first_number
+        else:
             lines.seek(0)
+
         records = csv_records(lines, separator, skipped)
         _, header = next(records, (0, []))
-        if twice := [name for name in header if header.count(name) > 1]:
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
             raise ValueError(f"the header has the column {twice[0]!r} twice: give each column a name of its own")
-        for number, (line, cells) in enumerate(records, start=1):
+        for number, (line_number, cells) in enumerate(records, start=1):
             if len(cells) != len(header):
-                counts = f"line {line}: row {number} has {len(cells)} cells, the header {len(header)}"
-                raise ValueError(f"{counts}: quote texts with {SEPARATORS[separator]}")
-            yield f"line {line}", dict(zip(header, cells, strict=True))
+                raise ValueError(
+                    f"line {line_number}: row {number} has {len(cells)} cells, the header {len(header)}: quote texts "
+                    f"with {SEPARATORS[separator]}"
+                )
+            yield f"line {line_number}", dict(zip(header, cells, strict=True))
 
 
 def csv_records(lines: TextIO, separator: str, skipped: int) -> Iterator[tuple[int, list[str]]]:
@@ -366,7 +400,8 @@ def csv_records(lines: TextIO, separator: str, skipped: int) -> Iterator[tuple[i
 
     The reader is strict: otherwise a quotation mark that nothing closes makes one cell of the rest of the file.
     """
-    table, end = csv.reader(lines, delimiter=separator, strict=True), 0
+    table = csv.reader(lines, delimiter=separator, strict=True)
+    end = 0
     while True:
         line = end + 1 + skipped
         try:
@@ -381,13 +416,17 @@ def csv_records(lines: TextIO, separator: str, skipped: int) -> Iterator[tuple[i
             yield line, cells
 
 
-def separator_of(first: str) -> str:
+def find_separator(first_line: str) -> str:
     """What separates the cells of a csv file with this first line: commas, or else semicolons or tabs. Excel may write
     a line of its own that says so, such as "sep=;"."""
-    if first.startswith("sep=") and first[4:5] in SEPARATORS:
-        return first[4]
-    cells = {separator: len(next(csv.reader([first], delimiter=separator), [])) for separator in SEPARATORS}
-    return "," if cells[","] > 1 else max(cells, key=cells.__getitem__)
+    if first_line.startswith("sep=") and first_line[4:5] in SEPARATORS:
+        return first_line[4]
+    counts = {}
+    for separator in SEPARATORS:
+        counts[separator] = len(next(csv.reader([first_line], delimiter=separator), []))
+    if counts[","] > 1:
+        return ","
+    return max(counts, key=counts.__getitem__)
 
 
 # --- Text in any encoding of Unicode ----------------------------------------------------------------------------------
@@ -445,7 +484,10 @@ class Rows(ArrowBasedBuilder):
         schema = features.arrow_schema
         rows = (row for _, row in READERS[self.file.suffix](self.file))
         number = 0
-        while batch := list(islice(rows, ROWS_PER_TABLE)):
+        while True:
+            batch = list(islice(rows, ROWS_PER_TABLE))
+            if not batch:
+                return
             columns = []
             for name, feature in features.items():
                 cells = [row.get(name) for row in batch]
@@ -483,5 +525,8 @@ def lines_of(rows: Dataset, numbers: Collection[int]) -> dict[int, str]:
     file = Path(rows.info.description)
     if rows.info.builder_name != BUILDER or rows._indices is not None or not file.is_file():
         return {}
-    read = enumerate(location for location, _ in READERS[file.suffix](file))
-    return {number: location for number, location in islice(read, max(numbers, default=-1) + 1) if number in numbers}
+    locations = {}
+    for number, (location, _) in enumerate(islice(READERS[file.suffix](file), max(numbers, default=-1) + 1)):
+        if number in numbers:
+            locations[number] = location
+    return locations

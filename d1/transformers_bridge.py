@@ -50,9 +50,10 @@ except ImportError:  # before Transformers 5.20. Delete this, and the class, onc
         ) -> dict[str, Any]:
             (weights,) = input_dict.values()
             whole = weights[0] if isinstance(weights, list) else weights
-            model, name = kwargs["model"], kwargs["full_layer_name"]
-            named = [name.replace(target_patterns[0], target) for target in target_patterns]
-            sizes = [model.get_parameter(target).shape[self.dim] for target in named]
+            sizes = []
+            for target in target_patterns:
+                name = kwargs["full_layer_name"].replace(target_patterns[0], target)
+                sizes.append(kwargs["model"].get_parameter(name).shape[self.dim])
             pieces = whole.split(sizes, dim=self.dim)
             return {target: piece.contiguous() for target, piece in zip(target_patterns, pieces, strict=True)}
 
@@ -61,17 +62,28 @@ except ImportError:  # before Transformers 5.20. Delete this, and the class, onc
             return Concatenate(self.dim)
 
 
+def tag_storage(storage: Any) -> str | None:
+    return None
+
+
+def restore_numbered_cpu(storage: Any, location: str) -> Any:
+    if location.startswith("cpu:"):
+        return storage
+    return None
+
+
 # Transformers 5.17 reads the optimizer of several processes without a GPU to "cpu:0", which torch does not know. Delete
 # this once 5.18 is the oldest version.
-register_package(9, lambda storage: None, lambda storage, at: storage if at.startswith("cpu:") else None)
+register_package(9, tag_storage, restore_numbered_cpu)
 
 
-def of_adapter(function: Any, **options: Any) -> Any:
+def replace_adapter_state(function: Any, **options: Any) -> Any:
     """`function` of Accelerate with torch's own state of the trained weights, whole, in place of PEFT's."""
 
     def with_options(*args: Any, adapter_only: bool = False, sd_options: Any = None) -> Any:
         if adapter_only and sd_options is not None and sd_options.full_state_dict:
-            adapter_only, sd_options = False, replace(sd_options, **options)
+            adapter_only = False
+            sd_options = replace(sd_options, **options)
         return function(*args, adapter_only=adapter_only, sd_options=sd_options)
 
     return with_options
@@ -81,20 +93,20 @@ def of_adapter(function: Any, **options: Any) -> Any:
 # Delete this once 1.15 is the oldest version.
 if Version(version("accelerate")) < Version("1.15"):
     private: Any = fsdp_utils
-    private._get_model_state_dict = of_adapter(private._get_model_state_dict, ignore_frozen_params=True)
-    private._set_model_state_dict = of_adapter(private._set_model_state_dict, strict=False)
+    private._get_model_state_dict = replace_adapter_state(private._get_model_state_dict, ignore_frozen_params=True)
+    private._set_model_state_dict = replace_adapter_state(private._set_model_state_dict, strict=False)
 # Before torch 2.13, a layer under FSDP2 stays split when a second pass of the same backward pass is recomputed (`score`
 # with several views). Delete this once 2.13 is the oldest version.
 if Version(torch.__version__) < Version("2.13") and torch.distributed.is_available():
     fsdp: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
-    skipped = fsdp.FSDPState._pre_forward
+    original_pre_forward = fsdp.FSDPState._pre_forward
 
-    def gathered(state: Any, module: Any, *given: Any) -> Any:
+    def pre_forward(state: Any, module: Any, *args: Any) -> Any:
         if state._training_state == fsdp.TrainingState.PRE_BACKWARD:
             module.unshard()
-        return skipped(state, module, *given)
+        return original_pre_forward(state, module, *args)
 
-    fsdp.FSDPState._pre_forward = gathered
+    fsdp.FSDPState._pre_forward = pre_forward
 # The argument of a decoder's forward that is its cache; "past_key_values" before Transformers 5.24. Delete the other
 # name once 5.24 is the oldest version.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
@@ -143,7 +155,9 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
     for _, dtype, count, _ in stored_weights(path):
         if dtype is not None:
             elements[dtype] += count
-    return elements.most_common(1)[0][0] if elements else "auto"
+    if not elements:
+        return "auto"
+    return elements.most_common(1)[0][0]
 
 
 @contextmanager
@@ -154,30 +168,36 @@ def reading_weights(copies: bool, in_order: bool) -> Iterator[None]:
     both, safetensors' `backend` and the environment variable, as arguments.
     """
     library: Any = modeling_utils
-    mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
-    os.environ[READ_IN_ORDER] = "1" if in_order else ahead
+    original_safe_open = library.safe_open
+    original_order = os.environ.get(READ_IN_ORDER, "0")
+
+    def open_without_mapping(*args: Any, **kwargs: Any) -> Any:
+        kwargs["backend"] = "pread"
+        return original_safe_open(*args, **kwargs)
+
+    os.environ[READ_IN_ORDER] = "1" if in_order else original_order
     if copies:
-        library.safe_open = lambda *args, **kwargs: mapped(*args, **(kwargs | {"backend": "pread"}))
+        library.safe_open = open_without_mapping
     try:
         yield
     finally:
-        library.safe_open = mapped
-        os.environ[READ_IN_ORDER] = ahead
+        library.safe_open = original_safe_open
+        os.environ[READ_IN_ORDER] = original_order
 
 
 @contextmanager
-def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
-    """Make Transformers 5.23 apply the converters of `joins()`, before its own, when it reads a model of this type.
-    Delete this once `from_pretrained` takes converters as it takes a `key_mapping`."""
-    own = get_checkpoint_conversion_mapping(model_type)
-    if joins is None or own is None:
+def converting(model_type: str, converters: Callable[[], list[Any]] | None) -> Iterator[None]:
+    """Make Transformers 5.23 apply `converters()`, before its own, when it reads a model of this type. Delete this once
+    `from_pretrained` takes converters as it takes a `key_mapping`."""
+    library_converters = get_checkpoint_conversion_mapping(model_type)
+    if converters is None or library_converters is None:
         yield
         return
-    register_checkpoint_conversion_mapping(model_type, [*joins(), *own], overwrite=True)
+    register_checkpoint_conversion_mapping(model_type, [*converters(), *library_converters], overwrite=True)
     try:
         yield
     finally:
-        register_checkpoint_conversion_mapping(model_type, own, overwrite=True)
+        register_checkpoint_conversion_mapping(model_type, library_converters, overwrite=True)
 
 
 def attention_kernel(config: Any) -> str | None:
@@ -190,8 +210,9 @@ def attention_kernel(config: Any) -> str | None:
 def recomputes_activations(model: Any) -> bool:
     """Whether gradient checkpointing is on. `is_activation_checkpointing` was called `is_gradient_checkpointing` before
     Transformers 5.23. Delete this once 5.23 is the oldest version."""
-    new = "is_activation_checkpointing"
-    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing"))
+    if hasattr(type(model), "is_activation_checkpointing"):
+        return bool(model.is_activation_checkpointing)
+    return bool(model.is_gradient_checkpointing)
 
 
 def takes_packed_rows(config: Any) -> bool:
@@ -210,8 +231,12 @@ def file_of(folder: str, name: str, *, needs_answer: bool = True) -> str | None:
     """The path of a file in a folder or of a hub name (also without a network: in its cache); None if it has none or,
     unless that `needs_answer`, the hub does not answer. `cached_file` of Transformers 5.23 raises for a missing file,
     unless arguments with an underscore say otherwise. Delete this once it, or huggingface_hub, has public ones."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": needs_answer}
-    return cached_file(folder, name, **quiet)  # type: ignore[no-any-return]
+    return cached_file(  # type: ignore[no-any-return]
+        folder,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=needs_answer,
+    )
 
 
 def has_file(folder: str, name: str) -> bool:
@@ -257,7 +282,9 @@ class TrainerHooks(_Trainer):
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        if train_dataset is None:
+            train_dataset = self.train_dataset
+        return self.train_sampler(train_dataset)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self.saving_checkpoint():
@@ -313,7 +340,10 @@ class TrainerHooks(_Trainer):
     def set_loss_sums(self, sums: dict[str, Any]) -> None:
         """Restore what `loss_sums` returned; to be called when training begins."""
         self.resumed_sums = True
-        self._total_loss_scalar, self._globalstep_last_logged = sums["total"], sums["last_logged"]
-        parts = sums["since_then"]
-        same = len(parts) == self.args.world_size  # other numbers of processes get the mean each
-        self._tr_loss.fill_(parts[self.args.process_index] if same else sum(parts) / len(parts))
+        self._total_loss_scalar = sums["total"]
+        self._globalstep_last_logged = sums["last_logged"]
+        losses = sums["since_then"]
+        if len(losses) == self.args.world_size:
+            self._tr_loss.fill_(losses[self.args.process_index])
+        else:  # another number of processes gets the mean each
+            self._tr_loss.fill_(sum(losses) / len(losses))
