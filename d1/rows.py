@@ -283,8 +283,8 @@ class JsonText:
             yield location, item
             next_character = self.peek()
             if next_character not in (",", "]"):
-                found = next_character or "the end of the file"
-                raise ValueError(f"line {self.line}: expected , or ] after a row, found {found}")
+                actual = next_character or "the end of the file"
+                raise ValueError(f"line {self.line}: expected , or ] after a row, found {actual}")
             self.move(self.position + 1)
             if next_character == "]":
                 return
