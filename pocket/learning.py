@@ -47,7 +47,9 @@ class Run(NamedTuple):
 
 RUNS = {
     "dmpo": Run("base", "sudoku", 18, 32, ("--learning_rate", "2e-5", "--num_generations", "16", "--max_steps", "480")),
-    "d-treerpo": Run("base", "sudoku", 18, 32, ("--learning_rate", "1e-4", "--max_steps", "240")),
+    "d-treerpo": Run(
+        "base", "sudoku", 18, 32, ("--learning_rate", "3e-5", "--num_generations", "16", "--max_steps", "1440")
+    ),
     "igpo": Run("arithmetic_base", CAREFUL, 24, 40, ("--learning_rate", "1e-4", "--max_steps", "240")),
     "slim-rl": Run("block_base", "sudoku", 18, 32, ("--learning_rate", "1e-4", "--max_steps", "160")),
     "lightning-rl": Run("block_base", "sudoku", 18, 32, ("--learning_rate", "1e-4", "--max_steps", "160")),
