@@ -3,9 +3,9 @@
     python -m tests.mutants --count 60 --seed 0
 
 Each mutant is a copy of the core in which one comparison, sum, product, `and`, `or`, `not`, constant or flag differs.
-Its tests are the file of its own module first, then those of `make test-core` that name the module, then its room's; the
-first failure ends it. A mutant that survives is printed as a diff: a test is missing, or it is one that `make test-core`
-leaves out, or the change has no effect. Each mutant takes from seconds to four minutes, on one core.
+Its tests are the file of its own module first, then those of `make test-core` that name the module, then its room's;
+the first failure ends it. A mutant that survives is printed as a diff: a test is missing, or it is one that `make
+test-core` leaves out, or the change has no effect. Each mutant takes from seconds to four minutes, on one core.
 """
 
 from __future__ import annotations
