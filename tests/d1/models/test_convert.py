@@ -85,6 +85,7 @@ def test_merge_folds_every_adapter_in(kind_dirs, tmp_path, name):
     assert (logits_of(merged) - logits_of(load_model(base))).abs().max() > 0.1
     assert_near(logits_of(merged), logits_of(expected), least=2 * LOGITS)  # a merged weight is rounded once more
     assert not list((tmp_path / "out").glob("adapter*"))
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]  # a small model
 
 
 def test_merge_keeps_the_dtype_of_the_base_or_takes_another(kind_dirs, tmp_path):

@@ -229,6 +229,16 @@ def test_overlong_rows(caplog):
         prepare(rows, tokenizer, max_length=20, overlong="refuse")
 
 
+def test_a_cut_row_keeps_at_least_one_answer_token():
+    row = {"prompt": "a", "completion": "b" * 30}
+    (whole,) = prepare([row])
+    first = whole["answer"].index(True)
+    (cut,) = prepare([row], max_length=first + 1)
+    assert cut["answer"] == [False] * first + [True]
+    with pytest.raises(ValueError, match=f"no answer tokens left: the prompt has {first}, --max_length is {first}"):
+        prepare([row], max_length=first)
+
+
 BAD = {
     "completion is empty": {"prompt": "a", "completion": " "},
     "completion is NoneType, not text": {"prompt": "a", "completion": None},
