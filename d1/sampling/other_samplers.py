@@ -41,8 +41,9 @@ def stream_in_batches(
 ) -> Iterator[tuple[list[int], Rollout]]:
     """`rollout_stream`: `batch_size` prompts after the other. ValueError for a prompt with `stops`."""
     sampler_name, pad_id = f"the sampler {settings.sampler}", mask_token_id
-    if mask_token_id is None:
-        sampler_name, pad_id = "a model with uniform noise", model.config.pad_token_id or 0
+    if pad_id is None:
+        sampler_name = "a model with uniform noise"
+        pad_id = int(model.config.pad_token_id or 0)
     waiting = enumerate(prompts)
     while True:
         # The next prompts, with their numbers in the stream
