@@ -125,9 +125,12 @@ def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
         with refusing(kwargs):
             return counted(await function(**kwargs), kwargs)
 
-    chosen = functools.wraps(function)(async_wrapper if is_async_callable(function) else wrapper)
-    chosen.__name__ = name  # which partials and instances lack
-    return chosen
+    guarded: Reward = wrapper
+    if is_async_callable(function):
+        guarded = async_wrapper
+    guarded = functools.wraps(function)(guarded)
+    guarded.__name__ = name  # which partials and instances lack
+    return guarded
 
 
 def describe_failure(function: Reward, error: Exception) -> str:
@@ -136,7 +139,9 @@ def describe_failure(function: Reward, error: Exception) -> str:
     if isinstance(error, BadReward):
         inner = inspect.unwrap(getattr(function, "func", function))  # of a partial
         code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-        return f"{error}" + (f" ({code.co_filename}, line {code.co_firstlineno})" if code else "")
+        if code is None:
+            return str(error)
+        return f"{error} ({code.co_filename}, line {code.co_firstlineno})"
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, LIBRARIES))]
     frame = (users or frames)[-1]

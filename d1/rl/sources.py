@@ -131,8 +131,13 @@ class OwnModel:
         generators = [keyed_generator(*key, device=trainer.accelerator.device) for key in request.keys]
         parts = []
         with self.model() as model, evaluating(model), trainer.accelerator.autocast():
-            for start in range(0, rows, size):
-                part = slice(start, start + size)
+            for first in range(0, rows, size):
+                part = slice(first, first + size)
+                cache_rows = start = None
+                if request.cache_rows is not None:
+                    cache_rows = request.cache_rows[part]
+                if request.start is not None:
+                    start = request.start.select(part)
                 sampled = rollout(
                     model,
                     request.prompt_ids[part],
@@ -142,8 +147,8 @@ class OwnModel:
                     generator=generators[part],
                     eos_token_ids=trainer.ends or None,
                     stops=request.stops,
-                    cache_rows=None if request.cache_rows is None else request.cache_rows[part],
-                    start=None if request.start is None else request.start.select(part),
+                    cache_rows=cache_rows,
+                    start=start,
                 )
                 parts.append(sampled)
             return Rollout.concatenate(parts)
