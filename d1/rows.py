@@ -149,6 +149,8 @@ def type_of(value: Any, depth: int = 0) -> Any:
     for name in value:
         check_unicode(name)
     parts = tuple((name, type_of(cell, depth + 1)) for name, cell in value.items())
+    if any("\0" in name for name in value):  # Arrow would cut the name there
+        return MIXED
     if not parts or any(part == MIXED for _, part in parts):
         return MIXED
     return ("object", parts)

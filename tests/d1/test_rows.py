@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from d1.rows import MAX_DEPTH, Number, json_text, lines_of
@@ -78,6 +78,7 @@ NAMES = st.sampled_from(["a", "b", "c.d", "ü"])
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.dictionaries(NAMES, VALUES, min_size=1), min_size=1, max_size=5), indent=st.booleans())
+@example(rows=[{"a": {"\0": None}}], indent=False)
 def test_values_and_types_are_those_of_pythons_own_reader(rows: list[dict[str, Any]], indent: bool, tmp_path) -> None:
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     content = json.dumps(rows, indent=2) if indent else "\n".join(lines)
