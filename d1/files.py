@@ -186,11 +186,11 @@ class FileLock:
 # --- A model's files, which may be damaged ----------------------------------------------------------------------------
 
 SMALL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
-OF_TOKENIZER = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-AGAIN = "it is damaged: copy or download it again"
+TOKENIZER_JSON_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+DAMAGED_ADVICE = "it is damaged: copy or download it again"
 
 
-def read_object(path: Path, advice: str = AGAIN) -> dict[str, Any]:
+def read_object(path: Path, advice: str = DAMAGED_ADVICE) -> dict[str, Any]:
     """The object in a JSON file; ValueError with `advice` if the file holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -216,9 +216,9 @@ def check_index(path: Path, complete: bool = True) -> None:
     index = read_object(path)
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"{path} has no weight_map from names to files: {AGAIN}")
+        raise ValueError(f"{path} has no weight_map from names to files: {DAMAGED_ADVICE}")
     if not isinstance(index.get("metadata"), dict):
-        raise ValueError(f"{path} has no metadata, which Transformers reads: {AGAIN}")
+        raise ValueError(f"{path} has no metadata, which Transformers reads: {DAMAGED_ADVICE}")
     for name in sorted({*files.values()}):
         if Path(name).name != name:
             raise ValueError(f"{path} names files in other folders, such as {name}: an index is for its own folder")

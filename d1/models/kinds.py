@@ -29,7 +29,7 @@ from d1.models.formats.llada import (
     split_projections,
 )
 from d1.models.formats.nemotron import FROM_NEMOTRON, ministral3_fields, nemotron_weights, without_window
-from d1.models.formats.released import ABOUT_FILES, as_released, one_by_one, same_names
+from d1.models.formats.released import FILE_FIELDS, as_released, same_names, split_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ KINDS: dict[str, Kind] = {
     ),
     "Dream": replace(QWEN, becomes="qwen2", code="Dream-org/Dream-v0-Instruct-7B", shift=True),
     "sdar": SDAR,
-    "sdar_moe": replace(SDAR, becomes="qwen3_moe", release_weight=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
+    "sdar_moe": replace(SDAR, becomes="qwen3_moe", release_weight=split_experts, code="JetLM/SDAR-30B-A3B-Chat"),
     "Fast_dLLM_Qwen": replace(
         QWEN,
         becomes="qwen2",
@@ -111,7 +111,7 @@ KINDS: dict[str, Kind] = {
         MIXTURE,
         becomes="qwen3_moe",
         fields=qwen3_moe_fields,
-        release_weight=one_by_one,
+        release_weight=split_experts,
         code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     ),
     "llada2_moe": replace(
@@ -159,13 +159,13 @@ KINDS: dict[str, Kind] = {
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
 }
 
-REFUSED = {  # `model_type` -> why a model that looks like one of the table cannot be used
+UNSUPPORTED_KINDS = {  # `model_type` -> why a model that looks like one of the table cannot be used
     "nemotron_labs_diffusion_vlm": "it reads images: use a text model, such as nvidia/Nemotron-Labs-Diffusion-8B",
 }
 
 # The author's choices for one machine; `load_model` has an argument for them.
-ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-LEARNT = ("edit_noise", "uniform_ratio")  # what training adds to a config, whatever the format
+KERNEL_FIELDS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+LEARNT_FIELDS = ("edit_noise", "uniform_ratio")  # what training adds to a config, whatever the format
 
 
 def kind_of(config: Any) -> Kind:
@@ -227,7 +227,7 @@ def released_kind(raw: Mapping[str, Any]) -> str:
 def learnt_fields(config: Any) -> dict[str, Any]:
     """The fields of a config, or of a `config.json`, that training wrote."""
     fields = config if isinstance(config, dict) else vars(config)
-    return {name: fields[name] for name in LEARNT if fields.get(name) is not None}
+    return {name: fields[name] for name in LEARNT_FIELDS if fields.get(name) is not None}
 
 
 def experts(config: Any) -> int:
@@ -241,8 +241,8 @@ def experts(config: Any) -> int:
 
 def check_kind(model_type: str, name: str) -> None:
     """Raise ValueError for a kind without an entry; `name` is the model's name in the message."""
-    if model_type in REFUSED:
-        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+    if model_type in UNSUPPORTED_KINDS:
+        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {UNSUPPORTED_KINDS[model_type]}")
     if model_type not in KINDS:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
 
@@ -319,11 +319,11 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     learnt = learnt_fields(raw)
     model_fields = {}
     for name, value in raw.items():
-        if name not in ABOUT_KERNELS and name not in learnt:
+        if name not in KERNEL_FIELDS and name not in learnt:
             model_fields[name] = value
     fields = kind.fields(model_fields)
     if kind.becomes:
-        fields = {name: value for name, value in fields.items() if name not in ABOUT_FILES}
+        fields = {name: value for name, value in fields.items() if name not in FILE_FIELDS}
 
     # What the kind says, where the file does not
     if kind.shift:

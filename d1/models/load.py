@@ -53,8 +53,9 @@ from d1.transformers_bridge import (
     stored_types,
 )
 
-FLOATS = ("BF16", "F16", "F32", "F64")  # of weights that can be read, as safetensors names them
-SPARE = ("pooler.", "cls.seq_relationship.", "position_ids")  # in names of weights: only used in BERT's pretraining
+FLOAT_TYPES = ("BF16", "F16", "F32", "F64")  # of weights that can be read, as safetensors names them
+# Parts of names of weights that are only used in BERT's pretraining
+PRETRAINING_WEIGHTS = ("pooler.", "cls.seq_relationship.", "position_ids")
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -272,10 +273,10 @@ def check_stored_types(path: str) -> None:
     """Raise ValueError for a folder with weights that are not floating-point numbers of at least 16 bits: integers and
     8-bit floats are quantised, and would be read without their scales."""
     for name, dtype, _, file in stored_types(path):
-        if dtype not in FLOATS and not any(part in name for part in SPARE):
+        if dtype not in FLOAT_TYPES and not any(part in name for part in PRETRAINING_WEIGHTS):
             raise ValueError(
-                f"{file} stores {name} as {dtype}, not as one of {', '.join(FLOATS)}: quantised weights would be read "
-                "without their scales. Use the original weights (load_in_4bit quantises these)"
+                f"{file} stores {name} as {dtype}, not as one of {', '.join(FLOAT_TYPES)}: quantised weights would be "
+                "read without their scales. Use the original weights (load_in_4bit quantises these)"
             )
 
 
@@ -291,7 +292,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def check_loaded(path: str, report: dict[str, Any]) -> None:
     """Raise ValueError, with a list of all weights that were missing, unexpected or of another shape."""
-    unexpected = [name for name in report["unexpected_keys"] if not any(part in name for part in SPARE)]
+    unexpected = [name for name in report["unexpected_keys"] if not any(part in name for part in PRETRAINING_WEIGHTS)]
     mismatched = [(name, tuple(stored), tuple(expected)) for name, stored, expected in report["mismatched_keys"]]
     wrong: dict[str, list[Any]] = {
         "missing": sorted(report["missing_keys"]),

@@ -15,7 +15,7 @@ import transformers
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from d1.files import OF_TOKENIZER, read_object, reading
+from d1.files import TOKENIZER_JSON_FILES, read_object, reading
 from d1.models.adapters import adapter_chain, check_there
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.models.messages import (
@@ -80,7 +80,7 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         with reading(folder, "its tokenizer cannot be read"):
             tokenizer = cls.from_pretrained(folder, **options)
     except ValueError:
-        for name in OF_TOKENIZER:
+        for name in TOKENIZER_JSON_FILES:
             file_path = Path(folder, name)
             if file_path.is_file():
                 read_object(file_path)  # its error names the damaged file

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.released import (
-    ABOUT_FILES,
+    FILE_FIELDS,
     SAME_IN_MIXTURES,
     check_fixed,
     head_sizes,
     key_mapping,
-    one_by_one,
     rename,
     renamed_fields,
+    split_experts,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"this LLaDA config asks for layers that are not supported: {unsupported}")
 
     # What a Llama does not use is kept for an export.
-    used = (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "torch_dtype", "dtype", "rope_theta")
+    used = (*LLADA_FIELDS, *LLADA_FIXED, *FILE_FIELDS, "torch_dtype", "dtype", "rope_theta")
     unused = {name: value for name, value in raw.items() if name not in used}
     raw = {**raw, "n_kv_heads": raw.get("n_kv_heads") or raw.get("n_heads")}
     raw["embedding_size"] = raw.get("embedding_size") or raw.get("vocab_size")
@@ -221,13 +221,14 @@ LLADA2_DEFAULTS = {  # LLaDA2.0's values, for fields that the file lacks
     "first_k_dense_replace": 1,
     "num_shared_experts": 1,
 }
-BEYOND = ("edit", "insert", "split", "delet", "capacity")  # starts of words in fields that ask for more than to fill in
+# Starts of words in fields that ask for more than to fill in
+UNSUPPORTED_WORDS = ("edit", "insert", "split", "delet", "capacity")
 
 
 def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Glm4Moe config that a LLaDA2 `config.json` describes."""
     for field, value in raw.items():
-        if value not in (None, False, 0) and any(word.startswith(BEYOND) for word in field.split("_")):
+        if value not in (None, False, 0) and any(word.startswith(UNSUPPORTED_WORDS) for word in field.split("_")):
             raise ValueError(
                 f"this LLaDA2 config has {field} {value}: if its model edits (2.1), remove the field and use "
                 "--edit_threshold; if it inserts, deletes or routes by blocks (2.2), its logits would be wrong here"
@@ -263,5 +264,5 @@ def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str
         fused = torch.cat([state[f"{prefix}.{part}.weight"] for part in FUSED])
         yield rename(f"{prefix}.query_key_value.weight", TO_LLADA2), fused
     elif last not in FUSED:  # keys and values went with the queries
-        for part, weight in one_by_one(name, state):
+        for part, weight in split_experts(name, state):
             yield rename(part, TO_LLADA2), weight

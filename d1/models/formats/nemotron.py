@@ -27,7 +27,7 @@ SIZES = (
     "max_position_embeddings",
 )
 # Fields that the class reads under the same name; the others are about NVIDIA's trainers.
-SAME = (
+SHARED_FIELDS = (
     *SIZES,
     "rope_parameters",
     "hidden_act",
@@ -49,7 +49,8 @@ NEMOTRON_FIXED = {  # every released model; another value would need another cla
     "tie_word_embeddings": (None, False),
     "hidden_act": ("silu",),
 }
-SCALED = ("rope_theta", "llama_4_scaling_beta", "original_max_position_embeddings")  # which Ministral3 computes with
+# Of `rope_parameters`, which Ministral3 computes with
+ROPE_FIELDS = ("rope_theta", "llama_4_scaling_beta", "original_max_position_embeddings")
 
 
 def ministral3_fields(raw: dict[str, Any]) -> dict[str, Any]:
@@ -58,10 +59,10 @@ def ministral3_fields(raw: dict[str, Any]) -> dict[str, Any]:
     rope = raw.get("rope_parameters") or {}
     absent = [name for name in (*SIZES, "rope_parameters") if raw.get(name) is None]
     if rope:
-        absent += [f"rope_parameters.{name}" for name in SCALED if rope.get(name) is None]
+        absent += [f"rope_parameters.{name}" for name in ROPE_FIELDS if rope.get(name) is None]
     if absent:
         raise ValueError(f"this {NAME} config.json lacks {', '.join(absent)}")
-    fields = {name: raw[name] for name in SAME if name in raw}
+    fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
     # The released tokenizer has no padding token; the class would take 11, which ends a turn.
     fields["pad_token_id"] = raw.get("pad_token_id")
     return fields

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Fields of a released config that describe its files and code, not the model.
-ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
+FILE_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 # Fields that may have changed since the model was read; all others of a released config are written as they were.
 CHANGEABLE = ("vocab_size", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 # Config fields that have the same name in the released mixtures and in the classes that run them.
@@ -114,7 +114,7 @@ def same_names(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
     yield name, state[name]
 
 
-def one_by_one(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def split_experts(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """For a format that names each expert's weights; the parts of a stack are views of it."""
     prefix, _, last = name.rpartition(".")
     if not prefix.endswith(".experts"):
