@@ -60,7 +60,7 @@ def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirr
 def draw_masks(maskable: Tensor, p: float | Tensor, generators: Sequence[Generator]) -> Tensor:
     """`draw_mask` of each row of `maskable` (rows, tokens) with its own generator and, if `p` is (rows,), its own p."""
     probabilities = p.cpu() if isinstance(p, Tensor) else [p] * len(maskable)
-    masks = []
+    masks: list[Tensor] = []
     for row, probability, generator in zip(maskable.cpu(), probabilities, generators, strict=True):
         masks.append(draw_mask(row, probability, generator))
     return torch.stack(masks).to(maskable.device, non_blocking=True)

@@ -27,7 +27,7 @@ from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge
 from d1.models.attention import CAUSAL_CONTEXT, check_attention
 from d1.models.fingerprints import warn_of_other_base
 from d1.models.formats.gguf import gguf_config, gguf_file, gguf_types, load_gguf
-from d1.models.formats.released import as_released, same_names
+from d1.models.formats.released import as_released
 from d1.models.head import unwrapped
 from d1.models.kinds import (
     KINDS,
@@ -249,8 +249,9 @@ def write_weights(
         weights: the state dict of a model without an adapter; each weight is read when it is written.
     """
     released = getattr(model.config, "released", None)
-    to_released = same_names
-    if released is not None:
+    if released is None:
+        to_released = Kind().release_weight  # the names of the class
+    else:
         to_released = KINDS[released_kind(released)].release_weight
     folder.mkdir(parents=True)
 

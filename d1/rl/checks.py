@@ -114,7 +114,7 @@ def find_method(name: str) -> Method:
 
         # `METHOD` is a dictionary, like the tables, or a `Method`, as in the published methods' files.
         dictionaries = dict(user_tables)
-        method = getattr(module, "METHOD", None)
+        method: Any = getattr(module, "METHOD", None)
         if not isinstance(method, Method):
             dictionaries["METHOD"] = method
         for table, values in dictionaries.items():
