@@ -239,7 +239,8 @@ def map_chunks(model: Any, compute: Callable[..., T], *columns: Tensor, tensors_
         run: Any = compute
         if torch.is_grad_enabled():
             run = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(*(values[:cut].tensor_split(chunks - 1) for values in columns), strict=True):
+        parts = [values[:cut].tensor_split(chunks - 1) for values in columns]
+        for chunk in zip(*parts, strict=True):
             results.append(run(*chunk))
         columns = tuple(values[cut:] for values in columns)
     results.append(compute(*columns))
