@@ -330,7 +330,7 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
         fields["predicts_next_token"] = True
     if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
         fields["mask_token_id"] = kind.mask_token_id
-    # DiffusionGemma names blocks canvases.
+    # Blocks are called canvases in DiffusionGemma.
     size = fields.get("block_size") or raw.get("block_size") or raw.get("canvas_length") or kind.block_size
     if size:
         fields["block_size"] = size

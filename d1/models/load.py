@@ -85,11 +85,11 @@ def prepare(model: Model) -> Model:
         return model
     name = type(inner).__name__
     config = inner.config
-    backbone = inner.base_model
 
     # What is not supported
     check_kind(config.model_type, name)
     kind = kind_of(config)
+    backbone = inner.base_model
     check_since(kind, config.model_type, name)
     if kind.becomes:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
