@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, task, watch
-from d1.runs.cli import OneLineParser, run_script
+from d1.runs.cli import OneLineParser, add_flags, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
     "sft": "d1.sft.train",
@@ -33,24 +33,30 @@ STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported onl
 
 class Command(NamedTuple):
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
+    flags: type  # a dataclass of `d1.runs.cli.setting` fields
+    run: Callable[[Any], None]  # gets an instance of it
+    about: str | None = None  # the text of the command's own help, as it is written; `help` if there is none
+    epilog: str | None = None  # the end of that help
 
 
 COMMANDS = {
-    "a2d": Command("convert an autoregressive Llama, Qwen or Gemma to masked diffusion", convert.add_a2d, convert.a2d),
-    "merge": Command("merge LoRA adapters into the weights", convert.add_merge, convert.merge),
-    "export": Command("write a model in a released format, for that format's code", convert.add_export, convert.export),
-    "fit": Command("the memory that a stage needs, and the largest batch per card", fit.add_arguments, fit.run),
-    "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
-    "task": Command("task new FILE: write a task file that evaluation and RL run", task.add_arguments, task.run),
-    "sandbox": Command("check that programs can be judged safely here", sandbox.add_arguments, sandbox.run),
-    "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
-    "serve": Command(
-        "serve the samplers over HTTP: to RL, OpenAI's clients, a browser", serve.add_arguments, serve.run
+    "a2d": Command("convert an autoregressive Llama, Qwen or Gemma to masked diffusion", convert.A2DFlags, convert.a2d),
+    "merge": Command("merge LoRA adapters into the weights", convert.MergeFlags, convert.merge),
+    "export": Command(
+        "write a model in a released format, for that format's code", convert.ExportFlags, convert.export
     ),
-    "watch": Command("watch a completion come into focus, here or as a page", watch.add_arguments, watch.run),
-    "fill": Command('fill the masks in a text, "The [MASK:3] of a text"', fill.add_arguments, fill.run),
+    "fit": Command("the memory that a stage needs, and the largest batch per card", fit.FitFlags, fit.run),
+    "methods": Command("list the RL methods for --method, or all values of one", methods.MethodsFlags, methods.run),
+    "task": Command("task new FILE: write a task file that evaluation and RL run", task.TaskFlags, task.run),
+    "sandbox": Command("check that programs can be judged safely here", sandbox.SandboxFlags, sandbox.run),
+    "chat": Command(
+        "talk to a model and watch its answers come into focus", chat.ChatFlags, chat.run, epilog=chat.HELP
+    ),
+    "serve": Command("serve the samplers over HTTP: to RL, OpenAI's clients, a browser", serve.ServeFlags, serve.run),
+    "watch": Command(
+        "watch a completion come into focus, here or as a page", watch.WatchFlags, watch.run, about=watch.__doc__
+    ),
+    "fill": Command('fill the masks in a text, "The [MASK:3] of a text"', fill.FillFlags, fill.run),
 }
 
 
@@ -65,21 +71,37 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def make_parser() -> argparse.ArgumentParser:
+class CommandsParser(OneLineParser):
+    """The parser of all commands; `parse_args` returns the flags of one, an instance of its `Command.flags`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        values = vars(super().parse_args(args, namespace))
+        command = COMMANDS[values.pop("command")]
+        return command.flags(**values)
+
+
+def make_parser() -> CommandsParser:
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(prog="python -m d1", description=__doc__, formatter_class=as_written)
+    parser = CommandsParser(prog="python -m d1", description=__doc__, formatter_class=as_written)
     parser.add_argument("--version", action="version", version=versions(), help="show the versions, and exit")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     for name in STAGES:  # known names; `cli` runs them with parsers of their own
         commands.add_parser(name)
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
+        one = commands.add_parser(
+            name, help=command.help, description=command.about or command.help, epilog=command.epilog
+        )
+        if command.about is not None:
+            one.formatter_class = as_written
+        add_flags(one, command.flags)
     return parser
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: Any) -> None:
+    """Run the command whose flags these are."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    COMMANDS[args.command].run(args)
+    runs = {command.flags: command.run for command in COMMANDS.values()}
+    runs[type(args)](args)
 
 
 def cli() -> NoReturn:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from d1.commands.model import model_of, resolve_canvas, tokenizer_of
+from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas, tokenizer_of
 from d1.models.kinds import check_room
 from d1.runs.cli import MISTAKES, one_line
-from d1.sampling.settings import SamplingSettings, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import SamplingSettings, sampling_settings
 from d1.show.film import MASK, harmless
 
 HELP = """On a terminal, /reset forgets the conversation, /exit or Ctrl-D ends the chat, and Ctrl-C stops an answer.
 With other input, as in `echo question | python -m d1 chat MODEL`, each line is a turn, only answers are written to
 stdout, and the exit status is 1 if one of them failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags(CompletionFlags):
+    model_path: str = model_argument()
+    checkpoint_path: str | None = None  # MODEL may be an adapter
 
 
 @dataclass
@@ -115,15 +120,7 @@ def canvas_text(tokenizer: Any, ids: list[int]) -> str:
     return harmless(text.replace(tokenizer.mask_token, MASK))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = HELP
-    parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
-    parser.set_defaults(checkpoint_path=None)
-    add_model_flags(parser, leave_out=("model_path", "checkpoint_path"))
-    add_sampling_flags(parser.add_argument_group("sampling"))
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: ChatFlags) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from d1.models.tokenizer import check_chat_template
@@ -133,9 +130,9 @@ def run(args: argparse.Namespace) -> None:
         disable_progress_bar()
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    resolve_canvas(args)
+    args = resolve_canvas(args)
     model = model_of(args)
-    chat = Chat(model, tokenizer, args.seed, sampling_settings(vars(args), model.config), on_terminal)
+    chat = Chat(model, tokenizer, args.seed, sampling_settings(args, model.config), on_terminal)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         stream.reconfigure(errors=errors)  # type: ignore[union-attr]
     if on_terminal:

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from d1.models.kinds import KINDS
 from d1.ranges import COUNT
+from d1.runs.cli import setting
 
 FORMATS = [name for name, kind in KINDS.items() if kind.release_config is not None]
 
 
-def add_a2d(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="model folder or hub name, or GGUF file")
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--mask_token", default="<|mask|>", help="a spare token of the tokenizer, or a new name")
-    parser.add_argument("--keep_shift", action="store_true", help="still predict the next position, as Dream does")
-    parser.add_argument("--block_size", type=COUNT, help="attend only to a token's own block and earlier blocks")
-    parser.add_argument(
-        "--causal_context",
-        action="store_true",
-        help="with --block_size: finished text stays causal, and a block is read in both directions while it is filled",
+@dataclass(frozen=True, kw_only=True)
+class A2DFlags:
+    source: str = setting(help="model folder or hub name, or GGUF file", positional=True, metavar="SRC")
+    out: str = setting(positional=True, metavar="OUT")
+    mask_token: str = setting("<|mask|>", "a spare token of the tokenizer, or a new name")
+    keep_shift: bool = setting(False, "still predict the next position, as Dream does")
+    block_size: Annotated[int | None, COUNT] = setting(None, "attend only to a token's own block and earlier blocks")
+    causal_context: bool = setting(
+        False,
+        "with --block_size: finished text stays causal, and a block is read in both directions while it is filled",
     )
-    parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without chat template")
+    plain_chat_template: bool = setting(False, "for a tokenizer without chat template")
 
 
-def a2d(args: argparse.Namespace) -> None:
+def a2d(args: A2DFlags) -> None:
     from d1.models.convert import a2d
     from d1.models.formats.gguf import gguf_file, gguf_types
 
-    names = ("source", "out", "mask_token", "keep_shift", "plain_chat_template", "block_size", "causal_context")
-    a2d(**{name: getattr(args, name) for name in names})
+    a2d(
+        args.source,
+        args.out,
+        mask_token=args.mask_token,
+        keep_shift=args.keep_shift,
+        plain_chat_template=args.plain_chat_template,
+        block_size=args.block_size,
+        causal_context=args.causal_context,
+    )
     file = gguf_file(args.source)
     source = args.source if file is None else f"{file}, unpacked from {gguf_types(file)}"
     attention = "full attention" if args.block_size is None else f"blocks of {args.block_size}"
@@ -42,28 +51,30 @@ def a2d(args: argparse.Namespace) -> None:
     say_written(args.out, f"{source}, with {attention}. Next, train it: d1 sft --model_name {args.out}")
 
 
-def add_merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", metavar="BASE")
-    parser.add_argument("adapters", metavar="ADAPTER", nargs="+", help="in order of training")
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--dtype", default="auto", help="dtype of the merged weights (default: that of BASE)")
-    parser.add_argument("--device", help="where to compute, e.g. cuda")
+@dataclass(frozen=True, kw_only=True)
+class MergeFlags:
+    base: str = setting(positional=True, metavar="BASE")
+    adapters: list[str] = setting(help="in order of training", positional=True, metavar="ADAPTER", nargs="+")
+    out: str = setting(positional=True, metavar="OUT")
+    dtype: str = setting("auto", "dtype of the merged weights (default: that of BASE)")
+    device: str | None = setting(None, "where to compute, e.g. cuda")
 
 
-def merge(args: argparse.Namespace) -> None:
+def merge(args: MergeFlags) -> None:
     from d1.models.convert import merge
 
     merge(args.base, args.adapters, args.out, args.dtype, args.device)
     say_written(args.out, f"{args.base} with {' and '.join(args.adapters)} merged into it")
 
 
-def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="the model_type of its config.json")
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    source: str = setting(positional=True, metavar="SRC")
+    out: str = setting(positional=True, metavar="OUT")
+    format: str = setting(help="the model_type of its config.json", choices=FORMATS)
 
 
-def export(args: argparse.Namespace) -> None:
+def export(args: ExportFlags) -> None:
     from d1.models.convert import export
 
     export(args.source, args.out, args.format)

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
+from dataclasses import dataclass, fields
 from typing import Any
 
-from d1.commands.model import model_of, tokenizer_of
+from d1.commands.model import model_argument, model_of, tokenizer_of
 from d1.models.kinds import check_room
-from d1.sampling.settings import BLOCK_LENGTH, FLAGS, add_model_flags, add_sampling_flags
+from d1.runs.cli import setting
+from d1.sampling.settings import BLOCK_LENGTH, ModelFlags, SamplingFlags, sampling_flag
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
-LEFT_OUT = ("gen_length", "kv_cache")  # the text gives the number of tokens, and there is no cache here
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
-    parser.set_defaults(plain_chat_template=False)
-    parser.add_argument("text", metavar="TEXT", help="[MASK:3] is three tokens, [MASK] one; the rest does not change")
-    add_model_flags(parser, leave_out=("model_path", "plain_chat_template"))
-    group = parser.add_argument_group("sampling")
-    add_sampling_flags(
-        group,
-        LEFT_OUT,
-        block_length={"help": f"masks per block, left to right (default: the model's own, or {BLOCK_LENGTH})"},
-        diffusion_steps={"help": "forward passes (default: one per mask)"},
-        sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
+@dataclass(frozen=True, kw_only=True)
+class FillModelFlags(ModelFlags):
+    model_path: str = model_argument()
+    plain_chat_template: bool = False  # nothing is put into a chat template
+    text: str = setting(
+        help="[MASK:3] is three tokens, [MASK] one; the rest does not change", positional=True, metavar="TEXT"
     )
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FillFlags(SamplingFlags, FillModelFlags):
+    gen_length: int | None = None  # the text gives the number of tokens
+    block_length: int | None = sampling_flag(
+        "block_length",
+        help=f"masks per block, left to right (default: the model's own, or {BLOCK_LENGTH})",
+        group="sampling",
+    )
+    diffusion_steps: int | None = sampling_flag(
+        "steps", help="forward passes (default: one per mask)", aliases=["--steps"]
+    )
+    sampler: str = sampling_flag("sampler", help="exact or parallel: there is no cache here (default: %(default)s)")
+    kv_cache: str | None = None
+
+
+def run(args: FillFlags) -> None:
     """Prints the text with its placeholders filled in."""
     pieces = pieces_of(args.text)
     import torch
@@ -42,8 +51,10 @@ def run(args: argparse.Namespace) -> None:
 
     tokenizer = tokenizer_of(args)
     ids, hidden, before, after = encoded(tokenizer, pieces)
-    names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
-    options = {field: getattr(args, name) for name, field in names.items()}
+    options: dict[str, Any] = {"steps": args.diffusion_steps}
+    for flag in fields(SamplingFlags):
+        if flag.name not in ("gen_length", "kv_cache", "diffusion_steps", "seed"):
+            options[flag.name] = getattr(args, flag.name)
     config = ModelFolder.read(args.model_path, args.checkpoint_path).config
     infill_settings(config, sum(hidden), **options)
     check_room(config, len(ids) - sum(hidden), sum(hidden))

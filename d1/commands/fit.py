@@ -12,14 +12,15 @@ import argparse
 import math
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range
 from d1.rl.methods import METHODS
+from d1.runs.cli import setting
 from d1.sampling.settings import DTYPES
 
 COMPLETIONS = 96  # per optimizer step of RL, as in run.sh
@@ -31,7 +32,8 @@ PER_STAGE: dict[str, dict[str, Any]] = {
     "prefer": {"batch": 2, "length": 4096, "lora_targets": ["attention"]},
     "eval": {"batch": 8, "length": 712},
 }
-WITH_CONFIG = ("command", "config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
+WITH_CONFIG = ("config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
+HARDWARE_DEFAULTS: dict[str, Any] = {"gpus": 1, "zero": 0, "card": "H100"}
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? with \d+ GB(?: each)? \((.+)\)$", re.MULTILINE)
 LAUNCH = re.compile(r"--config_file (\S+)")
 ROWS = {  # to train on, by data set
@@ -47,52 +49,86 @@ PEAKS = {"RTX 4090": 165.0, "A100": 312.0, "L40S": 362.0, "H100": 989.0, "H200":
 UTILISATION = {"sft": 0.4, "rl": 0.3}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model_path", "--model_name", help="only its config.json is read")
-    parser.add_argument("--stage", choices=PER_STAGE)
-    recipe = parser.add_argument_group("a file of settings, whose values take the place of all other flags")
-    recipe.add_argument("--config", type=Path, metavar="FILE", help="yaml of SFT or RL, such as those of recipes/")
-    recipe.add_argument("--card", choices=PEAKS, help="for the hours (default: that of the file's head, or H100)")
-    recipe.add_argument("--rows", type=COUNT, help="to train on (default: those of the data set, where known)")
-    defaults = ", ".join(f"{share} in {stage.upper()}" for stage, share in UTILISATION.items())
-    share = f"share of the card's peak speed that the run reaches (default: {defaults})"
-    recipe.add_argument("--utilisation", type=Range(0, 1, open_low=True), help=share)
-    one = parser.add_argument_group("one stage (default: d1's recipe)")
-    one.add_argument("--batch", type=COUNT, help="rows per GPU, of prefer completions, two per pair")
-    one.add_argument("--length", type=COUNT, help="tokens per row, prompt and completion")
-    one.add_argument("--block_length", type=COUNT, default=32)
-    one.add_argument("--gpus", type=COUNT, help="(default: 1, or by the head of the --config file)")
-    one.add_argument("--zero", type=int, choices=range(4), help="DeepSpeed ZeRO stage (default: as for --gpus, or 0)")
-    one.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    one.add_argument("--lora_r", type=NATURAL, default=128, help="0: train all weights (default: %(default)s)")
-    one.add_argument("--lora_targets", nargs="+", help="attention, all-linear or names of modules")
-    bits = "frozen weights in NF4 (default: in RL with LoRA)"
-    one.add_argument("--load_in_4bit", action=argparse.BooleanOptionalAction, help=bits)
-    one.add_argument("--gradient_checkpointing", action="store_true")
-    one.add_argument("--edit_turns", type=COUNT, default=1, help="SFT: passes per batch (default: %(default)s)")
-    one.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
-    rl = parser.add_argument_group("RL, with the names and values of training")
-    rl.add_argument("--method", choices=METHODS)
-    rl.add_argument("--beta", type=AMOUNT, help="above 0, full training keeps a reference (default: the method's)")
-    rl.add_argument("--views_at_once", type=COUNT, default=1)
-    rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
-    rl.add_argument("--diffusion_steps", type=COUNT, help="(default: half of max_completion_length)")
-    rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
-    merged = "count a copy of the weights with the adapter merged (default: it is shown alone)"
-    rl.add_argument("--merged_rollouts", action=argparse.BooleanOptionalAction, help=merged)
-    rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
-    rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
+SHARES = ", ".join(f"{share} in {stage.upper()}" for stage, share in UTILISATION.items())
 
 
-def with_recipe(args: argparse.Namespace) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True)
+class FitFlags:
+    model_path: str | None = setting(None, "only its config.json is read", aliases=["--model_name"])
+    stage: str | None = setting(None, choices=PER_STAGE)
+
+    config: Path | None = setting(
+        None,
+        "yaml of SFT or RL, such as those of recipes/",
+        type=Path,
+        metavar="FILE",
+        group="a file of settings, whose values take the place of all other flags",
+    )
+    card: str | None = setting(None, "for the hours (default: that of the file's head, or H100)", choices=PEAKS)
+    rows: Annotated[int | None, COUNT] = setting(None, "to train on (default: those of the data set, where known)")
+    utilisation: Annotated[float | None, Range(0, 1, open_low=True)] = setting(
+        None, f"share of the card's peak speed that the run reaches (default: {SHARES})"
+    )
+
+    batch: Annotated[int | None, COUNT] = setting(
+        None, "rows per GPU, of prefer completions, two per pair", group="one stage (default: d1's recipe)"
+    )
+    length: Annotated[int | None, COUNT] = setting(None, "tokens per row, prompt and completion")
+    block_length: Annotated[int, COUNT] = setting(32)
+    gpus: Annotated[int | None, COUNT] = setting(None, "(default: 1, or by the head of the --config file)")
+    zero: int | None = setting(None, "DeepSpeed ZeRO stage (default: as for --gpus, or 0)", type=int, choices=range(4))
+    dtype: str = setting("bfloat16", choices=DTYPES)
+    lora_r: Annotated[int, NATURAL] = setting(128, "0: train all weights (default: %(default)s)")
+    lora_targets: list[str] | None = setting(None, "attention, all-linear or names of modules", nargs="+")
+    load_in_4bit: bool | None = setting(
+        None, "frozen weights in NF4 (default: in RL with LoRA)", action=argparse.BooleanOptionalAction
+    )
+    gradient_checkpointing: bool = setting(False)
+    edit_turns: Annotated[int, COUNT] = setting(1, "SFT: passes per batch (default: %(default)s)")
+    num_views: Annotated[int, COUNT] = setting(8, "prefer: draws per bound (default: %(default)s)")
+
+    method: str | None = setting(None, choices=METHODS, group="RL, with the names and values of training")
+    beta: Annotated[float | None, AMOUNT] = setting(
+        None, "above 0, full training keeps a reference (default: the method's)"
+    )
+    views_at_once: Annotated[int, COUNT] = setting(1)
+    max_completion_length: Annotated[int, COUNT] = setting(256, "(default: %(default)s)")
+    diffusion_steps: Annotated[int | None, COUNT] = setting(None, "(default: half of max_completion_length)")
+    edit_threshold: Annotated[float | None, BELOW_ONE] = setting(None, "rollouts with edits, by a parallel sampler")
+    merged_rollouts: bool | None = setting(
+        None,
+        "count a copy of the weights with the adapter merged (default: it is shown alone)",
+        action=argparse.BooleanOptionalAction,
+    )
+    steps_per_generation: Annotated[int | None, COUNT] = setting(
+        None, f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRun(FitFlags):
+    """The flags with the values of the stage's recipe where none were given."""
+
+    model_path: str
+    stage: str
+    batch: int
+    length: int
+    gpus: int
+    zero: int
+    card: str
+    load_in_4bit: bool
+    steps_per_generation: int
+
+
+def with_recipe(args: FitFlags) -> FitRun:
     """The arguments, with those of the stage's recipe where none were given."""
-    given = {"gpus": 1, "zero": 0} | {name: value for name, value in vars(args).items() if value is not None}
-    found = {"load_in_4bit": args.stage == "rl" and args.lora_r > 0, **PER_STAGE[args.stage], **given}
+    given = HARDWARE_DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
+    found = {"load_in_4bit": args.stage == "rl" and args.lora_r > 0, **PER_STAGE[str(args.stage)], **given}
     rollout = {"steps_per_generation": max(1, COMPLETIONS // (found["batch"] * found["gpus"]))}
-    return argparse.Namespace(**{**vars(args), **rollout, **found})
+    return FitRun(**{**vars(args), **rollout, **found})
 
 
-def of_preference(args: argparse.Namespace) -> dict[str, Any]:
+def of_preference(args: FitRun) -> dict[str, Any]:
     """The fields of `FitSettings` for a preference run: without LoRA it always has a reference."""
     canvas = min(args.max_completion_length, args.length)
     # A token of a view takes one byte, and an fp32 weight as well if it is on the canvas.
@@ -104,7 +140,7 @@ UNIFORM_NOISE = {"estimator": "accepted", "p_mask_prompt": 0.0, "self_conditioni
 UNIFORM_NOISE |= {"sampler": "parallel", "reveal": "entropy", "temperature": 0.8, "end_temperature": 0.4}
 
 
-def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = False) -> dict[str, Any]:
+def of_method(args: FitRun, block_size: int | None, uniform: bool = False) -> dict[str, Any]:
     """The fields of `FitSettings` for an RL run: views, their stored bytes, and `beta`, 0 without a reference.
     `uniform`: the model has uniform noise.
 
@@ -118,7 +154,7 @@ def of_method(args: argparse.Namespace, block_size: int | None, uniform: bool = 
     )
     given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
     for name in ("max_completion_length", "diffusion_steps", "block_length"):
-        if name not in METHODS[args.method].values and getattr(args, name) is not None:
+        if name not in METHODS[str(args.method)].values and getattr(args, name) is not None:
             given[name] = getattr(args, name)
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
@@ -246,10 +282,11 @@ def config_of(model_path: str) -> Any:
     return native_config_of(CONFIGS[model_path], model_path)[0]
 
 
-def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float], str]:
+def hours_of(recipe: Recipe, args: FitRun) -> tuple[dict[str, float], str]:
     """Hours by purpose, and the line about them at the head of a recipe."""
     from d1.commands.footprint import flops_per_token
 
+    assert args.utilisation is not None
     speed = PEAKS[args.card] * 1e12 * args.utilisation * args.gpus * 3600
     each = flops_per_token(config_of(recipe.flags["model_path"]), recipe.context)
     hours = {purpose: tokens * each / speed for purpose, tokens in recipe.tokens.items()}
@@ -265,19 +302,21 @@ def hours_of(recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, float]
     return hours, f"Time: {shown} hours for {recipe.steps} steps; a trial of two hours: --max_steps {trial}"
 
 
-def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
+def with_config(args: FitFlags) -> tuple[FitRun, Recipe]:
     """The flags of the run in `--config`, a file of RL (it has a `model_path`) or SFT settings, and that run.
 
     Raises:
         ValueError: flags repeat what the file says, its settings are wrong, or the number of rows is not known.
         OSError: the file cannot be read.
     """
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    for name, value in vars(args).items():
-        if name not in WITH_CONFIG and value != parser.get_default(name):
-            raise ValueError(f"--{name} {value}: with --config, {args.config} says what the run is; change it there")
-    hardware: dict[str, Any] = {"gpus": 1, "zero": 0, "card": "H100"} | hardware_of(args.config)
+    assert args.config is not None
+    for flag in fields(FitFlags):
+        value = getattr(args, flag.name)
+        if flag.name not in WITH_CONFIG and value != flag.default:
+            raise ValueError(
+                f"--{flag.name} {value}: with --config, {args.config} says what the run is; change it there"
+            )
+    hardware = HARDWARE_DEFAULTS | hardware_of(args.config)
     hardware |= {name: getattr(args, name) for name in hardware if getattr(args, name) is not None}
     if hardware["card"] not in PEAKS:
         raise ValueError(f"{args.config}: the speed of {hardware['card']} is not known: use --card")
@@ -287,16 +326,17 @@ def with_config(args: argparse.Namespace) -> tuple[argparse.Namespace, Recipe]:
     recipe = (rl_recipe if "model_path" in settings else sft_recipe)(args.config, hardware["gpus"], args.rows)
     values = vars(args) | hardware | recipe.flags
     values["utilisation"] = args.utilisation or UTILISATION[recipe.flags["stage"]]
-    return argparse.Namespace(**values), recipe
+    return with_recipe(FitFlags(**values)), recipe
 
 
-def run(args: argparse.Namespace) -> None:
+def run(flags: FitFlags) -> None:
     recipe = None
-    if args.config is not None:
-        args, recipe = with_config(args)
-    elif args.model_path is None or args.stage is None:
+    if flags.config is not None:
+        args, recipe = with_config(flags)
+    elif flags.model_path is None or flags.stage is None:
         raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
-    args = with_recipe(args)
+    else:
+        args = with_recipe(flags)
     from d1.commands.footprint import FitSettings, fit_table, resident_bytes
     from d1.models.attention import has_causal_context
     from d1.models.kinds import block_size, has_masks
@@ -307,14 +347,14 @@ def run(args: argparse.Namespace) -> None:
     if args.merged_rollouts and not can_merge:
         raise ValueError("--merged_rollouts needs RL with a LoRA adapter on weights of 16 or 32 bits")
     config = config_of(args.model_path)
-    fields = {n: value for n, value in vars(args).items() if n in FitSettings.__annotations__ and value is not None}
+    values = {n: value for n, value in vars(args).items() if n in FitSettings.__annotations__ and value is not None}
     if args.stage == "sft":
-        fields |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
+        values |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
     elif args.stage in ("rl", "prefer"):
         size = args.block_length if has_causal_context(config) else block_size(config)
         of_stage = of_preference(args) if args.stage == "prefer" else of_method(args, size, not has_masks(config))
-        fields |= of_stage
-    settings = FitSettings(**fields)
+        values |= of_stage
+    settings = FitSettings(**values)
     shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})
     words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())
     sys.stdout.write(f"Computed for {', '.join(words)}\n\n{fit_table(config, settings)}\n")

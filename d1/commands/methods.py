@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 
 from d1.rl.methods import METHODS, Method
+from d1.runs.cli import setting
 from d1.runs.tables import aligned_table
 from d1.show.tables import markdown_table
 
@@ -20,13 +21,19 @@ COLUMNS = {  # header -> the setting
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(METHODS)
-    parser.add_argument("name", metavar="NAME", nargs="?", help=f"one of {known}, or the path of your own .py file")
-    parser.add_argument("--markdown", action="store_true", help="the table of docs/methods.md")
+@dataclass(frozen=True, kw_only=True)
+class MethodsFlags:
+    name: str | None = setting(
+        None,
+        f"one of {', '.join(METHODS)}, or the path of your own .py file",
+        positional=True,
+        metavar="NAME",
+        nargs="?",
+    )
+    markdown: bool = setting(False, "the table of docs/methods.md")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: MethodsFlags) -> None:
     if args.markdown:
         sys.stdout.write(page_table())
         return

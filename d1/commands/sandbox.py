@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
+from dataclasses import dataclass
 
+from d1.runs.cli import setting
 from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, working_python
 from d1.sandbox.box import FAMILIES
 
@@ -78,11 +79,14 @@ PROBES = {  # what must be true -> a program and a test of it
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], help="start programs in the sandbox and report what they could do")
+@dataclass(frozen=True, kw_only=True)
+class SandboxFlags:
+    action: str = setting(
+        help="start programs in the sandbox and report what they could do", positional=True, choices=["check"]
+    )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SandboxFlags) -> None:
     """Prints a line for each probe.
 
     Raises:

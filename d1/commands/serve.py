@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -11,14 +10,16 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from d1.commands.model import model_of, resolve_canvas, tokenizer_of
+from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas, tokenizer_of
 from d1.ranges import COUNT, Range
-from d1.sampling.settings import add_model_flags, add_sampling_flags, refuse_scdd, sampling_settings
+from d1.runs.cli import setting
+from d1.sampling.settings import GEN_LENGTH_HELP, ModelFlags, refuse_scdd, sampling_flag, sampling_settings
 from d1.serve import KEY, LOCAL
 
 if TYPE_CHECKING:
@@ -27,23 +28,37 @@ if TYPE_CHECKING:
 MISSING = "d1 serve needs FastAPI and uvicorn: pip install -e '.[serve]' in the checkout"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
-    add_model_flags(parser, leave_out=("model_path",))
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    port = Range(0, 65535, integer=True)
-    server.add_argument("--port", type=port, default=30000, help="0: any that is free (default: %(default)s)")
-    names = "names by which clients call this server, besides localhost and HOST ('*': all; with an API key: all)"
-    server.add_argument("--allowed_hosts", nargs="+", metavar="NAME", default=[], help=names)
-    server.add_argument("--api_key", default=os.environ.get(KEY), help=f"key that clients must send (default: ${KEY})")
-    server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
-    below = "folder below which requests may name weights to load; give the flag once per folder"
-    server.add_argument("--weights_dir", type=Path, action="append", default=[], help=below)
-    server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
-    server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
-    server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
-    add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags(ModelFlags):
+    host: str = setting("127.0.0.1", "address to listen on (default: %(default)s)", group="server")
+    port: Annotated[int, Range(0, 65535, integer=True)] = setting(30000, "0: any that is free (default: %(default)s)")
+    allowed_hosts: list[str] = setting(
+        [],
+        "names by which clients call this server, besides localhost and HOST ('*': all; with an API key: all)",
+        nargs="+",
+        metavar="NAME",
+    )
+    api_key: str | None = setting(None, f"key that clients must send (default: ${KEY})")
+    served_model_name: str | None = setting(None, "the model's name in OpenAI's dialect (default: MODEL)")
+    weights_dir: list[Path] = setting(
+        [],
+        "folder below which requests may name weights to load; give the flag once per folder",
+        type=Path,
+        action="append",
+    )
+    batch_size: Annotated[int, COUNT] = setting(32, "rows per forward pass (default: %(default)s)")
+    queue_size: Annotated[int, COUNT] = setting(1024, "rows that may wait (default: %(default)s)")
+    max_gen_length: Annotated[int | None, COUNT] = setting(
+        None, "largest canvas of a request (default: the model's room)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(CompletionFlags, ServerFlags):
+    model_path: str = model_argument()
+    gen_length: int | None = sampling_flag(
+        "gen_length", help=GEN_LENGTH_HELP, group="sampling, where a request does not say"
+    )
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -72,7 +87,7 @@ def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
     return (*LOCAL, *names, *(name.lower().strip("[]") for name in more))
 
 
-def served_model(args: argparse.Namespace) -> Any:
+def served_model(args: ServeFlags) -> Any:
     """The model, with its adapter merged into it as in RL: an adapter that is sent later comes on top."""
     from peft import PeftModel
 
@@ -84,7 +99,7 @@ def served_model(args: argparse.Namespace) -> Any:
     return model
 
 
-def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
+def server_of(args: ServeFlags, tokenizer: Any) -> Server:
     """The model, its engine and the limits of requests, as the flags say."""
     from d1.serve.engine import Engine, Loader
     from d1.serve.requests import Server
@@ -94,12 +109,12 @@ def server_of(args: argparse.Namespace, tokenizer: Any) -> Server:
     engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
     limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
     limits |= {"allowed_hosts": hosts(args.host, args.allowed_hosts), "loader": Loader(partial(served_model, args))}
-    name, defaults = args.served_model_name or args.model_path, sampling_settings(vars(args), model.config)
+    name, defaults = args.served_model_name or args.model_path, sampling_settings(args, model.config)
     refuse_scdd(defaults, "a server")
     return Server(engine, tokenizer, name, defaults, args.seed, **limits)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: ServeFlags) -> None:
     try:
         import fastapi  # noqa: F401
         import uvicorn
@@ -109,12 +124,14 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.tokenizer import check_chat_template
     from d1.serve.app import make_app
 
+    if args.api_key is None:
+        args = replace(args, api_key=os.environ.get(KEY))
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    resolve_canvas(args, masks_for="the server")
+    args = resolve_canvas(args, masks_for="the server")
 
     server = server_of(args, tokenizer)
     program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from d1.runs.cli import setting
 
 TEMPLATE = '''"""A task: the problems, how an answer is found and judged, and the rewards of RL. It runs as it is:
 
@@ -74,12 +76,13 @@ REWARDS = [correct_reward, number_reward]
 '''
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", metavar="new", choices=("new",), help="new: write a file to start from")
-    parser.add_argument("file", metavar="FILE", type=Path, help="a .py file that does not exist yet")
+@dataclass(frozen=True, kw_only=True)
+class TaskFlags:
+    action: str = setting(help="new: write a file to start from", positional=True, metavar="new", choices=("new",))
+    file: Path = setting(help="a .py file that does not exist yet", positional=True, metavar="FILE", type=Path)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: TaskFlags) -> None:
     """Write the file, and name it and its use on stderr."""
     file = args.file
     if not file.name:

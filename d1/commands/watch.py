@@ -10,44 +10,50 @@ of a switch. For example, `--against model_path=runs/grpo` compares a model befo
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from d1.commands.model import model_of, resolve_canvas, tokenizer_of
+from d1.commands.model import CompletionFlags, model_of, resolve_canvas, tokenizer_of
 from d1.files import valid_unicode
 from d1.ranges import AMOUNT, NATURAL
-from d1.runs.cli import OneLineParser
-from d1.runs.turns import add_turn_flags, check_turn_flags
-from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
+from d1.runs.cli import SettingsParser, setting
+from d1.runs.turns import TurnFlags, check_turn_flags
+from d1.sampling.settings import ModelFlags, sampling_settings
 from d1.show.film import Film, Judge, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    add_model_flags(parser.add_argument_group("model"))
-    question = parser.add_argument_group("question: a prompt, or a problem of a task")
-    question.add_argument("--prompt", help="the user's message; the model's chat template is put around it")
-    question.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
-    question.add_argument("--index", type=NATURAL, default=0, help="number of the problem in the split, from 0")
-    question.add_argument("--split", choices=SPLITS, default="test")
-    question.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
-    sampling = parser.add_argument_group("sampling")
-    add_sampling_flags(sampling)
-    sampling.add_argument("--eos_stop", action="store_true", help="skip the blocks after the completion's end")
-    add_turn_flags(parser)
-    shown = parser.add_argument_group("output")
-    shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
-    shown.add_argument("--html", type=Path, help="write an animated web page for any browser")
-    shown.add_argument("--svg", type=Path, help="write an animated picture for a document")
-    shown.add_argument("--pause", type=AMOUNT, default=0.08, help="minimum time per step in the terminal, in seconds")
+@dataclass(frozen=True, kw_only=True)
+class QuestionFlags(ModelFlags):
+    prompt: str | None = setting(
+        None,
+        "the user's message; the model's chat template is put around it",
+        group="question: a prompt, or a problem of a task",
+    )
+    dataset: str | None = setting(None, f"{', '.join(TASKS)}, or a task of your own as a .py file")
+    index: Annotated[int, NATURAL] = setting(0, "number of the problem in the split, from 0")
+    split: str = setting("test", choices=SPLITS)
+    data_file: str | None = setting(None, "local .json, .jsonl, .csv or .parquet file to use for the split")
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CanvasFlags(CompletionFlags):
+    eos_stop: bool = setting(False, "skip the blocks after the completion's end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchFlags(TurnFlags, CanvasFlags, QuestionFlags):
+    against: list[str] = setting([], "a second run, with these flags", nargs="+", metavar="NAME=VALUE", group="output")
+    html: Path | None = setting(None, "write an animated web page for any browser", type=Path)
+    svg: Path | None = setting(None, "write an animated picture for a document", type=Path)
+    pause: Annotated[float, AMOUNT] = setting(0.08, "minimum time per step in the terminal, in seconds")
+
+
+def run(args: WatchFlags) -> None:
     """Plays one run, or two after each other, and writes the files asked for."""
     runs = [args, changed(args)] if args.against else [args]
     for one in runs:
@@ -69,15 +75,14 @@ def run(args: argparse.Namespace) -> None:
     write(args, films)
 
 
-def changed(args: argparse.Namespace) -> argparse.Namespace:
+def changed(args: WatchFlags) -> WatchFlags:
     """The arguments of the second run: those of the first, changed by the words of --against."""
-    parser = OneLineParser("d1 watch --against", add_help=False)
-    add_arguments(parser)
+    parser = SettingsParser(WatchFlags, "d1 watch --against", add_help=False)
     parser.set_defaults(**vars(args))
     return parser.parse_args([f"--{word}" for word in (f"model_path={args.model_path}", *args.against)])
 
 
-def titles(runs: list[argparse.Namespace]) -> list[str]:
+def titles(runs: list[WatchFlags]) -> list[str]:
     """A title per run: the flags that differ between the runs, or the model's name if there are none."""
     flags = [vars(one) | {"against": None, "model_path": Path(one.model_path).name or one.model_path} for one in runs]
     names = [name for name in flags[0] if any(one[name] != flags[0][name] for one in flags)] or ["model_path"]
@@ -90,11 +95,11 @@ def titles(runs: list[argparse.Namespace]) -> list[str]:
     return [", ".join(described(name, one[name]) for name in names) for one in flags]
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: WatchFlags) -> None:
     """Raise ValueError or OSError, before anything is loaded, for no question or a file that cannot be written."""
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs a question: either --prompt TEXT, or --dataset TASK and --index N")
-    check_turn_flags(args)
+    check_turn_flags(args, args.edits)
     for path in filter(None, (args.html, args.svg)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
@@ -102,7 +107,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise IsADirectoryError(f"{path} is a folder: name a file, such as {path / 'watch.html'}")
 
 
-def row_of(args: argparse.Namespace) -> dict[str, Any]:
+def row_of(args: WatchFlags) -> dict[str, Any]:
     """The row of the problem; for --prompt, a row with nothing but the chat messages."""
     if args.prompt is not None:
         return {"prompt": [{"role": "user", "content": args.prompt}]}
@@ -112,7 +117,7 @@ def row_of(args: argparse.Namespace) -> dict[str, Any]:
     return dict(rows[args.index])
 
 
-def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Iterator[Film], int]:
+def rehearse(args: WatchFlags, title: str, loaded: Callable[..., Any]) -> tuple[Iterator[Film], int]:
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
@@ -127,11 +132,12 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
-    resolve_canvas(args)
+    args = resolve_canvas(args)
     config = folder_of(args).config
-    toolbox, functions = tools_of(args, tokenizer, config)  # its errors come before the weights are read
+    # Errors of tools come before the weights are read.
+    toolbox, functions = tools_of(args, sampling_settings(args, config).gen_length, tokenizer, config)
     model = model_of(args, loaded)
-    settings = sampling_settings(vars(args), model.config)
+    settings = sampling_settings(args, model.config)
     messages, of_tools = toolbox.add_tool_instructions(row["prompt"], functions)
     text = render_prompt(tokenizer, messages, **of_tools)
     episode = Episode(messages, encode_prompt(tokenizer, text), functions)
@@ -183,7 +189,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     return turns(), most * toolbox.settings.max_turns
 
 
-def write(args: argparse.Namespace, films: list[Film]) -> None:
+def write(args: WatchFlags, films: list[Film]) -> None:
     """Writes the files asked for and names them on stderr."""
     from d1.show.page import film_page, film_svg
 

@@ -12,7 +12,6 @@ a part that was interrupted is generated again as a whole.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import hashlib
@@ -39,6 +38,7 @@ import transformers
 from tqdm import tqdm
 
 from d1 import rooms
+from d1.eval.flags import EvalRun, StreamFlags, TaskFlags
 from d1.files import FileLock, LockHeldError, read_object, write_atomically, writing
 from d1.masking import keyed_generator
 from d1.models.folder import ModelFolder
@@ -51,7 +51,7 @@ from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_p
 from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
-from d1.sampling.settings import OF_UNIFORM_NOISE, sampling_settings
+from d1.sampling.settings import OF_UNIFORM_NOISE, ModelFlags, SamplingFlags, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 
 logger = logging.getLogger("eval")
@@ -93,19 +93,19 @@ class Prompt:
         return self.index if self.samples == 1 else self.index * self.samples + self.sample
 
 
-def load_tokenizer_for(args: argparse.Namespace) -> Any:
+def load_tokenizer_for(args: ModelFlags) -> Any:
     """The tokenizer in the adapter's folder if there is one, else the model's."""
     has_tokenizer = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
     path = args.checkpoint_path if has_tokenizer else args.model_path
     return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
-def folder_of(args: argparse.Namespace) -> ModelFolder:
+def folder_of(args: ModelFlags) -> ModelFolder:
     """The model that the flags name, with its adapter."""
     return ModelFolder.read(args.model_path, args.checkpoint_path or None)
 
 
-def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any, config: Any = None) -> list[Prompt]:
+def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = None) -> list[Prompt]:
     """The problems to evaluate, in the order of their split, each `--num_samples` times; `config` is the model's,
     which only tools read."""
     rows = task.load_rows(args.split, args.data_file)
@@ -154,15 +154,15 @@ def default_dtype(config: Any) -> str | None:
     return None
 
 
-def in_fp32(args: argparse.Namespace) -> bool:
+def in_fp32(args: ModelFlags) -> bool:
     return named_dtype(args.dtype) == torch.float32
 
 
-def task_name(args: argparse.Namespace) -> str:
+def task_name(args: TaskFlags) -> str:
     return args.dataset if args.dataset in TASKS else Path(args.dataset).stem
 
 
-def setup_name(args: argparse.Namespace) -> str:
+def setup_name(args: EvalRun) -> str:
     """`{task}_{model}_{gen_length}_{steps}`, where the model has the name of its folder."""
     path = Path(args.checkpoint_path or args.model_path)
     if path.name.startswith("checkpoint-") or path.name == "merged":
@@ -181,12 +181,12 @@ def setup_name(args: argparse.Namespace) -> str:
     return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
 
 
-def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
+def run_identity(args: EvalRun, prompts: list[Prompt]) -> dict[str, Any]:
     """Everything that determines the completions: a run resumes only if all of it agrees.
 
     The file of a user's task counts as a whole, although it may differ only in how it scores."""
     problems = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
-    sampling = sampling_settings(vars(args))
+    sampling = sampling_settings(args)
     identity: dict[str, Any] = {
         CONTENTS + "model_path": hash_model(args.model_path, args.checkpoint_path or None),
         "problems": len(prompts),
@@ -394,7 +394,7 @@ def wait_for_all() -> None:
 # --- Sampling ---------------------------------------------------------------------------------------------------------
 
 
-def load_model_for(args: argparse.Namespace, folder: ModelFolder) -> Any:
+def load_model_for(args: ModelFlags, folder: ModelFolder) -> Any:
     """The model on this process's device; the log of the first process says in which dtype."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         device = "a GPU" if torch.cuda.is_available() else "a CPU"
@@ -410,7 +410,7 @@ def load_model_for(args: argparse.Namespace, folder: ModelFolder) -> Any:
 
 
 def complete(
-    args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
+    args: EvalRun, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:
     """Generate the completions that the journal lacks and append each when it ends; return when all processes are
     done."""
@@ -425,7 +425,7 @@ def complete(
     part_size = 1
     if not in_fp32(args):
         part_size = args.batch_size
-        may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
+        may_end_early = args.eos_stop or sampling_settings(args).rule is not None
         if may_end_early:
             part_size *= PART_BATCHES
     parts = []
@@ -436,6 +436,7 @@ def complete(
 
     if parts:
         model = load()
+        turns = make_turns(args, tokenizer, model.config)
         check_room(model.config, len(parts[0][0].ids), args.gen_length)
         ends = torch.tensor(end_ids(tokenizer), device=model.device)
         # In fp32 one endless batch takes row after row; in 16 bits each part is sampled by itself.
@@ -446,7 +447,7 @@ def complete(
             total=len(prompts) - len(done), desc=journal.setup, unit="problem", disable=journal.rank != 0
         ) as progress:
             for batch_prompts in local_parts:
-                for _, entry in generate_rows(args, model, tokenizer, batch_prompts, ends, args.batch_size):
+                for _, entry in generate_rows(args, turns, model, tokenizer, batch_prompts, ends, args.batch_size):
                     if entry["index"] in done:
                         continue  # a part that was interrupted gives some rows again
                     journal.append(entry)
@@ -458,7 +459,8 @@ def complete(
 
 
 def generate_rows(
-    args: argparse.Namespace,
+    args: StreamFlags,
+    turns: SingleTurn,
     model: Any,
     tokenizer: Any,
     prompts: Iterable[Prompt],
@@ -477,11 +479,11 @@ def generate_rows(
     Raises:
         NotFiniteError: a row's logits are not finite; the message names its problem.
     """
-    rows = make_turns(args, tokenizer, model.config).rows(prompts, ends.tolist())
+    rows = turns.rows(prompts, ends.tolist())
     stream = rollout_stream(
         model,
         rows,
-        sampling_settings(vars(args), model.config),
+        sampling_settings(args, model.config),
         batch_size=batch_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_ids=ends.tolist() if args.eos_stop else None,
@@ -503,7 +505,7 @@ def generate_rows(
 class SingleTurn:
     """How completions are made: one canvas each. `d1.tools.evaluation.Episodes` is the other way, for `--tools`."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
+    def __init__(self, args: StreamFlags, tokenizer: Any) -> None:
         self.args = args
         self.tokenizer = tokenizer
 
@@ -518,14 +520,14 @@ class SingleTurn:
         return Rows(self.args, self.tokenizer, prompts, ends)
 
 
-def make_turns(args: argparse.Namespace, tokenizer: Any, config: Any) -> SingleTurn:
+def make_turns(args: EvalRun, tokenizer: Any, config: Any) -> SingleTurn:
     """How the completions of an evaluation are made, for a model of this config."""
-    if getattr(args, "tools", None):
+    if args.tools:
         return rooms.Episodes(args, tokenizer, config)
-    return SingleTurn(args, tokenizer, config)
+    return SingleTurn(args, tokenizer)
 
 
-def generator_of(args: argparse.Namespace, prompt: Prompt, turn: int = 0) -> torch.Generator:
+def generator_of(args: SamplingFlags, prompt: Prompt, turn: int = 0) -> torch.Generator:
     """The generator of a completion, or of one of its turns."""
     key = [args.seed, prompt.index, prompt.sample]
     if turn:
@@ -540,10 +542,9 @@ class Rows:
         at_work: by the number of a row in the stream, its problem and its number among the problems.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, tokenizer: Any, prompts: Iterable[Prompt], ends: Sequence[int]
-    ) -> None:
+    def __init__(self, args: SamplingFlags, tokenizer: Any, prompts: Iterable[Prompt], ends: Sequence[int]) -> None:
         self.args = args
+        self.sampling = sampling_settings(args)
         self.tokenizer = tokenizer
         self.prompts = enumerate(prompts)
         self.ends = ends
@@ -565,7 +566,7 @@ class Rows:
 
     def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
         """The number of each problem and its journal entry, for the rows that ended together."""
-        canvas = slice(-self.args.gen_length, None)
+        canvas = slice(-self.sampling.gen_length, None)
         ends = torch.tensor(self.ends, device=sampled.ids.device)
         canvas_ids, first_ids = sampled.ids[:, canvas], sampled.first_ids[:, canvas]
         lengths = eos_cut(canvas_ids, ends, including=False).sum(1).tolist()
@@ -577,7 +578,6 @@ class Rows:
         passes = sampled.passes.tolist()
         forward_tokens = sampled.forward_tokens.tolist()
         edits = sampled.edits.tolist()
-        can_edit = sampling_settings(vars(self.args)).rewrites
 
         entries = []
         for row, number in enumerate(numbers):
@@ -593,7 +593,7 @@ class Rows:
                 "forward_passes": passes[row],
                 "forward_tokens": forward_tokens[row],
             }
-            if can_edit:
+            if self.sampling.rewrites:
                 written = first_ids_of_rows[row][: first_lengths[row]]
                 entry["edits"] = edits[row]
                 entry["first_text"] = self.tokenizer.decode(written, skip_special_tokens=True)

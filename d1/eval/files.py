@@ -13,7 +13,6 @@ An error in a file or an item is noted in its setup, and the rest is read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections import Counter
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # scoring imports no tokenizer
     from d1.eval.completions import Prompt
+    from d1.eval.flags import EvalRun
 
 FILE_NAME = re.compile(r"(?P<setup>.+_\d+_\d+)_(?P<rank>0|[1-9]\d{0,3})_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
@@ -64,9 +64,7 @@ class GeneratedSetup:
     errors: list[str] = field(default_factory=list)
 
 
-def generation_file(
-    args: argparse.Namespace, task: str, prompts: list[Prompt], done: dict[int, dict[str, Any]]
-) -> dict[str, Any]:
+def generation_file(args: EvalRun, task: str, prompts: list[Prompt], done: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """The content of a generation file, in d1's format."""
     items = []
     for prompt in prompts:

@@ -20,9 +20,10 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from tqdm import tqdm
 
 from d1.eval.completions import (
     Prompt,
+    SingleTurn,
     folder_of,
     generate_rows,
     join_processes,
@@ -39,6 +41,7 @@ from d1.eval.completions import (
     load_model_for,
     load_tokenizer_for,
 )
+from d1.eval.flags import EvalModelFlags, StreamFlags
 from d1.eval.run import parse_settings
 from d1.files import read_object, write_atomically
 from d1.masking import keyed_generator
@@ -47,11 +50,11 @@ from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED
-from d1.runs.cli import OneLineParser
+from d1.runs.cli import SettingsParser, setting
 from d1.runs.record import CONTENTS, hash_model
 from d1.sampling import SamplingSettings, rollout_steps
 from d1.sampling.graphs import check_compile
-from d1.sampling.settings import add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import sampling_flag, sampling_settings
 from d1.scoring import Views, score
 from d1.scoring.rollouts import rotation
 
@@ -214,41 +217,51 @@ SAMPLING_KWARGS = ("top_p", "top_k", "min_p", "typical_p")  # these have no effe
 NEUTRAL_VALUES = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
 
 
-class PassingParser(OneLineParser):
+@dataclass(frozen=True, kw_only=True)
+class HarnessModelFlags(EvalModelFlags):
+    batch_size: Annotated[int, COUNT] = setting(32, "sequences per forward pass of each process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessFlags(StreamFlags, HarnessModelFlags):
+    gen_length: int | None = sampling_flag(
+        "gen_length", help="tokens per completion (default: the task's maximum)", group="tasks that generate"
+    )
+    # The task sets the temperature, and `draw_seed` the seed.
+    temperature: float = 0.0
+    seed: int = 0
+    eos_stop: bool = True
+    mc_num: Annotated[int, COUNT] = setting(
+        128, "masks per answer (default: 128, as LLaDA)", group="tasks that compare log-likelihoods"
+    )
+    draw_seed: Annotated[int, SEED] = setting(0, "seed of masks and sampling; --seed is the harness's", group="")
+    harness: tuple[str, ...] = ()  # the words of `lm_eval run`
+
+
+class PassingParser(SettingsParser[HarnessFlags]):
     """A parser that keeps unknown flags, as `harness`."""
 
     passes_unknown = True
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> HarnessFlags:  # type: ignore[override]
         known, rest = self.parse_known_args(args, namespace)
-        known.harness = rest
-        return known
+        return HarnessFlags(**vars(known), harness=tuple(rest))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = PassingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_argument_group("model")
-    add_model_flags(model, checkpoint_path={"default": ""})
-    model.add_argument("--batch_size", type=COUNT, default=32, help="sequences per forward pass of each process")
-    sampling = parser.add_argument_group("tasks that generate")
-    add_sampling_flags(
-        sampling,
-        leave_out=("temperature", "seed"),
-        gen_length={"default": None, "help": "tokens per completion (default: the task's maximum)"},
-    )
-    scoring = parser.add_argument_group("tasks that compare log-likelihoods")
-    scoring.add_argument("--mc_num", type=COUNT, default=128, help="masks per answer (default: 128, as LLaDA)")
-    parser.add_argument("--draw_seed", type=SEED, default=0, help="seed of masks and sampling; --seed is the harness's")
-    return parser
+def make_parser() -> PassingParser:
+    return PassingParser(HarnessFlags, about=__doc__)
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: HarnessFlags) -> None:
     """Register the model "d1" and run lm_eval's own command."""
-    flags = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     config = folder_of(args).config
     length = args.gen_length or 1024  # the task's own length is not known yet
-    task_settings = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
-    flags["block_length"] = sampling_settings(flags | task_settings, config).block_length
+    longest = replace(args, gen_length=length, diffusion_steps=args.diffusion_steps or length)
+    flags = {}
+    for one in fields(args):
+        if one.metadata and one.name != "batch_size":  # the others are no flags
+            flags[one.name] = getattr(args, one.name)
+    flags["block_length"] = sampling_settings(longest, config).block_length
     check_compile(args.compile, config, kernel=args.attn_implementation)
     register()
     check_cache(args.harness, flags)
@@ -384,19 +397,22 @@ class HarnessModel:
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="completions", disable=disable_tqdm or self.rank != 0) as progress:
             for (length, temperature, until), rows in groups.items():
-                task_settings = {"gen_length": self.args.gen_length or length, "temperature": temperature}
-                for number, text in self.complete(rows, task_settings, until):
+                args = replace(
+                    self.args,
+                    gen_length=self.args.gen_length or length,
+                    temperature=temperature,
+                    seed=self.args.draw_seed,
+                )
+                for number, text in self.complete(rows, args, until):
                     texts[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
                     progress.update()
         return texts
 
     def complete(
-        self, rows: list[tuple[int, Prompt]], task_settings: dict[str, Any], until: tuple[str, ...]
+        self, rows: list[tuple[int, Prompt]], args: HarnessFlags, until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
         """The text of each row up to its end, as soon as the row ends; the longest prompts come first."""
-        settings = {**vars(self.args), **task_settings, "seed": self.args.draw_seed, "eos_stop": True}
-        args = argparse.Namespace(**settings)
         tokenizer = self.tokenizer
         stop_ids = list(end_ids(tokenizer))
         for stop in until:
@@ -405,8 +421,9 @@ class HarnessModel:
         ends = torch.tensor(stop_ids, device=self.model.device)
         rows = sorted(rows, key=lambda row: -len(row[1].ids))
         prompts = [prompt for _, prompt in rows]
-        check_room(self.model.config, len(prompts[0].ids), args.gen_length)
-        for number, entry in generate_rows(args, self.model, tokenizer, prompts, ends, self.batch_size):
+        check_room(self.model.config, len(prompts[0].ids), sampling_settings(args, self.model.config).gen_length)
+        turns = SingleTurn(args, tokenizer)
+        for number, entry in generate_rows(args, turns, self.model, tokenizer, prompts, ends, self.batch_size):
             yield rows[number][0], cut(entry["text"], until)
 
     def _loglikelihood_tokens(

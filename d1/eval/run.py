@@ -15,7 +15,6 @@ padding of a batch change the rounding of a row's logits, and sometimes a token 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import logging
@@ -23,98 +22,33 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from d1.eval.files import generation_file, read_setups
+from d1.eval.flags import EvalFlags, EvalRun
 from d1.eval.scores import Row, as_table, score_setup
 from d1.files import check_output_dir
 from d1.models.kinds import check_room
-from d1.ranges import COUNT, NATURAL
-from d1.runs.cli import OneLineParser, quick_imports, run_script
+from d1.runs.cli import SettingsParser, quick_imports, run_script
 from d1.runs.flag_names import hints_of_flags
 from d1.runs.record import run_record
-from d1.runs.turns import add_turn_flags, check_turn_flags
-from d1.sampling.settings import (
-    BLOCK_LENGTH,
-    FLAGS,
-    GEN_LENGTH,
-    add_model_flags,
-    add_sampling_flags,
-    sampling_settings,
-)
-from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
+from d1.runs.turns import check_turn_flags
+from d1.sampling.settings import GEN_LENGTH, sampling_settings
+from d1.tasks import TASKS, load_task, shots_of, under_protocol
 
 logger = logging.getLogger("eval")
 
 
-def make_parser(prog: str | None = None) -> OneLineParser:
-    parser = OneLineParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser.add_argument_group("model"), checkpoint_path={"default": ""})
-    task = parser.add_argument_group("task")
-    task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
-    task.add_argument("--split", choices=SPLITS, default="test")
-    task.add_argument(
-        "--data_file",
-        help="local .json, .jsonl, .csv or .parquet file to use for the split; gsm8k, math, code: or a hub name",
-    )
-    task.add_argument("--limit", type=COUNT, help="evaluate this number of problems, always the same ones of the split")
-    task.add_argument(
-        "--num_samples", type=COUNT, default=1, help="completions per problem, for pass@k (default: %(default)s)"
-    )
-    task.add_argument(
-        "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
-    )
-    task.add_argument(
-        "--few_shot", type=NATURAL, help="solved training problems shown before each (default: the protocol's number)"
-    )
-    task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
-    task.add_argument(
-        "--chat_template_kwargs",
-        type=template_kwargs,
-        metavar="JSON",
-        help="arguments of the chat template, as in RL: '{\"enable_thinking\": false}'",
-    )
-    task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
-    task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
-    sampling = parser.add_argument_group("sampling")
-    add_sampling_flags(
-        sampling,
-        gen_length={"nargs": "+", "help": f"{FLAGS['gen_length']['help']}; several: one file each"},
-        block_length={
-            "help": "tokens per block, a divisor of gen_length; blocks are filled left to right (default: the model's "
-            f"own, or {BLOCK_LENGTH})"
-        },
-        seed={"help": "seed of sampling and of the few-shot draw (default: %(default)s)"},
-    )
-    sampling.add_argument(
-        "--eos_stop", action="store_true", help="skip the blocks after a completion's end: same answers, less work"
-    )
-    add_turn_flags(parser)
-    run = parser.add_argument_group("run")
-    run.add_argument(
-        "--batch_size",
-        type=COUNT,
-        default=4,
-        help="completions generated at once by each process; in 16 bits it changes some tokens (see above)",
-    )
-    run.add_argument("--output_dir", default="results/")
-    run.add_argument("--suffix", default="", help="added to the model's name in the file names")
-    run.add_argument("--overwrite", action="store_true", help="delete this setup's earlier results and start again")
-    run.add_argument("--dont_save", action="store_true", help="print the accuracy and keep no files")
-    return parser
+T = TypeVar("T")
 
 
-def template_kwargs(text: str) -> dict[str, Any]:
-    """The arguments of a chat template from a JSON object; argparse's error for other text."""
-    with contextlib.suppress(ValueError):
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return value
-    raise argparse.ArgumentTypeError(f"must be a JSON object, such as '{{\"enable_thinking\": false}}', got {text!r}")
+def make_parser(prog: str | None = None) -> SettingsParser[EvalFlags]:
+    return SettingsParser(EvalFlags, prog, __doc__)
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: EvalFlags) -> None:
     """Run the evaluation and print its table."""
     if rows := run(args):
         sys.stdout.write(as_table(rows))
@@ -141,8 +75,8 @@ def evaluate(model_path: str | Path, dataset: str | Path, **settings: Any) -> li
     return run(parse_settings(make_parser(), {"model_path": model_path, "dataset": dataset} | settings))
 
 
-def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> argparse.Namespace:
-    """A parser's flags from Python values, checked and converted as on the command line.
+def parse_settings(parser: SettingsParser[T], settings: Mapping[str, Any]) -> T:
+    """The flags of a parser from Python values, checked and converted as on the command line.
 
     Raises:
         TypeError: a setting is not a flag.
@@ -158,16 +92,16 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
             typed.append(f"--{name}" if value is True else f"--{name}={value}")
     parser.exit_on_error = parser.allow_abbrev = False
     try:
-        args, unknown = parser.parse_known_args(typed)
+        known, unknown = parser.parse_known_args(typed)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     if unknown:
         words = f"{' '.join(unknown)}{hints_of_flags(unknown, parser)}"
         raise TypeError(f"no such setting: {words} (`d1 eval --help` lists the settings)")
-    return args
+    return parser.settings(**vars(known))
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: EvalFlags) -> list[Row]:
     """Evaluate length by length, on the problems that this process takes from the queue. Rank 0 writes the files and
     returns their results; the others return an empty list."""
     check_output_dir(args.output_dir)
@@ -180,20 +114,19 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
-    args.few_shot = shots_of(task, args.few_shot)
+    args = replace(args, few_shot=shots_of(task, args.few_shot))
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
     folder = completions.folder_of(args)
     config = folder.config
-    if args.gen_length is None:
-        args.gen_length = [folder.gen_length or GEN_LENGTH]
-    args.dtype = args.dtype or completions.default_dtype(config)
+    lengths = args.gen_length or [folder.gen_length or GEN_LENGTH]
+    args = replace(args, gen_length=lengths, dtype=args.dtype or completions.default_dtype(config))
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
     tokenizer = completions.load_tokenizer_for(args)
     check_chat_template(tokenizer, args.model_path)
     prompts = completions.read_prompts(runs[0], task, tokenizer, config)
-    check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
+    check_room(config, max(len(prompt.ids) for prompt in prompts), max(lengths))
     output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
     # Rank 0 checks all setups before the model is loaded; an error there ends every process.
     journals = [completions.Journal(output_dir, completions.setup_name(one), rank) for one in runs]
@@ -223,26 +156,26 @@ def run(args: argparse.Namespace) -> list[Row]:
     return scored
 
 
-def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
-    """The arguments of one run per length, with the block length and the steps that files and records name."""
-    lengths = dict.fromkeys(args.gen_length or [GEN_LENGTH])
-    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in lengths]
-    for run in runs:
-        settings = sampling_settings(vars(run), model_config)
+def runs_of(args: EvalFlags, model_config: Any = None) -> list[EvalRun]:
+    """One run per length."""
+    runs = []
+    for length in dict.fromkeys(args.gen_length or [GEN_LENGTH]):
+        run = EvalRun(**{**vars(args), "gen_length": length})
+        settings = sampling_settings(run, model_config)
         if model_config is not None:
             from d1.sampling.graphs import check_compile  # here, because it imports torch, and help needs none
 
             check_compile(run.compile, model_config, kernel=run.attn_implementation)
         if args.block_length is not None and getattr(model_config, "block_size", None) is None:
             settings.require_whole_blocks()  # for a block-causal model, the prompt may end inside a block
-        run.block_length, run.diffusion_steps = settings.block_length, settings.steps
+        runs.append(replace(run, block_length=settings.block_length, diffusion_steps=settings.steps))
     return runs
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: EvalFlags) -> None:
     """Refuse (ValueError, FileNotFoundError) arguments that contradict each other."""
     protocol = args.prompt_protocol
-    check_turn_flags(args)
+    check_turn_flags(args, args.edits)
     of_d1 = f"belongs to d1's prompts: leave it out with --prompt_protocol {protocol}"
     for wrong, message in (
         (args.add_reasoning and protocol != "d1", f"--add_reasoning {of_d1}"),

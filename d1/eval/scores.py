@@ -11,7 +11,6 @@ parser, including its faults, so that its published figures can be checked.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -27,7 +26,7 @@ from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
 from d1.eval.uncertainty import pass_at_k, sign_test, wilson_interval
-from d1.runs.cli import OneLineParser, run_script
+from d1.runs.cli import SettingsParser, run_script, setting
 from d1.runs.tables import aligned_table
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 
@@ -448,29 +447,31 @@ SCORERS = {"gsm8k": score_gsm8k, "math": score_math, "countdown": score_countdow
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    parser = OneLineParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", default=str(BASELINES), help="folder of *_generations.json files")
-    parser.add_argument(
-        "--scoring",
+@dataclass(frozen=True, kw_only=True)
+class ParseFlags:
+    folder: str = setting(str(BASELINES), "folder of *_generations.json files", positional=True, nargs="?")
+    scoring: str = setting(
+        "strict",
+        "strict: the tasks' own metrics; published: d1's released rules, including their faults",
         choices=["strict", "published"],
-        default="strict",
-        help="strict: the tasks' own metrics; published: d1's released rules, including their faults",
     )
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    parser.add_argument("--details", metavar="FILE", help="write each problem's answer and score here, as JSON lines")
-    parser.add_argument(
-        "--compare",
+    format: str = setting("table", choices=["table", "json"])
+    details: str | None = setting(None, "write each problem's answer and score here, as JSON lines", metavar="FILE")
+    compare: list[str] | None = setting(
+        None,
+        "paired difference of two setups: their names in FOLDER, or OTHER_FOLDER/NAME",
         nargs=2,
         metavar=("A", "B"),
-        help="paired difference of two setups: their names in FOLDER, or OTHER_FOLDER/NAME",
     )
-    parser.add_argument("--allow-partial", action="store_true", help="exit with 0 even if problems are missing")
-    parser.add_argument("--task_file", action="append", default=[], help="a user's task, as given to eval.py --dataset")
-    return parser
+    allow_partial: bool = setting(False, "exit with 0 even if problems are missing", flag="--allow-partial")
+    task_file: list[str] = setting([], "a user's task, as given to eval.py --dataset", action="append")
 
 
-def main(args: argparse.Namespace) -> int:
+def make_parser(prog: str | None = None) -> SettingsParser[ParseFlags]:
+    return SettingsParser(ParseFlags, prog, __doc__)
+
+
+def main(args: ParseFlags) -> int:
     """Print the table; return the exit code, 1 if a setup is incomplete or has errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
         raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout")

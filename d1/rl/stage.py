@@ -50,7 +50,7 @@ from d1.runs.record import ROWS, hash_rows
 from d1.runs.stage import Prepared, Stage
 from d1.runs.turns import TurnSettings
 from d1.sampling.graphs import check_compile
-from d1.sampling.settings import FLAGS as SAMPLING_FLAGS
+from d1.sampling.settings import SamplingFlags
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots, without_rewards
 
 logger = logging.getLogger(__name__)
@@ -306,11 +306,11 @@ def next_command(args: DiffuGRPOConfig, config: Any) -> str:
     left_out = {"seed", *flags}
     if has_masks(config):
         left_out.update(("temperature", "end_temperature"))
-    for name in SAMPLING_FLAGS:
-        if name in left_out or not hasattr(args, name):  # RL does not have all samplers
+    for flag in fields(SamplingFlags):
+        if flag.name in left_out or not hasattr(args, flag.name):  # RL does not have all samplers
             continue
-        if getattr(args, name) != SAMPLING_FLAGS[name]["default"]:
-            flags[name] = getattr(args, name)
+        if getattr(args, flag.name) != flag.default:
+            flags[flag.name] = getattr(args, flag.name)
     return shlex.join(["python", "-m", "d1", "eval", *flag_words(flags)])
 
 

@@ -1,4 +1,5 @@
-"""The command line of a stage: dataclasses of settings, and how a script starts and ends. Imports no torch."""
+"""Command lines: dataclasses of settings, the parser that is made from one, and how a script starts and ends. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints, overload
 
 import yaml
 
@@ -220,10 +221,23 @@ OptionalAmount = Annotated[float | None, AMOUNT | None]
 OptionalCount = Annotated[int | None, COUNT | None]
 
 
-def setting(default: T, help: str = "", **options: Any) -> T:
-    """A field of a dataclass, with the help of its flag. `options`: more arguments of `add_argument`, and `aliases`."""
+@overload
+def setting(default: T, help: str = "", **options: Any) -> T: ...
+@overload
+def setting(*, help: str = "", **options: Any) -> Any: ...
+def setting(default: Any = MISSING, help: str = "", **options: Any) -> Any:
+    """A field of a dataclass that is also a flag. Without a default, the flag is required.
+
+    Args:
+        help: text of the flag in --help.
+        options: more arguments of `add_argument`, and these:
+            aliases: other names of the flag, such as ["--model_path"].
+            flag: the flag, if it is not "--" and the field's name.
+            positional: True for an argument without a flag.
+            group: title of a group in --help, which this flag begins and the flags of later fields join; "" ends one.
+    """
     start: Any = {"default_factory": lambda: copy.copy(default)} if isinstance(default, list) else {"default": default}
-    return field(**start, metadata={"help": help, **options})  # type: ignore[no-any-return]
+    return field(**start, metadata={"help": help, **options})
 
 
 def check_settings(config: Any) -> None:
@@ -245,38 +259,72 @@ def of_methods(name: str, methods: Mapping[str, Any]) -> str:
     return f" (default: {listed})" if listed else ""
 
 
-class ConfigParser(OneLineParser):
-    """A parser with one flag per field of a dataclass; `parse_args` returns an instance. Switches are off by default.
-    `--config FILE` reads flags from a yaml file; flags on the command line override these.
+def add_flags(parser: argparse.ArgumentParser, settings: type, methods: Mapping[str, Any] | None = None) -> None:
+    """Add a flag for each field of a dataclass that `setting` made, in the order of the fields: those of the last base
+    come first. Switches are off by default.
+
+    Args:
+        methods: the entries of --method, whose `values` the help shows where a setting's default is None.
+    """
+    hints, ranges = get_type_hints(settings), ranges_of(settings)
+    group: Any = parser
+    for one in fields(settings):
+        if "help" not in one.metadata:
+            continue
+        options = dict(one.metadata)
+        title = options.pop("group", None)
+        if title is not None:
+            group = parser.add_argument_group(title) if title else parser
+        required = one.default is MISSING and one.default_factory is MISSING
+        if options.pop("positional", False):
+            names = [one.name]
+        else:
+            names = [options.pop("flag", f"--{one.name}"), *options.pop("aliases", [])]
+            options |= {"dest": one.name, "required": required}
+        if hints[one.name] is bool and "action" not in options:
+            options["action"] = "store_true"
+        elif not required:
+            options["default"] = one.default if one.default_factory is MISSING else one.default_factory()
+        if options.get("action", "append") == "append":
+            options.setdefault("type", ranges.get(one.name, str))
+            options["help"] += of_methods(one.name, methods or {})
+        group.add_argument(*names, **options)
+
+
+class SettingsParser(OneLineParser, Generic[T]):
+    """A parser with the flags of a dataclass (`add_flags`); `parse_args` returns an instance.
 
     Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
     """
 
-    def __init__(self, config: type, prog: str | None, about: str | None, methods: Mapping[str, Any]) -> None:
-        """`methods`: the entries of --method; their `values` replace a setting's default of None."""
-        super().__init__(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.config = config
-        self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
-        hints, ranges = get_type_hints(config), ranges_of(config)
-        for one in fields(config):
-            more = dict(one.metadata)
-            names = [f"--{one.name}", *more.pop("aliases", [])]
-            if hints[one.name] is bool:
-                more["action"] = "store_true"
-            else:
-                more["default"] = one.default if one.default_factory is MISSING else one.default_factory()
-                more["type"] = ranges.get(one.name, str)
-                more["help"] += of_methods(one.name, methods)
-            self.add_argument(*names, **more)
+    def __init__(
+        self,
+        settings: type[T],
+        prog: str | None = None,
+        about: str | None = None,
+        *,
+        methods: Mapping[str, Any] | None = None,
+        config_file: bool = False,
+        **options: Any,
+    ) -> None:
+        """`about`: the text of the help, as it is written. `methods`: as for `add_flags`. `config_file`: add the flag
+        --config FILE, which reads settings from a yaml file; flags on the command line override these."""
+        super().__init__(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.settings = settings
+        self.config_file = config_file
+        if config_file:
+            self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
+        add_flags(self, settings, methods)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> T:  # type: ignore[override]
         words = sys.argv[1:] if args is None else list(args)
         values = vars(super().parse_args(words, namespace))
-        file = values.pop("config")
-        if file:
-            values = vars(super().parse_args([*self.words_of(file), *words], namespace))
-            del values["config"]
-        return self.config(**values)
+        if self.config_file:
+            file = values.pop("config")
+            if file:
+                values = vars(super().parse_args([*self.words_of(file), *words], namespace))
+                del values["config"]
+        return self.settings(**values)
 
     def words_of(self, file: str) -> list[str]:
         """The command line that is equivalent to a yaml file of settings. `null` keeps the default. ValueError if the
@@ -397,8 +445,8 @@ class Program:
     about: str | None  # the text of its help
     methods: Mapping[str, Any] = field(default_factory=dict)  # the entries of --method
 
-    def make_parser(self, prog: str | None = None) -> ConfigParser:
-        return ConfigParser(self.config, prog, self.about, self.methods)
+    def make_parser(self, prog: str | None = None) -> SettingsParser[Any]:
+        return SettingsParser(self.config, prog, self.about, methods=self.methods, config_file=True)
 
     def main(self, args: Any) -> Any:
         """Train, and save the model and the Trainer's state. Returns the trainer, or None if the run was finished.

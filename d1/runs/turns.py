@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from d1 import rooms
 from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of
+from d1.runs.cli import setting
 
 # Names in the help of flags: the entries of `d1.tools.functions.TOOLS` and `d1.tools.calls.FORMATS`
 TOOL_NAMES = ("calculator", "python")
@@ -57,33 +57,43 @@ class TurnSettings:
         return cls(**values | {"max_turns": values["max_turns"] or 2})
 
 
-def add_turn_flags(parser: argparse.ArgumentParser) -> None:
-    turns = parser.add_argument_group("turns with tools")
-    turns.add_argument("--tools", nargs="+", help=f"{', '.join(TOOL_NAMES)}, or .py files of functions (docs/tools.md)")
-    turns.add_argument("--max_turns", type=COUNT, help="canvases per problem (default: 2 with tools)")
-    turns.add_argument(
-        "--tool_format",
+@dataclass(frozen=True, kw_only=True)
+class TurnFlags:
+    """Flags of every command that plays episodes."""
+
+    tools: list[str] | None = setting(
+        None,
+        f"{', '.join(TOOL_NAMES)}, or .py files of functions (docs/tools.md)",
+        nargs="+",
+        group="turns with tools",
+    )
+    max_turns: Annotated[int | None, COUNT] = setting(None, "canvases per problem (default: 2 with tools)")
+    tool_format: str | None = setting(
+        None,
+        "how calls are written (default: by the chat template)",
         choices=Formats(),
         metavar=f"{{{','.join(FORMAT_NAMES)}}}",
-        help="how calls are written (default: by the chat template)",
     )
-    for name, allowed, about in (
-        ("calls_per_turn", COUNT, "the canvas is cut after the last of them"),
-        ("tool_seconds", POSITIVE, "seconds per call (default: %(default)s)"),
-        ("result_length", COUNT, "tokens of a result that the model reads"),
-    ):
-        turns.add_argument(f"--{name}", type=allowed, default=getattr(TurnSettings, name), help=about)
-    turns.add_argument(
-        "--max_turn_prompt", type=COUNT, help="longest prompt of a later turn (default: what the model has room for)"
+    calls_per_turn: Annotated[int, COUNT] = setting(
+        TurnSettings.calls_per_turn, "the canvas is cut after the last of them"
+    )
+    tool_seconds: Annotated[float, POSITIVE] = setting(
+        TurnSettings.tool_seconds, "seconds per call (default: %(default)s)"
+    )
+    result_length: Annotated[int, COUNT] = setting(
+        TurnSettings.result_length, "tokens of a result that the model reads"
+    )
+    max_turn_prompt: Annotated[int | None, COUNT] = setting(
+        None, "longest prompt of a later turn (default: what the model has room for)"
     )
 
 
-def check_turn_flags(args: Any) -> None:
-    """Raise ValueError for tools that are none, and for flags that contradict tools or their absence."""
-    if args.tools:
-        rooms.load_tools(args.tools)
-    edits = args.edit_threshold is not None or args.editing is not None
-    if not args.tools and (args.max_turns or 1) > 1:
+def check_turn_flags(flags: TurnFlags, edits: bool) -> None:
+    """Raise ValueError for tools that are none, and for flags that contradict tools or their absence. `edits`: the
+    flags of sampling ask for editing."""
+    if flags.tools:
+        rooms.load_tools(flags.tools)
+    if not flags.tools and (flags.max_turns or 1) > 1:
         raise ValueError("--max_turns needs --tools, whose results make another turn")
-    if args.tools and edits:
+    if flags.tools and edits:
         raise ValueError("--edit_threshold and --editing: editing with --tools is not supported")

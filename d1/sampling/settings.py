@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 from d1.models.distribution import OWN, Distribution, falling
 from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of
+from d1.runs.cli import setting
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, block_schedule, reveal_schedule
 
@@ -70,11 +68,6 @@ def equal_blocks(gen_length: int) -> int:
     return size
 
 
-def setting(default: Any, help: str, **flag: Any) -> Any:
-    """A field with the help and further arguments of its flag."""
-    return field(default=default, metadata={"help": help, **flag})
-
-
 @dataclass(frozen=True)
 class SamplingSettings:
     """How completions are sampled.
@@ -84,12 +77,12 @@ class SamplingSettings:
     """
 
     # Blocks and steps that do not divide `gen_length` are spread evenly; one block of all tokens is pure diffusion.
-    gen_length: Annotated[int, COUNT] = setting(MISSING, "tokens per completion")
+    gen_length: Annotated[int, COUNT] = setting(help="tokens per completion")
     block_length: Annotated[int, COUNT] = setting(
-        MISSING, f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})"
+        help=f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})"
     )
     # Guidance doubles the sequences per pass; a parallel sampler takes fewer passes.
-    steps: Annotated[int, COUNT] = setting(MISSING, "forward passes per completion (default: half of gen_length)")
+    steps: Annotated[int, COUNT] = setting(help="forward passes per completion (default: half of gen_length)")
     temperature: Annotated[float, AMOUNT] = setting(0.0, "sampling temperature; 0, the default, is greedy")
     cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "classifier-free guidance; 0, the default, is off")
     remasking: str = setting("low_confidence", "which tokens are revealed first", choices=REMASKING)
@@ -450,50 +443,78 @@ COMPILE_HELP = (
     "how sampling runs forward passes: none; layers, by torch.compile; or graphs, by CUDA graphs, for passes of few "
     "tokens and small models (default: none)"
 )
-MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`
-    "model_path": {"required": True, "help": "folder or hub name of a model, or folder of an adapter"},
-    "checkpoint_path": {"help": "LoRA adapter to put on the model"},
-    "dtype": {"choices": DTYPES, "help": "data type of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
-    "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
-    "compile": {"choices": COMPILE, "default": "none", "help": COMPILE_HELP},
-    "plain_chat_template": {"action": "store_true", "help": "use a plain template if the tokenizer has none"},
-}
-ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags
 RANGES = ranges_of(SamplingSettings)
-FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments of `add_argument`
-    ALIASES.get(one.name, one.name): {
-        "default": None if one.default is MISSING else one.default,
-        **({"type": RANGES[one.name]} if one.name in RANGES else {}),
-        **one.metadata,
-    }
-    for one in fields(SamplingSettings)
-    if one.metadata
-}
-FLAGS["gen_length"]["help"] += f" (default: max_new_tokens of the model's generation_config.json, or {GEN_LENGTH})"
-FLAGS["seed"] = {"type": SEED, "default": 0, "help": "seed of the random draws"}
+GEN_LENGTH_HELP = (
+    f"tokens per completion (default: max_new_tokens of the model's generation_config.json, or {GEN_LENGTH})"
+)
 
 
-def add_flags(
-    table: Mapping[str, dict[str, Any]], group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]
-) -> None:
-    """Add the flags of a table to a parser or a group; `changes` override arguments of the named flags."""
-    for name in (name for name in table if name not in leave_out):
-        names = [name, *(alias for alias, flag in ALIASES.items() if flag == name)]
-        group.add_argument(*(f"--{one}" for one in names), **table[name] | changes.get(name, {}))
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Flags of every command that loads a model."""
+
+    model_path: str = setting(
+        help="folder or hub name of a model, or folder of an adapter", aliases=["--model_name"], group="model"
+    )
+    checkpoint_path: str | None = setting(None, "LoRA adapter to put on the model")
+    dtype: str | None = setting(
+        None, "data type of the weights (default: bfloat16 on a GPU, float32 on a CPU)", choices=DTYPES
+    )
+    attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2")
+    compile: str = setting("none", COMPILE_HELP, choices=COMPILE)
+    plain_chat_template: bool = setting(False, "use a plain template if the tokenizer has none")
 
 
-add_model_flags = partial(add_flags, MODEL_FLAGS)
-add_sampling_flags = partial(add_flags, FLAGS)
+def sampling_flag(name: str, **changes: Any) -> Any:
+    """A flag with the range, default, help and choices of a field of `SamplingSettings`, except for `changes`. The
+    default of a field without one is None."""
+    one = SamplingSettings.__dataclass_fields__[name]
+    options: dict[str, Any] = {"default": None if one.default is MISSING else one.default}
+    if name in RANGES:
+        options["type"] = RANGES[name]
+    return setting(**options | one.metadata | changes)
 
 
-def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
-    """The settings that parsed flags choose, with defaults for what is None; ValueError if they are wrong or, with a
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """Flags of every command that samples: those of `SamplingSettings`, and the seed. `sampling_settings` fills in what
+    is None."""
+
+    gen_length: int | None = sampling_flag("gen_length", help=GEN_LENGTH_HELP, group="sampling")
+    block_length: int | None = sampling_flag("block_length")
+    diffusion_steps: int | None = sampling_flag("steps", aliases=["--steps"])
+    temperature: float = sampling_flag("temperature")
+    cfg_scale: float = sampling_flag("cfg_scale")
+    remasking: str = sampling_flag("remasking")
+    sampler: str = sampling_flag("sampler")
+    kv_cache: str | None = sampling_flag("kv_cache")
+    reveal: str | None = sampling_flag("reveal")
+    reveal_level: float | None = sampling_flag("reveal_level")
+    edit_threshold: float | None = sampling_flag("edit_threshold")
+    max_post_steps: int | None = sampling_flag("max_post_steps")
+    editing: str | None = sampling_flag("editing")
+    first_token: str | None = sampling_flag("first_token")
+    nucleus_p: float | None = sampling_flag("nucleus_p")
+    end_temperature: float | None = sampling_flag("end_temperature")
+    self_conditioning: bool = sampling_flag("self_conditioning")
+    output: str = sampling_flag("output")
+    stop_entropy: float | None = sampling_flag("stop_entropy")
+    seed: Annotated[int, SEED] = setting(0, "seed of the random draws")
+
+    @property
+    def edits(self) -> bool:
+        """Whether they ask for editing."""
+        return self.edit_threshold is not None or self.editing is not None
+
+
+def sampling_settings(flags: SamplingFlags, model_config: Any = None) -> SamplingSettings:
+    """The settings that flags choose, with defaults for what is None; ValueError if they are wrong or, with a
     `model_config`, do not suit that kind of model.
 
     A model's own length (`ModelFolder.gen_length`) is no default here."""
-    length = GEN_LENGTH if flags["gen_length"] is None else flags["gen_length"]
-    source = SimpleNamespace(**{**flags, "gen_length": length, "steps": flags["diffusion_steps"]})
-    settings = SamplingSettings.of(source, model_config)
+    if flags.gen_length is None:
+        flags = replace(flags, gen_length=GEN_LENGTH)
+    settings = SamplingSettings.of(flags, model_config, steps="diffusion_steps")
     if model_config is not None:
         check_sampler(settings, model_config)
     return settings

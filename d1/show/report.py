@@ -11,10 +11,10 @@ line the mean of the last 5, a dashed line validation. The report has these pane
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from d1.files import valid_unicode
-from d1.runs.cli import OneLineParser
+from d1.runs.cli import SettingsParser, setting
 from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.film import Film, verdict, without_folders
 from d1.show.page import Scene, film_page
@@ -47,12 +47,15 @@ ORDER = """Below: the first problems of the validation data, or of the training 
 Those that are solved only before or only after the run come first, then the others, each in the order of the data."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="output folders of diffu_grpo_train.py")
-    parser.add_argument("--output", type=Path, help="PNG or SVG (default: curves.png in the first run's folder)")
-    parser.add_argument("--html", type=Path, help="write a report: curves, settings, completions before and after")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    runs: list[str] = setting(help="output folders of diffu_grpo_train.py", positional=True, nargs="+")
+    output: Path | None = setting(None, "PNG or SVG (default: curves.png in the first run's folder)", type=Path)
+    html: Path | None = setting(None, "write a report: curves, settings, completions before and after", type=Path)
+
+
+def make_parser() -> SettingsParser[ReportFlags]:
+    return SettingsParser(ReportFlags, about=__doc__)
 
 
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
@@ -163,7 +166,7 @@ def scenes_of(run: Path, label: str) -> list[Scene]:
     return scenes
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: ReportFlags) -> None:
     runs = [Path(run) for run in args.runs]
     labels = [run.resolve().name for run in runs]
     if args.html:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from torch import Generator
 
 from d1.eval.completions import Prompt, Rows, SingleTurn, generator_of
+from d1.eval.flags import EvalRun, StreamFlags
 from d1.models.kinds import require_masks
 from d1.models.tokenizer import end_ids, first_end
-from d1.runs.turns import TurnSettings
+from d1.runs.turns import TurnFlags, TurnSettings
 from d1.sampling import Rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
@@ -21,16 +21,17 @@ from d1.tools.functions import load_tools
 from d1.tools.turns import Episode, Toolbox
 
 
-def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
+def tools_of(
+    flags: TurnFlags, gen_length: int, tokenizer: Any, config: Any, template: dict[str, Any] | None = None
+) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
     """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
-    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call."""
-    if args.tools:
+    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call.
+    `template`: arguments of the chat template."""
+    if flags.tools:
         require_masks(config, "a run with tools")
-    length = max(args.gen_length) if isinstance(args.gen_length, list) else args.gen_length
-    settings = TurnSettings.of(args, length, config)
-    functions = {tool.__name__: tool for tool in load_tools(args.tools or ())}
-    template = getattr(args, "chat_template_kwargs", None)  # `d1 watch` has no such flag
-    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, args.tool_format, template)
+    settings = TurnSettings.of(flags, gen_length, config)
+    functions = {tool.__name__: tool for tool in load_tools(flags.tools or ())}
+    toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, flags.tool_format, template)
     if functions:
         toolbox.check_calls(functions)
     return toolbox, functions
@@ -39,9 +40,9 @@ def tools_of(args: argparse.Namespace, tokenizer: Any, config: Any) -> tuple[Too
 class Episodes(SingleTurn):
     """How completions are made with `--tools`: prompts tell about the tools, and a completion has several turns."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
-        super().__init__(args, tokenizer, config)
-        self.toolbox, self.functions = tools_of(args, tokenizer, config)
+    def __init__(self, args: EvalRun, tokenizer: Any, config: Any) -> None:
+        super().__init__(args, tokenizer)
+        self.toolbox, self.functions = tools_of(args, args.gen_length, tokenizer, config, args.chat_template_kwargs)
 
     def add_instructions(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Mapping[str, Any]]:
         return self.toolbox.add_tool_instructions(messages, self.functions)
@@ -58,7 +59,7 @@ class EpisodeRows(Rows):
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: StreamFlags,
         tokenizer: Any,
         prompts: Iterable[Prompt],
         ends: Sequence[int],
@@ -84,7 +85,7 @@ class EpisodeRows(Rows):
 
     def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
         """Adds a turn to the episode of each row and makes its calls. Returns the entries of those that have ended."""
-        canvases = sampled.ids[:, -self.args.gen_length :].tolist()
+        canvases = sampled.ids[:, -self.sampling.gen_length :].tolist()
         passes, tokens = sampled.passes.tolist(), sampled.forward_tokens.tolist()
         entries = []
         for row, number in enumerate(numbers):

@@ -29,7 +29,7 @@ from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, ranges_of
 from d1.rl import train as rl_train
 from d1.rl.checks import UNSUPPORTED
 from d1.rl.config import INHERITED, DiffuGRPOConfig
-from d1.runs.cli import OneLineParser
+from d1.runs.cli import SettingsParser
 from d1.sft import SFTConfig
 from d1.sft import train as sft_train
 from d1.show import report
@@ -100,7 +100,10 @@ class Command:
             rl_train.main(*parsed)
 
     def parsed(self, name: str, text: str) -> Any:
-        """The value of `--name=text`; None if it is refused as not a number, or if the flag is another flag's alias."""
+        """The value of `--name=text`; None if it is refused as not a number, or if the flag is another flag's alias or
+        another program's."""
+        if name not in {action.dest for action in self.parser._actions}:
+            return None
         try:
             value = vars(self.parser.parse_args([*self.required, f"--{name}={text}"])).get(name)
         except SystemExit:
@@ -148,9 +151,13 @@ def commands() -> dict[str, Command]:
     found = {"rl": Command(rl_train.make_parser(), RL, INHERITED | ranges_of(DiffuGRPOConfig))}
     for name, stage in (("sft", sft_train), ("prefer", preference_train), ("distill", distill_train)):
         found[name] = Command(stage.make_parser(), [], ranges_of(CONFIGS[name]))
-    parsers = {"eval": evaluation.make_parser(), "harness": harness.make_parser(), "curves": report.make_parser()}
-    for name, module in tools.COMMANDS.items():
-        module.add_arguments(parsers.setdefault(name, OneLineParser()))
+    parsers: dict[str, SettingsParser[Any]] = {
+        "eval": evaluation.make_parser(),
+        "harness": harness.make_parser(),
+        "curves": report.make_parser(),
+    }
+    for name, command in tools.COMMANDS.items():
+        parsers[name] = SettingsParser(command.flags)
     return found | {name: Command(parser, REQUIRED[name], parser.ranges()) for name, parser in parsers.items()}
 
 

@@ -3,12 +3,14 @@
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
 
 from d1.__main__ import COMMANDS, STAGES, Command, main, make_parser
 from d1.rl.methods import METHODS
+from d1.runs.cli import setting
 from tests.commands import ROOT
 
 POCKET = ROOT / "pocket" / "base"  # 256 positions
@@ -112,10 +114,11 @@ def test_what_a_model_lacks_is_refused_before_its_weights_are_read(request, tmp_
 
 
 def test_a_row_of_the_table_is_a_command_with_its_help(monkeypatch, capsys):
-    def add_arguments(parser):
-        parser.add_argument("words", nargs="+")
+    @dataclass(frozen=True)
+    class CountFlags:
+        words: list[str] = setting(positional=True, nargs="+")
 
-    own = Command("count words", add_arguments, lambda args: sys.stdout.write(f"{len(args.words)}\n"))
+    own = Command("count words", CountFlags, lambda args: sys.stdout.write(f"{len(args.words)}\n"))
     monkeypatch.setitem(COMMANDS, "count", own)
     run("count", "one", "two")
     assert capsys.readouterr().out == "2\n"

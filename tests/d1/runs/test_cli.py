@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -17,8 +17,9 @@ from d1 import __main__ as tools
 from d1.distill import train as distillation
 from d1.eval import run as evaluation
 from d1.preference import train as preference
+from d1.ranges import COUNT
 from d1.rl import train as rl_train
-from d1.runs.cli import ListedError, RunError, run_script
+from d1.runs.cli import ListedError, RunError, SettingsParser, run_script, setting
 from d1.sft import train as sft_train
 from tests import forks
 from tests.commands import ROOT
@@ -196,6 +197,52 @@ def test_help_shows_the_default_of_every_flag_that_has_one() -> None:
         if module is preference:
             assert "(default: vrpo 0.2, vrpo-dare 0.2, elbo-kto 0.1)" in helps["--beta"]
             assert "(default: cosine)" in helps["--lr_scheduler_type"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """Flags that others inherit."""
+
+    rows: Annotated[int, COUNT] = setting(4, "rows per step", aliases=["--batch"], group="first")
+    names: list[str] = setting([], action="append")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Second(First):
+    names: list[str] = setting(["a"], "names, in any order", nargs="+")  # changed, in the place of the inherited field
+    hidden: int = 3  # no flag
+    fast: bool = setting(False, "skip all checks", group="second")
+    cache: bool | None = setting(None, action=argparse.BooleanOptionalAction)
+    needed: str = setting(help="a file", flag="--needed-file", group="")
+    folder: Path = setting(positional=True, type=Path, metavar="FOLDER")
+    other: str | None = setting(None, positional=True, nargs="?")
+
+
+def test_a_dataclass_becomes_flags_and_the_flags_an_instance(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = SettingsParser(Second, "command", "What it does.")
+    required = ["--needed-file", "x", "here"]
+    plain = parser.parse_args(required)
+    assert plain == Second(needed="x", folder=Path("here"))
+    assert (plain.rows, plain.names, plain.hidden, plain.fast) == (4, ["a"], 3, False)
+    assert (plain.cache, plain.other) == (None, None)
+    assert plain.names is not SettingsParser(Second).parse_args(required).names
+    words = "here there --batch 2 --names b c --fast --no-cache --needed-file y"
+    given = {"rows": 2, "names": ["b", "c"], "fast": True, "cache": False, "needed": "y"}
+    assert parser.parse_args(words.split()) == Second(**given, folder=Path("here"), other="there")
+    usage = " ".join(parser.format_usage().split())
+    flags = "[--rows ROWS] [--names NAMES [NAMES ...]] [--fast] [--cache | --no-cache] --needed-file NEEDED"
+    assert usage == f"usage: command [-h] {flags} FOLDER [other]"
+    text = parser.format_help()
+    assert re.findall(r"^(\w[\w ]*):$", text, re.MULTILINE) == ["positional arguments", "options", "first", "second"]
+    assert text.index("--needed-file NEEDED ") < text.index("first:")
+    assert "rows per step (default: 4)" in text
+    with pytest.raises(ValueError, match=r"^out of range: --rows 0 \(must be an integer in \[1, inf\)\)$"):
+        parser.parse_args([*required, "--rows", "0"])
+    for wrong, message in ((["here"], "required: --needed-file"), ([*required, "--hidden", "1"], "--hidden 1")):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args(wrong)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 def test_both_dialects_are_understood() -> None:

@@ -10,6 +10,7 @@ from d1.eval import evaluate, harness
 from d1.eval import run as evaluation
 from d1.preference import train as preference
 from d1.rl import train as rl
+from d1.runs.cli import SettingsParser
 from d1.runs.flag_names import COMMANDS, FLAGS
 from d1.sft import train as sft
 
@@ -155,8 +156,7 @@ def test_the_command_that_is_meant_is_named(typed: str, meant: str, capsys) -> N
 def test_the_tables_name_only_what_exists_and_no_word_stands_in_two_rows() -> None:
     flags = {flag.lstrip("-") for make in PARSERS.values() for flag in make()._option_string_actions}
     for name, command in tools.COMMANDS.items():
-        parser = tools.OneLineParser(name)
-        command.add_arguments(parser)
+        parser = SettingsParser(command.flags, name)
         flags |= {flag.lstrip("-") for flag in parser._option_string_actions} | {one.dest for one in parser._actions}
     for table, known in ((FLAGS, flags), (COMMANDS, {*tools.STAGES, *tools.COMMANDS})):
         words = [word for row, _ in table for word in row]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_steps_that_nobody_gave_are_half_the_tokens_in_every_command(length: int
     assert default_steps(length, block) == steps
     words = ["--gen_length", str(length), "--block_length", str(block)]
     for command in (["chat", "MODEL"], ["serve", "MODEL"], ["watch", "--model_path", "MODEL", "--prompt", "x"]):
-        parsed = vars(make_parser().parse_args([*command, *words]))
+        parsed = make_parser().parse_args([*command, *words])
         assert sampling_settings(parsed, LlamaConfig()).steps == steps
     if length % block == 0 or block == 32:  # a block length that is given must divide the length in an evaluation
         required = ["--model_path", "x", "--dataset", "sudoku"]
@@ -104,7 +105,7 @@ def test_fit_counts_the_same_steps() -> None:
     found = {}
     for words in ([], ["--max_completion_length", "512", "--length", "712"], ["--diffusion_steps", "100"]):
         args = with_recipe(make_parser().parse_args(["fit", "--model_path", "x", "--stage", "rl", *words]))
-        args.method = "cj-grpo"  # which scores every step
+        args = replace(args, method="cj-grpo")  # which scores every step
         found[" ".join(words[:2])] = of_method(args, None)["views"]
     assert found == {"": 128, "--max_completion_length 512": 256, "--diffusion_steps 100": 100}
 
@@ -117,9 +118,8 @@ def test_a_pocket_model_is_sampled_on_a_length_it_was_trained_on(name: str) -> N
     folder = str(ROOT / "pocket" / name)
     config, _ = native_config(folder)
     assert default_gen_length(folder, config) == 32
-    args = make_parser().parse_args(["chat", folder])
-    resolve_canvas(args)
-    settings = sampling_settings(vars(args), config)
+    args = resolve_canvas(make_parser().parse_args(["chat", folder]))
+    settings = sampling_settings(args, config)
     assert (settings.gen_length, settings.steps) == (32, 16)
     rl = DiffuGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
     rl.resolve_canvas(config, default_gen_length(folder, config))
@@ -129,11 +129,9 @@ def test_a_pocket_model_is_sampled_on_a_length_it_was_trained_on(name: str) -> N
 def test_a_model_that_names_no_length_has_that_of_the_command(tiny_model_dir: Path, tmp_path: Path) -> None:
     config, _ = native_config(str(tiny_model_dir))
     assert default_gen_length(str(tiny_model_dir), config) is None
-    args = make_parser().parse_args(["chat", str(tiny_model_dir)])
-    resolve_canvas(args)
+    args = resolve_canvas(make_parser().parse_args(["chat", str(tiny_model_dir)]))
     assert args.gen_length == 128
-    given = make_parser().parse_args(["chat", str(POCKET), "--gen_length", "40"])
-    resolve_canvas(given)
+    given = resolve_canvas(make_parser().parse_args(["chat", str(POCKET), "--gen_length", "40"]))
     assert given.gen_length == 40
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     for length, expected in ((24, 24), (512, None), (2048, None)):  # 512 positions leave no room for a prompt
@@ -170,7 +168,7 @@ SETTINGS = {  # what else the setting needs
 
 
 def choose(*words: str) -> SamplingSettings:
-    return sampling_settings(vars(make_parser().parse_args(words)) | {"gen_length": 8})
+    return sampling_settings(replace(make_parser().parse_args(words), gen_length=8))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

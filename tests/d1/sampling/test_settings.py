@@ -1,6 +1,5 @@
 """The settings of a rollout check themselves; the flags of commands give the same settings."""
 
-import argparse
 import dataclasses
 import math
 import re
@@ -11,10 +10,11 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from d1.models.distribution import OWN, Distribution
+from d1.runs.cli import SettingsParser
 from d1.sampling import SamplingSettings
 from d1.sampling.caches import CACHES, Cache
 from d1.sampling.reveal import REMASKING, RULES, Order, Rule
-from d1.sampling.settings import FLAGS, add_sampling_flags, sampling_settings
+from d1.sampling.settings import RANGES, SamplingFlags, sampling_flag, sampling_settings
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
 PARALLEL = {"sampler": "parallel"}
@@ -88,12 +88,11 @@ def test_settings_know_whether_they_draw_from_what_and_what_they_record():
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
 IN_BLOCKS = LlamaConfig(block_size=4)
+FIELDS = dataclasses.fields(SamplingSettings)
 
 
-def parsed(line: str = "", leave_out=(), **changes):
-    parser = argparse.ArgumentParser()
-    add_sampling_flags(parser, leave_out, **changes)
-    return vars(parser.parse_args(line.split()))
+def parsed(line: str = "") -> SamplingFlags:
+    return SettingsParser(SamplingFlags).parse_args(line.split())
 
 
 @pytest.mark.parametrize(
@@ -108,14 +107,38 @@ def test_an_entry_from_outside_is_a_choice_of_its_flag(monkeypatch, flag, table,
     with pytest.raises(SystemExit):
         parsed(f"--{flag} mine")
     monkeypatch.setitem(table, "mine", entry)
-    assert parsed(f"--{flag} mine")[flag] == "mine"
+    assert getattr(parsed(f"--{flag} mine"), flag) == "mine"
 
 
-def test_a_command_leaves_flags_out_and_changes_others():
-    flags = parsed("--steps 3", leave_out=("seed", "kv_cache"), gen_length={"default": None})
-    assert list(flags) == [name for name in FLAGS if name not in ("seed", "kv_cache")]
-    assert (flags["gen_length"], flags["diffusion_steps"]) == (None, 3)
-    assert parsed()["gen_length"] is None  # the model's own, or 128
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnFlags(SamplingFlags):
+    gen_length: int | None = sampling_flag("gen_length", help="tokens, as told")
+    kv_cache: str | None = None
+    seed: int = 7
+
+
+def test_a_command_leaves_flags_out_and_changes_others(capsys):
+    parser = SettingsParser(OwnFlags)
+    flags = parser.parse_args(["--steps", "3"])
+    assert (flags.gen_length, flags.diffusion_steps, flags.kv_cache, flags.seed) == (None, 3, None, 7)
+    assert parsed().gen_length is None  # the model's own, or 128
+    assert "tokens, as told" in parser.format_help()
+    for flag in ("--kv_cache", "--seed"):
+        assert flag not in parser.format_help()
+        with pytest.raises(SystemExit):
+            parser.parse_args([flag, "1"])
+
+
+def test_every_setting_with_a_help_text_is_a_flag():
+    """A flag has the range, the default and the choices of its setting; that of `steps` is --diffusion_steps."""
+    settings = {"diffusion_steps" if one.name == "steps" else one.name: one for one in FIELDS if one.metadata}
+    flags = {one.name: one for one in dataclasses.fields(SamplingFlags) if one.name != "seed"}
+    assert list(flags) == list(settings)
+    for name, one in settings.items():
+        default = None if one.default is dataclasses.MISSING else one.default
+        assert flags[name].default == default
+        assert flags[name].metadata.get("choices") == one.metadata.get("choices")
+        assert flags[name].metadata.get("type") == RANGES.get(one.name)
 
 
 ALL = "--temperature 0.5 --cfg_scale 1 --sampler cached+parallel --kv_cache prefix --reveal factor --reveal_level 2"

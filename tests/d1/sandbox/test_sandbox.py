@@ -1,6 +1,5 @@
 """Programs that attack the sandbox or its judge: none passes a test that it does not earn, none does harm."""
 
-import argparse
 import ctypes
 import os
 import socket
@@ -138,7 +137,7 @@ def test_every_attack_is_a_program_and_the_check_of_the_command_holds(capsys: py
     """So no attack fails for a slip of its own. What `d1 sandbox check` tries: network, processes, files, memory."""
     for name in ATTACKS.keys() - {"no_python"}:
         compile(ATTACKS[name], name, "exec")
-    sandbox.run(argparse.Namespace(action="check"))
+    sandbox.run(sandbox.SandboxFlags(action="check"))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["bubblewrap", *["ok"] * len(sandbox.PROBES), "limits"]
 
