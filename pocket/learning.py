@@ -26,6 +26,7 @@ from d1.eval.files import read_setups
 from d1.eval.scores import compare, score_setup
 from d1.eval.uncertainty import Z95
 from d1.show.tables import markdown_table
+from pocket import careful_arithmetic
 from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import ROOT
 
@@ -86,7 +87,7 @@ def measure(method: str) -> dict[str, Any]:
     scored = []
     for state in ("before", "after"):
         (setup,) = read_setups(FOLDER / f"{method}-{state}-generations")
-        row, details = score_setup(setup, "strict", {})
+        row, details = score_setup(setup, "strict", {"careful_arithmetic": careful_arithmetic})
         if not row.complete:
             raise ValueError(f"{method}, {state}: the evaluation is not complete: {'; '.join(row.errors)}")
         scored.append(details)
