@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -308,7 +308,8 @@ class DiffuGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         check_off(self, UNSUPPORTED)  # before TRL sets some of them
         for name in ("kv_cache", "reveal"):  # a flag cannot be None
-            setattr(self, name, None if getattr(self, name) == "none" else getattr(self, name))
+            if getattr(self, name) == "none":
+                setattr(self, name, None)
         self.output_dir: str | None = self.output_dir or OUTPUT_DIR
         self.resolve_mini_batches()
         self.resolve_batch_sizes()
@@ -346,7 +347,9 @@ class DiffuGRPOConfig(GRPOConfig):
         if not evaluates:
             return self.num_generations, processes * (self.steps_per_generation or self.gradient_accumulation_steps)
         eval_strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
-        return (self.num_generations_eval or self.num_generations) if eval_strategy != "no" else None, processes
+        if eval_strategy == "no":
+            return None, processes
+        return self.num_generations_eval or self.num_generations, processes
 
     def resolve_mini_batches(self) -> None:
         """Sets `steps_per_generation` to `num_mini_batches` times the accumulation, or, if it is given, the number of
@@ -354,7 +357,9 @@ class DiffuGRPOConfig(GRPOConfig):
         accumulation, parts = self.gradient_accumulation_steps, self.num_mini_batches
         inherited: Any = self  # whose fields of TRL have no types
         steps = inherited.steps_per_generation
-        numbers = (accumulation, parts) if steps is None else (accumulation, parts, steps)
+        numbers = [accumulation, parts]
+        if steps is not None:
+            numbers.append(steps)
         if not all(isinstance(number, int) and number > 0 for number in numbers):  # their ranges are checked later
             return
         if steps is None:
@@ -372,9 +377,13 @@ class DiffuGRPOConfig(GRPOConfig):
     def resolve_batch_sizes(self) -> None:
         """Sets the batch sizes that are not given, so that they make whole groups."""
         for name, evaluates in BATCHES.items():
-            if getattr(self, name) is None:
-                group, batches = self.group_and_batches(evaluates)
-                setattr(self, name, group if group and TRAINERS_BATCH * batches % group else TRAINERS_BATCH)
+            if getattr(self, name) is not None:
+                continue
+            group, batches = self.group_and_batches(evaluates)
+            size = TRAINERS_BATCH
+            if group and TRAINERS_BATCH * batches % group:
+                size = group
+            setattr(self, name, size)
 
     def check_groups(self) -> None:
         """Raises ValueError if a rollout is no whole number of groups."""
@@ -487,11 +496,21 @@ class DiffuGRPOConfig(GRPOConfig):
     def view_settings(self) -> ViewSettings:
         """The settings that estimators read."""
         sampling = self.sampling_settings()
-        view_fields = {
-            field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)
-        }
-        lengths = {name: getattr(sampling, name) for name in ("gen_length", "block_length")}
-        return ViewSettings(**view_fields | lengths | {"steps": sampling.max_passes(), "sampling": sampling})
+        return ViewSettings(
+            gen_length=sampling.gen_length,
+            steps=sampling.max_passes(),
+            block_length=sampling.block_length,
+            p_mask_prompt=self.p_mask_prompt,
+            num_views=self.num_views,
+            antithetic=self.antithetic,
+            stratified=self.stratified,
+            segments=self.segments,
+            segment_steps=self.segment_steps,
+            draw_steps=self.draw_steps,
+            mean_step=self.mean_step,
+            branches=self.branches,
+            sampling=sampling,
+        )
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:
@@ -527,7 +546,10 @@ def drawn_views(args: DiffuGRPOConfig, block: int | None) -> int:
 
 def max_views(args: DiffuGRPOConfig, block: int | None) -> int:
     """Maximum number of views per row in an update: all that are drawn, or with `split_views` the update's share."""
-    return -(-drawn_views(args, block) // (args.num_iterations if args.split_views else 1))
+    views = drawn_views(args, block)
+    if args.split_views:
+        views = -(-views // args.num_iterations)
+    return views
 
 
 def inactive_settings(args: DiffuGRPOConfig) -> tuple[str, ...]:
@@ -535,9 +557,12 @@ def inactive_settings(args: DiffuGRPOConfig) -> tuple[str, ...]:
     the one that sampled, and every ratio is 1."""
     if not args.is_on_policy:
         return ()
-    to_old = args.beta and not args.has_trls_kl and PENALTIES[args.kl].to == "old"
-    clip = OBJECTIVES[args.objective].idle if args.loss_type != "cispo" else ()  # cispo also clips ratios of 1
-    return clip + (("beta", "kl") if to_old else ())
+    inactive: tuple[str, ...] = ()
+    if args.loss_type != "cispo":  # which also clips ratios of 1
+        inactive += OBJECTIVES[args.objective].idle
+    if args.beta and not args.has_trls_kl and PENALTIES[args.kl].to == "old":
+        inactive += ("beta", "kl")
+    return inactive
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> dict[str, Any]:
@@ -560,11 +585,13 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> d
             "steps_per_generation (by default gradient_accumulation_steps), or add problems"
         )
     steps_per_epoch = math.ceil(rollouts_per_epoch * cycle / args.gradient_accumulation_steps)
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    steps = args.max_steps
+    if steps <= 0:
+        steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     epochs, rest = divmod(steps, steps_per_epoch)  # the last step of an epoch may be short of micro-steps
     rollouts = epochs * rollouts_per_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
     views = max_views(args, block)
-    return {
+    numbers = {
         "processes": args.world_size,
         "prompts per optimizer step": completions / int(args.num_generations or 1),
         "completions per optimizer step": completions,
@@ -573,32 +600,49 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> d
         "rollouts": rollouts,
         "updates per rollout (mu)": args.num_iterations,
         "views per completion and update (maximum)": views,
-        **{f"passes per completion (maximum): {what}": count for what, count in passes(args, views).items()},
     }
+    for what, count in passes(args, views).items():
+        numbers[f"passes per completion (maximum): {what}"] = count
+    return numbers
 
 
 def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     """Passes per row, over a rollout and all updates on it: purpose -> number; `views` is per update."""
-    every = args.num_iterations * views
-    # Views that every update shares are scored once.
+    objective, all_updates = OBJECTIVES[args.objective], args.num_iterations * views
+
+    # Sampling, with two branches under guidance.
+    sampling = args.sampling_settings().max_passes()
+    if args.cfg_scale:
+        sampling *= 2
+    counts: dict[str, float] = {"sampling": sampling}
+    if args.hints != "none":
+        counts["sampling with hints"] = sampling
+
+    # Before the updates. Views that every update shares are scored once; bounds have one draw, which is not divided
+    # among the updates.
     drawn_anew = args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings())
-    before = every if drawn_anew or args.split_views else views
-    bounds = every if args.split_views else views  # one draw, which is not divided among the updates
+    before = all_updates if drawn_anew or args.split_views else views
+    bounds = all_updates if args.split_views else views
+    if args.needs_old_logps and not args.old_as_sampled:
+        counts["old log-probs"] = before
+    if args.loss_reads_reference:
+        counts["reference log-probs"] = before
+    counts["bounds that advantages read"] = bounds * len(ADVANTAGES[args.advantage].reads)
+    if objective.over_group:
+        counts["weights of rows, before each later update"] = all_updates - views
+    if args.hints != "none" and objective.reads_given:
+        counts["entropies of given tokens"] = views
+    if args.state_reward:
+        counts["rewards of states"] = all_updates
+
     # In an update, the backward pass recomputes all views if they do not fit into one pass, and with gradient
     # checkpointing the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
-    sampling = args.sampling_settings().max_passes() * (2 if args.cfg_scale else 1)
-    counts = {
-        "sampling": sampling,
-        "sampling with hints": sampling if args.hints != "none" else 0,
-        "old log-probs": before if args.needs_old_logps and not args.old_as_sampled else 0,
-        "reference log-probs": before if args.loss_reads_reference else 0,
-        "bounds that advantages read": bounds * len(ADVANTAGES[args.advantage].reads),
-        "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,
-        "entropies of given tokens": views if args.hints != "none" and OBJECTIVES[args.objective].reads_given else 0,
-        "rewards of states": every if args.state_reward else 0,
-        "updates, forward": every * times,
-        "updates, backward": every,
-    }
-    turns = (args.max_turns or 2) if args.tools else 1  # of a completion, at most
+    counts["updates, forward"] = all_updates * times
+    counts["updates, backward"] = all_updates
+
+    # Of a completion with tools, each of its turns.
+    turns = 1
+    if args.tools:
+        turns = args.max_turns or 2
     return {what: count * turns for what, count in counts.items() if count}

@@ -50,9 +50,25 @@ SECTIONS = {
     "learning_rate": "settings of TRL with defaults of their own here",
 }
 COMMON = (  # Trainer's, TRL's and PEFT's flags that most runs set
-    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
-    *("eval_strategy", "eval_steps", "logging_steps", "save_steps", "report_to", "run_name", "seed"),
-    *("gradient_checkpointing", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+    "output_dir",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "eval_strategy",
+    "eval_steps",
+    "logging_steps",
+    "save_steps",
+    "report_to",
+    "run_name",
+    "seed",
+    "gradient_checkpointing",
+    "dtype",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "load_in_4bit",
 )
 
 
@@ -68,13 +84,20 @@ class Parser(TrlParser):
 
     def __init__(self, everything: bool, **options: Any) -> None:
         """`everything`: the help also lists the flags that are in none of d1's sections and not in `COMMON`."""
-        self.everything, title = everything, ""
-        self.titles = dict.fromkeys(COMMON, "TRL, Trainer and LoRA")
-        for name in DiffuGRPOConfig.__annotations__:
-            self.titles[name] = title = SECTIONS.get(name, title)
+        self.everything = everything
         self.groups: dict[str, Any] = {}
-        options |= {"allow_abbrev": False, "formatter_class": argparse.HelpFormatter}
-        super().__init__((DiffuGRPOConfig, ModelConfig), **options)
+        # The title of each flag's group: a section begins with the field that names it.
+        self.titles = dict.fromkeys(COMMON, "TRL, Trainer and LoRA")
+        title = ""
+        for name in DiffuGRPOConfig.__annotations__:
+            title = SECTIONS.get(name, title)
+            self.titles[name] = title
+        super().__init__(
+            (DiffuGRPOConfig, ModelConfig),
+            allow_abbrev=False,
+            formatter_class=argparse.HelpFormatter,
+            **options,
+        )
 
     def add_argument(self, *flags: Any, **options: Any) -> Any:
         """Add a flag to its group; the groups are in the order of `SECTIONS`, and all others come last."""
@@ -86,8 +109,9 @@ class Parser(TrlParser):
         if flags[0] == "--output_dir":
             options["help"] = "Folder of the run (runs/rl if unset)."
         title = self.titles.get(options.get("dest", flags[0].removeprefix("--")), "")
-        hidden = {} if title or self.everything else {"help": argparse.SUPPRESS}
-        return self.groups[title].add_argument(*flags, **options | hidden)
+        if not title and not self.everything:
+            options["help"] = argparse.SUPPRESS
+        return self.groups[title].add_argument(*flags, **options)
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)
@@ -99,20 +123,25 @@ class Parser(TrlParser):
     def refuse(self, words: Sequence[str]) -> None:
         """Raises ValueError for words that are not flags; it names the successor of an old flag."""
         names = [word.partition("=")[0] for word in words if word.startswith("--")]
-        if renamed := [f"{name} is now --{RENAMED[name[2:]]}" for name in names if name[2:] in RENAMED]:
+        renamed = [f"{name} is now --{RENAMED[name[2:]]}" for name in names if name[2:] in RENAMED]
+        if renamed:
             raise ValueError("; ".join(renamed))
         if words:
             hints = hints_of_flags(names, self)
             raise ValueError(f"there is no such setting: {' '.join(words)}{hints} (--help_all lists them)")
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
-        words = sys.argv[1:] if args is None else args
-        args = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-        if args[-1:] == ["--config"]:
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if word.startswith("--config="):
+                words += word.split("=", 1)
+            else:
+                words.append(word)
+        if words[-1:] == ["--config"]:
             self.error("argument --config: expected the path of a yaml file")
-        self.read_method(args)
+        self.read_method(words)
         try:
-            return super().parse_args_and_config(args, *more, **kwargs)
+            return super().parse_args_and_config(words, *more, **kwargs)
         except yaml.YAMLError as error:
             raise ValueError(f"the --config file is not valid yaml: {error}") from error
 
@@ -125,21 +154,49 @@ class Parser(TrlParser):
             at = rest.index("--config")
             del rest[at : at + 2]
         self.refuse(rest)
-        self.named = None if known.method is None else find_method(known.method)
-        self.together = {name: value for name in together if (value := getattr(known, name)) is not None}
-        method_values = (self.named or METHODS["d1"]).under(self.together)
-        self.set_defaults(**{name: value for name, value in method_values.items() if name not in self.together})
+
+        # The method, and the flags that must fit others.
+        self.named = None
+        if known.method is not None:
+            self.named = find_method(known.method)
+        self.together = {}
+        for name in together:
+            value = getattr(known, name)
+            if value is not None:
+                self.together[name] = value
+
+        # Its values become the defaults of the other flags.
+        defaults = (self.named or METHODS["d1"]).under(self.together)
+        for name in self.together:
+            defaults.pop(name, None)
+        self.set_defaults(**defaults)
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Makes the lines of the yaml file defaults; an alias of a flag becomes the name of its field."""
-        actions = [action for action in self._actions if action.nargs != 0]
-        fields = {flag[2:]: action.dest for action in actions for flag in action.option_strings}
-        unknown = {f"--{name}": value for name, value in config.items() if name not in fields}
-        self.refuse([str(part) for pair in unknown.items() for part in pair])
-        for alias in [name for name in config if fields[name] != name]:
-            if fields[alias] in config:
-                raise ValueError(f"{alias} and {fields[alias]} in the --config file are one setting: keep one")
-            config[fields[alias]] = config.pop(alias)
+        # The field of each flag
+        fields: dict[str, str] = {}
+        for action in self._actions:
+            if action.nargs != 0:
+                for flag in action.option_strings:
+                    fields[flag[2:]] = action.dest
+
+        # Lines that are no flags are refused, as on a command line.
+        unknown: list[str] = []
+        for name, value in config.items():
+            if name not in fields:
+                unknown += [f"--{name}", str(value)]
+        self.refuse(unknown)
+
+        # Aliases
+        for alias in list(config):
+            name = fields[alias]
+            if name == alias:
+                continue
+            if name in config:
+                raise ValueError(f"{alias} and {name} in the --config file are one setting: keep one")
+            config[name] = config.pop(alias)
+
+        # The method's values
         if self.named:  # the method of the command line overrides the file
             config = self.named.under(config | self.together)
         else:  # the file's other lines override its method
