@@ -513,14 +513,15 @@ class DiffuGRPOConfig(GRPOConfig):
         )
 
 
-def with_method(fill: Callable[..., None]) -> Callable[..., None]:
+def with_method(dataclass_init: Callable[..., None]) -> Callable[..., None]:
     """Wraps a dataclass's `__init__`: fields that are not given take the method's values."""
 
-    @functools.wraps(fill)
+    @functools.wraps(dataclass_init)
     def init(self: Any, *args: Any, **given: Any) -> None:
         method = find_method(given.get("method", "d1"))
         check_names(method, DiffuGRPOConfig.__dataclass_fields__.keys() - {"method"})
-        fill(self, *args, **(method.under(given) | given))
+        values = method.under(given) | given
+        dataclass_init(self, *args, **values)
 
     return init
 

@@ -112,7 +112,8 @@ def infill_steps(
     if size is not None and (seen.bool() & ~holes & (block > first)).any():
         logger.warning(
             "this %s has blocks of %d tokens and sees no block after that of a hidden position: text there is not read",
-            *(model.config.model_type, size),
+            model.config.model_type,
+            size,
         )
 
     # The canvas. Each row's hidden positions, ascending; shorter rows are padded with positions that are never filled.

@@ -287,9 +287,15 @@ class Sampler:
     mask_token_id: int
     noise_dtype: torch.dtype
 
-    def passes(self, cache: Cache, **options: Any) -> Passes:
-        branches = 2 if self.settings.cfg_scale else 1
-        return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
+    def passes(self, cache: Cache, *, device: Any, masked: bool, aligned: bool) -> Passes:
+        return cache.passes(
+            self.model,
+            branches=2 if self.settings.cfg_scale else 1,
+            mask_token_id=self.mask_token_id,
+            device=device,
+            masked=masked,
+            aligned=aligned,
+        )
 
     def settings_of(self, row: Row) -> SamplingSettings:
         """How the tokens of a row are drawn."""
