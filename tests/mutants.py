@@ -3,9 +3,9 @@
     python -m tests.mutants --count 60 --seed 0
 
 Each mutant is a copy of the core in which one comparison, sum, product, `and`, `or`, `not`, constant or flag differs.
-Its tests are the file of its own module first, then those of `make test-core` that name the module, then its room's;
-the first failure ends it. A mutant that survives is printed as a diff: a test is missing, or it is one that `make
-test-core` leaves out, or the change has no effect. Each mutant takes from seconds to four minutes, on one core.
+Its tests are the file of its own module first, then those that import the module, then those of its room in `make
+test-core`; the first failure ends it. A mutant that survives is printed as a diff: a test is missing, or the change has
+no effect. Each mutant takes from seconds to ten minutes, on one core.
 """
 
 from __future__ import annotations
@@ -148,10 +148,15 @@ def tests_of(path: Path) -> list[str]:
 
     inside = path.relative_to("d1")
     mirrored = Path("tests/d1") / inside.parent / f"test_{inside.name}"
-    module = ".".join(path.with_suffix("").parts)
-    naming = [name for name in core if re.search(rf"\b{re.escape(module)}\b", (ROOT / name).read_text())]
-    room = [name for name in core if Path(name).parts[2] == inside.parts[0]]
     nearest = [str(mirrored)] if (ROOT / mirrored).exists() else []
+    package, _, name = ".".join(path.with_suffix("").parts).rpartition(".")
+    imports = re.compile(rf"\b{re.escape(package)}(\.{name}\b| import .*\b{name}\b)")
+    naming = [
+        str(file.relative_to(ROOT))
+        for file in sorted((ROOT / "tests" / "d1").rglob("test_*.py"))
+        if imports.search(file.read_text())
+    ]
+    room = [name for name in core if Path(name).parts[2] == inside.parts[0]]
     return list(dict.fromkeys([*nearest, *naming, *room]))
 
 
@@ -195,7 +200,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=COUNT, default=60, help="mutants that are tried")
     parser.add_argument("--seed", type=SEED, default=0, help="which ones are drawn")
-    parser.add_argument("--first", type=int, default=0, help="number of the drawn ones to leave out")
+    parser.add_argument("--numbers", type=COUNT, nargs="+", help="which of the drawn ones are tried (default: all)")
     return parser
 
 
@@ -207,7 +212,8 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "copy"
         copy_repository(folder)
-        for number, mutant in enumerate(drawn[args.first :], start=args.first + 1):
+        for number in args.numbers or range(1, args.count + 1):
+            mutant = drawn[number - 1]
             original = (ROOT / mutant.path).read_text()
             (folder / mutant.path).write_text(mutant.text)
             started = time.monotonic()
@@ -220,7 +226,7 @@ def main(args: argparse.Namespace) -> None:
                 lines = [text.splitlines() for text in (original, mutant.text)]
                 sys.stdout.write("\n".join(difflib.unified_diff(*lines, n=1, lineterm="")) + "\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{survivors} of {args.count - args.first} survived\n")
+    sys.stdout.write(f"{survivors} of {len(args.numbers or drawn)} survived\n")
 
 
 if __name__ == "__main__":
