@@ -494,7 +494,7 @@ def divide_views(
     return [views.only(turn == update) for update in range(updates)]
 
 
-def count_scored(batch: Batch, ranks: RankView, rows_per_completion: int = 1) -> Batch:
+def count_scored(batch: Batch, ranks: RankView, rows_per_completion: int) -> Batch:
     """`scoring_views`, `scored_pairs`, `repeated_tokens` and `active_rows`, counted over the rows that are part of the
     loss."""
     rows, updates, _, width = batch["view_weights"].shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,9 @@ def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
 
 
 def test_a_file_holds_what_the_model_said_and_the_record_what_the_run_was(tiny_model_dir, tmp_path, capsys):
+    started = time.perf_counter()
     results = evaluate(tiny_model_dir, tmp_path, "--limit", "5", "--seed", "7")
+    assert 0 < results["metrics"]["wall_time"] < time.perf_counter() - started
     assert results["checkpoint_path"] == ""
     assert (results["gen_length"], results["diffusion_steps"], results["block_length"]) == (12, 6, 4)
     assert results["metrics"]["total_processed"] == results["expected_problems"] == len(results["generations"]) == 5

@@ -82,9 +82,9 @@ def test_each_optimizer_step_has_rows_of_its_own_and_the_old_policy_is_the_one_t
     trainer.train()
     assert len(trainer.rollout_seconds) == 2
     used: dict[tuple, Counter] = {}
-    for step, update, uids, parts in trainer.steps[: 6 * 2]:
+    for step, update, uids, _ in trainer.steps[: 6 * 2]:
         used.setdefault((update, step), Counter()).update(uids)
-        assert set(parts) == {step % 3}
+    assert all(set(parts) == {step % 3} for step, _, _, parts in trainer.steps)  # of both rollouts
     # Each of the two updates has three steps of eight rows, and uses each of the 24 rows once.
     assert list(used) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     for update in (0, 1):

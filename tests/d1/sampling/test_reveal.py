@@ -52,6 +52,12 @@ def test_rules_count_as_their_papers_say(tokens, step):
         assert rule.count(logps, nats, level).item() == count_by_rule(reveal, level, probabilities, entropies)
 
 
+def test_the_order_leftmost_goes_from_left_to_right_in_every_row():
+    logps = -torch.rand(3, 5, generator=keyed_generator(0))
+    ranks = REMASKING["leftmost"].scores(logps, -logps, torch.rand).argsort(-1, descending=True)
+    assert ranks.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
 def test_a_threshold_is_met_by_what_exceeds_it():
     certain = torch.zeros(1, 3)
     assert RULES["threshold"].count(certain, certain, 1.0).item() == 0
