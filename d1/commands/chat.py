@@ -130,8 +130,9 @@ def run(args: ChatFlags) -> None:
         disable_progress_bar()
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    args = resolve_canvas(args)
-    model = model_of(args)
+    folder = args.read_folder()
+    args = resolve_canvas(args, folder)
+    model = model_of(args, folder)
     chat = Chat(model, tokenizer, args.seed, sampling_settings(args, model.config), on_terminal)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         stream.reconfigure(errors=errors)  # type: ignore[union-attr]

@@ -45,7 +45,6 @@ def run(args: FillFlags) -> None:
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models.folder import ModelFolder
     from d1.sampling import infill
     from d1.sampling.infilling import infill_settings
 
@@ -55,10 +54,10 @@ def run(args: FillFlags) -> None:
     for flag in fields(SamplingFlags):
         if flag.name not in ("gen_length", "kv_cache", "diffusion_steps", "seed"):
             options[flag.name] = getattr(args, flag.name)
-    config = ModelFolder.read(args.model_path, args.checkpoint_path).config
-    infill_settings(config, sum(hidden), **options)
-    check_room(config, len(ids) - sum(hidden), sum(hidden))
-    model = model_of(args)
+    folder = args.read_folder()
+    infill_settings(folder.config, sum(hidden), **options)
+    check_room(folder.config, len(ids) - sum(hidden), sum(hidden))
+    model = model_of(args, folder)
     options |= {
         "mask_token_id": tokenizer.mask_token_id,
         "generator": [keyed_generator(args.seed, device=model.device)],

@@ -149,19 +149,20 @@ def of_method(args: FitRun, block_size: int | None, uniform: bool = False) -> di
     from d1.commands.rl_memory import fields_of
     from d1.rl.config import DiffuGRPOConfig
 
+    method = str(args.method)
     given: dict[str, Any] = dict.fromkeys(
         ("gradient_accumulation_steps", "steps_per_generation"), args.steps_per_generation
     )
     given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
     for name in ("max_completion_length", "diffusion_steps", "block_length"):
-        if name not in METHODS[str(args.method)].values and getattr(args, name) is not None:
+        if name not in METHODS[method].values and getattr(args, name) is not None:
             given[name] = getattr(args, name)
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
     if args.edit_threshold is not None:
         given |= {"sampler": "parallel", "reveal": "threshold", "edit_threshold": args.edit_threshold}
     given |= UNIFORM_NOISE if uniform else {}
-    config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **given)
+    config = DiffuGRPOConfig(output_dir=".", method=method, use_cpu=True, bf16=False, **given)
     canvas = min(args.max_completion_length, args.length)
     return fields_of(config, args.length, canvas, block_size, uniform)
 
@@ -173,6 +174,7 @@ class Recipe(NamedTuple):
     """A run that a file describes."""
 
     flags: dict[str, Any]  # those of `d1 fit`
+    config: Any  # of its model
     steps: int  # of the optimizer
     steps_per_rollout: int  # of RL, else 1
     # Purpose -> tokens of the whole run in forward passes; a backward pass counts as 1 where weights are frozen, and as
@@ -214,11 +216,12 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     flags |= {"model_path": args.model_name, "stage": "sft", "batch": batch, "length": args.max_length}
     flags["dtype"] = args.dtype or ("float32" if args.bf16 == "false" else "bfloat16")
     flags["lora_targets"] = args.lora_target_modules
-    size = block_size(config_of(args.model_name))
+    config = config_of(args.model_name)
+    size = block_size(config)
     streams = args.max_length * (2 if size else 1)  # a block-causal model reads the row clean and noised
     tokens = float(steps * args.grad_accum_steps * gpus * batch * streams * args.edit_turns)
     parts = {"forward": tokens * (1 + args.gradient_checkpointing), "backward": tokens * (1 + args.full_finetuning)}
-    return Recipe(flags, steps, 1, parts, args.max_length)
+    return Recipe(flags, config, steps, 1, parts, args.max_length)
 
 
 def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
@@ -265,7 +268,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
         if head == "passes per completion (maximum)":
             parts[purpose] = float(completions * each)
     per_rollout = max(1, numbers["optimizer steps"] // max(1, numbers["rollouts"]))
-    return Recipe(flags, numbers["optimizer steps"], per_rollout, parts, length)
+    return Recipe(flags, config, numbers["optimizer steps"], per_rollout, parts, length)
 
 
 def config_of(model_path: str) -> Any:
@@ -288,7 +291,7 @@ def hours_of(recipe: Recipe, args: FitRun) -> tuple[dict[str, float], str]:
 
     assert args.utilisation is not None
     speed = PEAKS[args.card] * 1e12 * args.utilisation * args.gpus * 3600
-    each = flops_per_token(config_of(recipe.flags["model_path"]), recipe.context)
+    each = flops_per_token(recipe.config, recipe.context)
     hours = {purpose: tokens * each / speed for purpose, tokens in recipe.tokens.items()}
     total = sum(hours.values())
     trial = int(TRIAL * recipe.steps / total) // recipe.steps_per_rollout * recipe.steps_per_rollout
@@ -346,7 +349,7 @@ def run(flags: FitFlags) -> None:
     can_merge = args.stage == "rl" and args.lora_r > 0 and not args.load_in_4bit
     if args.merged_rollouts and not can_merge:
         raise ValueError("--merged_rollouts needs RL with a LoRA adapter on weights of 16 or 32 bits")
-    config = config_of(args.model_path)
+    config = config_of(args.model_path) if recipe is None else recipe.config
     values = {n: value for n, value in vars(args).items() if n in FitSettings.__annotations__ and value is not None}
     if args.stage == "sft":
         values |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
@@ -359,9 +362,9 @@ def run(flags: FitFlags) -> None:
     words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())
     sys.stdout.write(f"Computed for {', '.join(words)}\n\n{fit_table(config, settings)}\n")
     if can_merge and args.merged_rollouts is None and settings.dtype != "float32":
-        size = resident_bytes(config, replace(settings, merged_rollouts=True))["merged copy"] / 1e9
+        copy_size = resident_bytes(config, replace(settings, merged_rollouts=True))["merged copy"] / 1e9
         sys.stdout.write(
-            f"\nA merged copy for rollouts (merged_rollouts) takes {size:.2f} GB more, where there is room.\n"
+            f"\nA merged copy for rollouts (merged_rollouts) takes {copy_size:.2f} GB more, where there is room.\n"
         )
     if recipe is not None:
         hours, line = hours_of(recipe, args)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d1.runs.cli import setting
 from d1.sampling.settings import GEN_LENGTH, ModelFlags, SamplingFlags, sampling_settings
+
+if TYPE_CHECKING:
+    from d1.models.folder import ModelFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +33,14 @@ def tokenizer_of(flags: ModelFlags) -> Any:
     return load_tokenizer(flags.checkpoint_path or flags.model_path, plain_chat_template=flags.plain_chat_template)
 
 
-def resolve_canvas(flags: C, masks_for: str = "") -> C:
-    """The flags with a `gen_length`: where none is given, the model's own (`default_gen_length`) or 128.
+def resolve_canvas(flags: C, folder: ModelFolder, masks_for: str = "") -> C:
+    """The flags with a `gen_length`: where none is given, the model's own (`ModelFolder.gen_length`) or 128.
 
     Raise ValueError, before the weights are read, if a completion leaves no room for a prompt, other flags of sampling
     do not suit the model, or it lacks the mask token that `masks_for` needs."""
-    from d1.models.folder import ModelFolder
     from d1.models.kinds import check_room, require_masks
     from d1.sampling.graphs import check_compile
 
-    folder = ModelFolder.read(flags.model_path, flags.checkpoint_path)
     config = folder.config
     check_compile(flags.compile, config, kernel=flags.attn_implementation)
     if masks_for:
@@ -50,13 +51,13 @@ def resolve_canvas(flags: C, masks_for: str = "") -> C:
     return flags
 
 
-def model_of(flags: ModelFlags, load: Callable[..., Any] | None = None) -> Any:
-    """The model with its adapter, loaded by `load` (default: `load_on_device`)."""
-    from d1.models.folder import ModelFolder
+def model_of(flags: ModelFlags, folder: ModelFolder, load: Callable[..., Any] | None = None) -> Any:
+    """The model in a folder that was read, with its adapter, loaded by `load` (default: `load_on_device`)."""
     from d1.models.load import load_on_device
     from d1.models.memory import check_memory
     from d1.sampling.graphs import set_compile
 
-    check_memory(ModelFolder.read(flags.model_path, flags.checkpoint_path), flags.dtype)
-    options = {"adapter": flags.checkpoint_path, "attn_implementation": flags.attn_implementation}
-    return set_compile((load or load_on_device)(flags.model_path, flags.dtype, **options), flags.compile)
+    check_memory(folder, flags.dtype)
+    load = load or load_on_device
+    model = load(folder, flags.dtype, attn_implementation=flags.attn_implementation)
+    return set_compile(model, flags.compile)

@@ -23,6 +23,7 @@ from d1.sampling.settings import GEN_LENGTH_HELP, ModelFlags, refuse_scdd, sampl
 from d1.serve import KEY, LOCAL
 
 if TYPE_CHECKING:
+    from d1.models.folder import ModelFolder
     from d1.serve.requests import Server
 
 MISSING = "d1 serve needs FastAPI and uvicorn: pip install -e '.[serve]' in the checkout"
@@ -87,31 +88,45 @@ def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
     return (*LOCAL, *names, *(name.lower().strip("[]") for name in more))
 
 
-def served_model(args: ServeFlags) -> Any:
+def served_model(args: ServeFlags, folder: ModelFolder) -> Any:
     """The model, with its adapter merged into it as in RL: an adapter that is sent later comes on top."""
     from peft import PeftModel
 
     from d1.models.adapters import merge_adapter
 
-    model = model_of(args)
+    model = model_of(args, folder)
     if isinstance(model, PeftModel):
         return merge_adapter(model, args.checkpoint_path or args.model_path).eval()
     return model
 
 
-def server_of(args: ServeFlags, tokenizer: Any) -> Server:
+def server_of(args: ServeFlags, folder: ModelFolder, tokenizer: Any) -> Server:
     """The model, its engine and the limits of requests, as the flags say."""
     from d1.serve.engine import Engine, Loader
     from d1.serve.requests import Server
 
-    model = served_model(args)
-    sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
-    engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
-    limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
-    limits |= {"allowed_hosts": hosts(args.host, args.allowed_hosts), "loader": Loader(partial(served_model, args))}
-    name, defaults = args.served_model_name or args.model_path, sampling_settings(args, model.config)
+    model = served_model(args, folder)
+    engine = Engine(
+        model,
+        tokenizer.mask_token_id,
+        batch_size=args.batch_size,
+        queue_size=args.queue_size,
+        version="default",
+    )
+    defaults = sampling_settings(args, model.config)
     refuse_scdd(defaults, "a server")
-    return Server(engine, tokenizer, name, defaults, args.seed, **limits)
+    return Server(
+        engine,
+        tokenizer,
+        args.served_model_name or args.model_path,
+        defaults,
+        args.seed,
+        max_gen_length=args.max_gen_length,
+        weights_dir=tuple(args.weights_dir),
+        api_key=args.api_key,
+        allowed_hosts=hosts(args.host, args.allowed_hosts),
+        loader=Loader(partial(served_model, args, folder)),
+    )
 
 
 def run(args: ServeFlags) -> None:
@@ -131,9 +146,10 @@ def run(args: ServeFlags) -> None:
     own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    args = resolve_canvas(args, masks_for="the server")
+    folder = args.read_folder()
+    args = resolve_canvas(args, folder, masks_for="the server")
 
-    server = server_of(args, tokenizer)
+    server = server_of(args, folder, tokenizer)
     program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))
     gc.collect()
     gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.commands.model import CompletionFlags, model_of, resolve_canvas, tokenizer_of
 from d1.files import valid_unicode
@@ -25,6 +25,9 @@ from d1.runs.turns import TurnFlags, check_turn_flags
 from d1.sampling.settings import ModelFlags, sampling_settings
 from d1.show.film import Film, Judge, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
+
+if TYPE_CHECKING:
+    from d1.models.folder import ModelFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class CanvasFlags(CompletionFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchFlags(TurnFlags, CanvasFlags, QuestionFlags):
+class WatchFlags(TurnFlags, CanvasFlags, QuestionFlags):  # --help lists the last base first
     against: list[str] = setting([], "a second run, with these flags", nargs="+", metavar="NAME=VALUE", group="output")
     html: Path | None = setting(None, "write an animated web page for any browser", type=Path)
     svg: Path | None = setting(None, "write an animated picture for a document", type=Path)
@@ -60,15 +63,18 @@ def run(args: WatchFlags) -> None:
         check_arguments(one)
     from rich.console import Console
 
+    from d1.models.folder import ModelFolder
     from d1.models.load import load_on_device
     from d1.runs.console import log_to_console
     from d1.show.terminal import play
 
     log_to_console()
-    loaded = functools.cache(load_on_device)  # two runs of the same model load it once
+    # Two runs of the same model read its folder and load it once.
+    read = functools.cache(ModelFolder.read)
+    loaded = functools.cache(load_on_device)
     console, films = Console(), []
     for one, title in zip(runs, titles(runs), strict=True):
-        growing, total = rehearse(one, title, loaded)
+        growing, total = rehearse(one, title, read, loaded)
         if args.against and not console.is_terminal:
             console.out(f"{harmless(title)}:", highlight=False)
         films.append(play(growing, console, total, args.pause))
@@ -109,7 +115,7 @@ def check_arguments(args: WatchFlags) -> None:
 
 def row_of(args: WatchFlags) -> dict[str, Any]:
     """The row of the problem; for --prompt, a row with nothing but the chat messages."""
-    if args.prompt is not None:
+    if args.dataset is None:
         return {"prompt": [{"role": "user", "content": args.prompt}]}
     rows = load_task(args.dataset).load_rows(args.split, args.data_file)
     if args.index >= len(rows):
@@ -117,11 +123,12 @@ def row_of(args: WatchFlags) -> dict[str, Any]:
     return dict(rows[args.index])
 
 
-def rehearse(args: WatchFlags, title: str, loaded: Callable[..., Any]) -> tuple[Iterator[Film], int]:
+def rehearse(
+    args: WatchFlags, title: str, read: Callable[..., ModelFolder], loaded: Callable[..., Any]
+) -> tuple[Iterator[Film], int]:
     """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
-    from d1.eval.completions import folder_of
     from d1.masking import keyed_generator
     from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
@@ -132,11 +139,11 @@ def rehearse(args: WatchFlags, title: str, loaded: Callable[..., Any]) -> tuple[
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
-    args = resolve_canvas(args)
-    config = folder_of(args).config
+    folder = read(args.model_path, args.checkpoint_path or None)
+    args, config = resolve_canvas(args, folder), folder.config
     # Errors of tools come before the weights are read.
     toolbox, functions = tools_of(args, sampling_settings(args, config).gen_length, tokenizer, config)
-    model = model_of(args, loaded)
+    model = model_of(args, folder, loaded)
     settings = sampling_settings(args, model.config)
     messages, of_tools = toolbox.add_tool_instructions(row["prompt"], functions)
     text = render_prompt(tokenizer, messages, **of_tools)

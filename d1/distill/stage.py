@@ -16,6 +16,7 @@ from d1.distill.states import Traces
 from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
 from d1.models.attention import refuse_causal_context
+from d1.models.folder import ModelFolder
 from d1.models.kinds import block_size, check_room, require_masks
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, hash_settings, hash_values
@@ -40,21 +41,22 @@ ON_RESUME = on_resume("method", *{*SAMPLING, *OF_METHODS} - SCHEDULE, free=("sav
 
 
 def stage(args: DistillConfig) -> Stage:
-    training, model = trainer_arguments(
+    training, folder = trainer_arguments(
         args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no"
     )
-    args.max_completion_length = args.max_completion_length or model.gen_length or CANVAS
+    args.max_completion_length = args.max_completion_length or folder.gen_length or CANVAS
     if args.diffusion_steps is None:
-        block = args.block_length or block_size(model.config) or BLOCK_LENGTH
+        block = args.block_length or block_size(folder.config) or BLOCK_LENGTH
         args.diffusion_steps = default_steps(args.max_completion_length, block)
-    return stage_of(args, training, model, prepare, ON_RESUME)
+    return stage_of(args, training, folder, prepare, ON_RESUME)
 
 
 def prepare(
-    args: DistillConfig, training: TrainingArguments, tokenizer: Any, config: Any
+    args: DistillConfig, training: TrainingArguments, tokenizer: Any, folder: ModelFolder
 ) -> tuple[Mapping[str, Any], Callable[[Any], DistillTrainer]]:
     """The method's paper and the fingerprint of the prompts, and a function that samples the traces of a model and
     makes its trainer."""
+    config = folder.config
     refuse_causal_context(config, "distillation")
     require_masks(config, "distillation")
     settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")

@@ -95,14 +95,10 @@ class Prompt:
 
 def load_tokenizer_for(args: ModelFlags) -> Any:
     """The tokenizer in the adapter's folder if there is one, else the model's."""
-    has_tokenizer = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
-    path = args.checkpoint_path if has_tokenizer else args.model_path
+    path = args.model_path
+    if args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file():
+        path = args.checkpoint_path
     return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
-
-
-def folder_of(args: ModelFlags) -> ModelFolder:
-    """The model that the flags name, with its adapter."""
-    return ModelFolder.read(args.model_path, args.checkpoint_path or None)
 
 
 def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = None) -> list[Prompt]:
@@ -400,12 +396,7 @@ def load_model_for(args: ModelFlags, folder: ModelFolder) -> Any:
         device = "a GPU" if torch.cuda.is_available() else "a CPU"
         logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], device)
     check_memory(folder, args.dtype)
-    model = load_on_device(
-        args.model_path,
-        args.dtype,
-        adapter=args.checkpoint_path or None,
-        attn_implementation=args.attn_implementation,
-    )
+    model = load_on_device(folder, args.dtype, attn_implementation=args.attn_implementation)
     return set_compile(model, args.compile)
 
 

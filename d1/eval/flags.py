@@ -67,7 +67,7 @@ class StreamFlags(SamplingFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalFlags(TurnFlags, StreamFlags, TaskFlags, EvalModelFlags):
+class EvalFlags(TurnFlags, StreamFlags, TaskFlags, EvalModelFlags):  # --help lists the last base first
     """All flags of an evaluation."""
 
     gen_length: list[int] | None = sampling_flag(  # type: ignore[assignment]

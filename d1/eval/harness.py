@@ -34,7 +34,6 @@ from tqdm import tqdm
 from d1.eval.completions import (
     Prompt,
     SingleTurn,
-    folder_of,
     generate_rows,
     join_processes,
     leave_processes,
@@ -254,7 +253,7 @@ def make_parser() -> PassingParser:
 
 def main(args: HarnessFlags) -> None:
     """Register the model "d1" and run lm_eval's own command."""
-    config = folder_of(args).config
+    config = args.read_folder().config
     length = args.gen_length or 1024  # the task's own length is not known yet
     longest = replace(args, gen_length=length, diffusion_steps=args.diffusion_steps or length)
     flags = {}
@@ -345,7 +344,7 @@ class HarnessModel:
         else:
             self._rank, self._world_size = join_processes()
         self.tokenizer = load_tokenizer_for(self.args)
-        self.model = load_model_for(self.args, folder_of(self.args))
+        self.model = load_model_for(self.args, self.args.read_folder())
         if device == "cpu":  # else each process uses the GPU of its rank; the harness names the first GPU for all
             self.model.to(device)
         self._device = self.model.device

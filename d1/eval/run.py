@@ -117,7 +117,7 @@ def run(args: EvalFlags) -> list[Row]:
     args = replace(args, few_shot=shots_of(task, args.few_shot))
     check_arguments(args)
     runs_of(args)  # refuses sampling settings that contradict each other
-    folder = completions.folder_of(args)
+    folder = args.read_folder()
     config = folder.config
     lengths = args.gen_length or [folder.gen_length or GEN_LENGTH]
     args = replace(args, gen_length=lengths, dtype=args.dtype or completions.default_dtype(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -28,8 +28,8 @@ class ModelFolder:
     path: str
     base: str
     adapters: tuple[str, ...]
-    config: PreTrainedConfig
-    kind: Kind
+    config: PreTrainedConfig = field(compare=False)  # the same path has the same config
+    kind: Kind = field(compare=False)
 
     @classmethod
     def read(cls, path: str | Path, adapter: str | Path | Sequence[str | Path] | None = None) -> ModelFolder:

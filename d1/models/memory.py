@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -26,8 +27,8 @@ def check_memory(folder: ModelFolder, dtype: str | None = None) -> None:
     """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
     if torch.cuda.is_available():
         return
-    model = meta_model(folder.config, named_dtype(dtype))
-    copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    config = copy.deepcopy(folder.config)  # Transformers writes the dtype and the kernel into it
+    model, copies = meta_model(config, named_dtype(dtype)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = copies * sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = psutil.virtual_memory().available
     if needed > free:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from d1.models.attention import refuse_causal_context
+from d1.models.folder import ModelFolder
 from d1.models.kinds import block_size, check_room, require_masks
 from d1.preference.config import PreferenceConfig
 from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
@@ -30,16 +31,17 @@ ON_RESUME = on_resume(
 
 
 def stage(args: PreferenceConfig) -> Stage:
-    training, model = trainer_arguments(
+    training, folder = trainer_arguments(
         args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no"
     )
-    return stage_of(args, training, model, prepare, ON_RESUME)
+    return stage_of(args, training, folder, prepare, ON_RESUME)
 
 
 def prepare(
-    args: PreferenceConfig, training: TrainingArguments, tokenizer: Any, config: Any
+    args: PreferenceConfig, training: TrainingArguments, tokenizer: Any, folder: ModelFolder
 ) -> tuple[Mapping[str, Any], Callable[[Any], PreferenceTrainer]]:
     """The method's paper and the fingerprint of the run's rows, and a function that makes the trainer of a model."""
+    config = folder.config
     refuse_causal_context(config, "preference training")
     require_masks(config, "preference training")
     method = METHODS[args.method]
@@ -61,7 +63,7 @@ def prepare(
             method=method,
             beta=float(args.beta or 0),
             mask_token_id=tokenizer.mask_token_id,
-            reference=prepare_model(args).requires_grad_(False) if args.full_finetuning else None,
+            reference=prepare_model(args, folder).requires_grad_(False) if args.full_finetuning else None,
             views_at_once=args.views_at_once,
             model=model,
             args=training,

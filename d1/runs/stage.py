@@ -187,15 +187,15 @@ def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
 def stage_of(
     args: TrainingSettings,
     training: TrainingArguments,
-    model: ModelFolder,
+    model_folder: ModelFolder,
     prepare: Callable[..., tuple[Mapping[str, Any], Callable[[Any], Trainer]]],
     on_resume: OnResume,
     lora_dropout: float = 0.0,
     **stage_fields: Any,
 ) -> Stage:
-    """The `Stage` of SFT, preference training or distillation; `training` and `model` are from
+    """The `Stage` of SFT, preference training or distillation; `training` and `model_folder` are from
     `trainer_arguments`, `stage_fields` are further fields of `Stage`. `prepare` gets `args`, `training`, the tokenizer
-    and the model's config, and returns what `Stage.prepare` returns, where the function gets the model."""
+    and `model_folder`, and returns what `Stage.prepare` returns, where the function gets the model."""
     folder = Path(str(training.output_dir))
 
     rows_per_step = args.batch_size * args.grad_accum_steps * training.world_size
@@ -206,11 +206,11 @@ def stage_of(
     def prepare_run() -> Prepared:
         tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
         check_chat_template(tokenizer, args.model_name)
-        facts, make_trainer = prepare(args, training, tokenizer, model.config)
+        facts, make_trainer = prepare(args, training, tokenizer, model_folder)
 
         def load_and_make_trainer() -> Trainer:
             set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
-            return make_trainer(prepare_model(args, lora_dropout))
+            return make_trainer(prepare_model(args, model_folder, lora_dropout))
 
         return facts, load_and_make_trainer
 
@@ -292,14 +292,14 @@ def cap_batch(training: TrainingArguments, rows: int) -> None:
     training.per_device_train_batch_size = min(training.per_device_train_batch_size, rows_per_device)
 
 
-def prepare_model(args: TrainingSettings, lora_dropout: float = 0.0) -> Any:
-    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter. If
-    the model path is itself an adapter, it is merged first."""
+def prepare_model(args: TrainingSettings, folder: ModelFolder, lora_dropout: float = 0.0) -> Any:
+    """The model in `folder`, to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA
+    adapter. If the folder is itself an adapter, it is merged first."""
     dtype = "float32"
     if not args.full_finetuning:
         dtype = args.dtype or ("bfloat16" if on_gpu() else "float32")
     model: Any = load_model(
-        args.model_name,
+        folder,
         dtype=dtype,
         attn_implementation=args.attn_implementation,
         quantization="nf4" if args.load_in_4bit else None,

@@ -10,7 +10,7 @@ import math
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.models.distribution import OWN, Distribution, falling
 from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
@@ -18,6 +18,9 @@ from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, 
 from d1.runs.cli import setting
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, block_schedule, reveal_schedule
+
+if TYPE_CHECKING:
+    from d1.models.folder import ModelFolder
 
 BLOCK_LENGTH = 32  # d1's
 GEN_LENGTH = 128  # the shortest canvas of d1's evaluation
@@ -463,6 +466,12 @@ class ModelFlags:
     attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2")
     compile: str = setting("none", COMPILE_HELP, choices=COMPILE)
     plain_chat_template: bool = setting(False, "use a plain template if the tokenizer has none")
+
+    def read_folder(self) -> ModelFolder:
+        """The model with its adapter. A command calls it once."""
+        from d1.models.folder import ModelFolder  # needs torch
+
+        return ModelFolder.read(self.model_path, self.checkpoint_path or None)
 
 
 def sampling_flag(name: str, **changes: Any) -> Any:

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from d1.models.attention import has_causal_context
+from d1.models.folder import ModelFolder
 from d1.models.kinds import attention_name, block_size, check_room, has_masks, vocabulary
 from d1.runs.checkpoints import read_state
 from d1.runs.console import show_row
@@ -52,7 +53,7 @@ MASK_SETTINGS = ("packing", "complementary_masks", "edit_noise", "eos_padding")
 
 def stage(args: SFTConfig) -> Stage:
     evaluate = args.test_split > 0
-    training, model = trainer_arguments(
+    training, folder = trainer_arguments(
         args,
         per_device_eval_batch_size=args.batch_size,
         eval_strategy="steps" if evaluate else "no",
@@ -64,13 +65,14 @@ def stage(args: SFTConfig) -> Stage:
         greater_is_better=False if evaluate else None,
     )
     outcome = partial(describe_saved_step, Path(str(training.output_dir)), args.keep_last)
-    return stage_of(args, training, model, prepare, ON_RESUME, args.lora_dropout, outcome=outcome)
+    return stage_of(args, training, folder, prepare, ON_RESUME, args.lora_dropout, outcome=outcome)
 
 
 def prepare(
-    args: SFTConfig, training: TrainingArguments, tokenizer: Any, config: Any
+    args: SFTConfig, training: TrainingArguments, tokenizer: Any, folder: ModelFolder
 ) -> tuple[Mapping[str, Any], Callable[[Any], dLLMTrainer]]:
     """The fingerprint of the run's rows and how many are held out, and a function that makes the trainer of a model."""
+    config = folder.config
     causal = CausalLoss(args.masked_weight, args.row_noise, args.causal_weight)
     check_noise(args, config)
 

@@ -26,6 +26,7 @@ from d1.commands.footprint import (
 )
 from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
+from d1.models.folder import ModelFolder
 from d1.models.head import backbone_and_head, target_logps
 from d1.models.kinds import native_config
 from d1.models.packing import two_stream_states
@@ -230,7 +231,8 @@ def test_4bit_weights_take_the_bytes_of_a_model_that_was_loaded(tmp_path, llada_
     if stage == "sft":
         words = ["--model_name", str(folder), "--dtype", "bfloat16", "--lora_r", "8", "--load_in_4bit"]
         words += ["--lora_target_modules", "attention"]
-        model = prepare_model(sft_parser().parse_args(words))
+        args = sft_parser().parse_args(words)
+        model = prepare_model(args, ModelFolder.read(args.model_name))
     else:
         model = load_model(folder, torch.bfloat16, quantization="nf4")
         model = get_peft_model(model, LoraConfig(r=8, target_modules=lora_targets(model, "attention")))

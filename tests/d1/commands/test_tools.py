@@ -1,5 +1,6 @@
 """`python -m d1 methods` prints the table's content; a canvas without room is refused; a tool of one's own is a row."""
 
+import json
 import re
 import shutil
 import sys
@@ -9,6 +10,9 @@ from importlib import import_module
 import pytest
 
 from d1.__main__ import COMMANDS, STAGES, Command, main, make_parser
+from d1.models import folder as model_folder
+from d1.models import load as model_load
+from d1.models.kinds import native_config
 from d1.rl.methods import METHODS
 from d1.runs.cli import setting
 from tests.commands import ROOT
@@ -75,7 +79,10 @@ def start(command: str, *words: str) -> None:
     if command not in STAGES:
         return run(command, *words)
     stage = import_module(STAGES[command])
-    return stage.main(stage.make_parser().parse_args(words))
+    parser = stage.make_parser()
+    if command == "rl":
+        return stage.main(*parser.parse_args_and_config([*words, "--bf16", "false"]))
+    return stage.main(parser.parse_args(words))
 
 
 TRAIN = ["--train_data", "none.jsonl", "--max_prompt_length", "8", "--output_dir", "OUT"]
@@ -111,6 +118,63 @@ def test_what_a_model_lacks_is_refused_before_its_weights_are_read(request, tmp_
     own = {"MODEL": str(tmp_path / "m"), "OUT": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=said):
         start(*(own.get(word, word) for word in words))
+
+
+class FirstWeightsError(Exception):
+    """Ends a command when it would read weights."""
+
+
+ROWS = {
+    "sft": {"prompt": "1+1", "completion": "2"},
+    "prefer": {"prompt": "1+1=", "chosen": "2", "rejected": "7"},
+}
+FEW = ["--output_dir", "OUT", "--report_to", "none"]
+TRAINED = ["--model_name", "MODEL", "--train_data", "DATA", *FEW]
+LETTERS = ["--dataset", str(ROOT / "tests" / "d1" / "rl" / "letters_task.py"), "--max_completion_length", "4"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sft", *TRAINED, "--test_split", "0"],
+        [*PREFER, *TRAINED, "--full_finetuning"],
+        [*DISTILL, "--model_name", "MODEL", "--train_data", "sudoku", "--max_completion_length", "8", *FEW],
+        ["rl", "--model_path", "MODEL", *LETTERS, "--per_device_train_batch_size", "6", *FEW, "--use_cpu", "true"],
+        ["eval", "--model_path", "MODEL", "--dataset", "sudoku", "--limit", "2", "--output_dir", "OUT"],
+        ["chat", "MODEL"],
+        ["serve", "MODEL", "--port", "0"],
+        ["watch", "--model_path", "MODEL", "--prompt", "a", "--against", "eos_stop"],
+        ["fill", "MODEL", "a1 [MASK]"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_reads_the_folder_of_its_model_once(tiny_model_dir, tmp_path, monkeypatch, words):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS.get(words[0], {})) + "\n")
+    read, loaded = [], []
+
+    def config_once(path):
+        read.append(path)
+        return native_config(path)
+
+    def load(folder, options):
+        loaded.append(folder.path)
+        raise FirstWeightsError
+
+    monkeypatch.setattr(model_folder, "native_config", config_once)
+    monkeypatch.setattr(model_load, "load_base", load)
+    own = {"MODEL": str(tiny_model_dir), "OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(FirstWeightsError):
+        start(*(own.get(word, word) for word in words))
+    assert read == loaded == [str(tiny_model_dir)]
+
+
+def test_two_runs_of_one_model_read_and_load_it_once(tiny_model_dir, monkeypatch):
+    read, loaded, load = [], [], model_load.load_base
+    monkeypatch.setattr(model_folder, "native_config", lambda path: read.append(path) or native_config(path))
+    monkeypatch.setattr(model_load, "load_base", lambda *given: loaded.append(given[0].path) or load(*given))
+    words = ["--prompt", "a", "--gen_length", "8", "--against", "eos_stop"]
+    run("watch", "--model_path", str(tiny_model_dir), *words)
+    assert read == loaded == [str(tiny_model_dir)]
 
 
 def test_a_row_of_the_table_is_a_command_with_its_help(monkeypatch, capsys):

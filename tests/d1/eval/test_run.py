@@ -384,7 +384,7 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
         one setup."""
         journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
         assert journals[0].prepare(completions.run_identity(args, prompts), overwrite=not done)
-        model = partial(completions.load_model_for, args, completions.folder_of(args))
+        model = partial(completions.load_model_for, args, args.read_folder())
         for rank, journal in enumerate(journals):
             for entry in done.values() if rank == 0 else ():
                 journal.append(entry)

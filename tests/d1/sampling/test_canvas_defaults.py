@@ -113,12 +113,18 @@ def test_fit_counts_the_same_steps() -> None:
 # ---- the length that a model's folder names
 
 
+def resolved(*words: str) -> Any:
+    """The flags of a command with the length of its canvas."""
+    args = make_parser().parse_args(words)
+    return resolve_canvas(args, args.read_folder())
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_a_pocket_model_is_sampled_on_a_length_it_was_trained_on(name: str) -> None:
     folder = str(ROOT / "pocket" / name)
     config, _ = native_config(folder)
     assert default_gen_length(folder, config) == 32
-    args = resolve_canvas(make_parser().parse_args(["chat", folder]))
+    args = resolved("chat", folder)
     settings = sampling_settings(args, config)
     assert (settings.gen_length, settings.steps) == (32, 16)
     rl = DiffuGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
@@ -129,9 +135,9 @@ def test_a_pocket_model_is_sampled_on_a_length_it_was_trained_on(name: str) -> N
 def test_a_model_that_names_no_length_has_that_of_the_command(tiny_model_dir: Path, tmp_path: Path) -> None:
     config, _ = native_config(str(tiny_model_dir))
     assert default_gen_length(str(tiny_model_dir), config) is None
-    args = resolve_canvas(make_parser().parse_args(["chat", str(tiny_model_dir)]))
+    args = resolved("chat", str(tiny_model_dir))
     assert args.gen_length == 128
-    given = resolve_canvas(make_parser().parse_args(["chat", str(POCKET), "--gen_length", "40"]))
+    given = resolved("chat", str(POCKET), "--gen_length", "40")
     assert given.gen_length == 40
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     for length, expected in ((24, 24), (512, None), (2048, None)):  # 512 positions leave no room for a prompt
