@@ -28,7 +28,8 @@ def check_memory(folder: ModelFolder, dtype: str | None = None) -> None:
     if torch.cuda.is_available():
         return
     config = copy.deepcopy(folder.config)  # Transformers writes the dtype and the kernel into it
-    model, copies = meta_model(config, named_dtype(dtype)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    model = meta_model(config, named_dtype(dtype))
+    copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = copies * sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = psutil.virtual_memory().available
     if needed > free:
