@@ -1,4 +1,5 @@
-"""Ranges of numeric settings, each declared next to its setting; and the nearest name to one that does not exist.
+"""Fields of dataclasses that are flags, ranges of numeric settings, each declared next to its setting, and the nearest
+name to one that does not exist.
 
 In a dataclass, it is part of the type, `beta: Annotated[float, AMOUNT] = 0.04`; in a parser, it is the `type`,
 `add_argument("--limit", type=COUNT)`. `|` adds other values: `COUNT | None`, `COUNT | -1`, `NATURAL | "max"`.
@@ -7,11 +8,12 @@ In a dataclass, it is part of the type, `beta: Annotated[float, AMOUNT] = 0.04`;
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
 from difflib import get_close_matches
-from typing import get_type_hints
+from typing import Any, TypeVar, get_type_hints, overload
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,27 @@ def nearest(name: object, known: Iterable[object], cutoff: float = 0.65) -> str:
     if not matches:
         return ""
     return f" (the nearest is {matches[0]})"
+
+
+# --- Fields that are flags --------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+@overload
+def setting(default: T, help: str = "", **options: Any) -> T: ...
+@overload
+def setting(*, help: str = "", **options: Any) -> Any: ...
+def setting(default: Any = MISSING, help: str = "", **options: Any) -> Any:
+    """A field of a dataclass that is also a flag. Without a default, the flag is required.
+
+    Args:
+        help: text of the flag in --help.
+        options: more arguments of `add_argument`, and these:
+            aliases: other names of the flag, such as ["--model_path"].
+            flag: the flag, if it is not "--" and the field's name.
+            positional: True for an argument without a flag.
+            group: title of a group in --help, which this flag begins and the flags of later fields join; "" ends one.
+    """
+    start: Any = {"default_factory": lambda: copy.copy(default)} if isinstance(default, list) else {"default": default}
+    return field(**start, metadata={"help": help, **options})

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from d1.models.kinds import KINDS
-from d1.ranges import COUNT
-from d1.runs.cli import setting
+from d1.ranges import COUNT, setting
 
 FORMATS = [name for name, kind in KINDS.items() if kind.release_config is not None]
 

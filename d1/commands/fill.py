@@ -9,7 +9,7 @@ from typing import Any
 
 from d1.commands.model import model_argument, model_of, tokenizer_of
 from d1.models.kinds import check_room
-from d1.runs.cli import setting
+from d1.ranges import setting
 from d1.sampling.settings import BLOCK_LENGTH, ModelFlags, SamplingFlags, sampling_flag
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")

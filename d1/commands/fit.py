@@ -18,9 +18,8 @@ from typing import Annotated, Any, NamedTuple
 
 import yaml
 
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range, setting
 from d1.rl.methods import METHODS
-from d1.runs.cli import setting
 from d1.sampling.settings import DTYPES
 
 COMPLETIONS = 96  # per optimizer step of RL, as in run.sh

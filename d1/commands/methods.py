@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from d1.ranges import setting
 from d1.rl.methods import METHODS, Method
-from d1.runs.cli import setting
 from d1.runs.tables import aligned_table
 from d1.show.tables import markdown_table
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from d1.runs.cli import setting
+from d1.ranges import setting
 from d1.sampling.settings import GEN_LENGTH, ModelFlags, SamplingFlags, sampling_settings
 
 if TYPE_CHECKING:

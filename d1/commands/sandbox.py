@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from d1.runs.cli import setting
+from d1.ranges import setting
 from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, working_python
 from d1.sandbox.box import FAMILIES
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas, tokenizer_of
-from d1.ranges import COUNT, Range
-from d1.runs.cli import setting
+from d1.ranges import COUNT, Range, setting
 from d1.sampling.settings import GEN_LENGTH_HELP, ModelFlags, refuse_scdd, sampling_flag, sampling_settings
 from d1.serve import KEY, LOCAL
 

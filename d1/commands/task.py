@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from d1.runs.cli import setting
+from d1.ranges import setting
 
 TEMPLATE = '''"""A task: the problems, how an answer is found and judged, and the rewards of RL. It runs as it is:
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from d1.distill.methods import METHODS
-from d1.ranges import COUNT, NATURAL, POSITIVE
-from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount, setting
+from d1.ranges import COUNT, NATURAL, POSITIVE, setting
+from d1.runs.cli import MethodSettings, OptionalAmount, OptionalCount
 
 CANVAS = 256  # tokens, as in d1's RL
 

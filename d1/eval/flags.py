@@ -8,8 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from d1.ranges import COUNT, NATURAL, SEED
-from d1.runs.cli import setting
+from d1.ranges import COUNT, NATURAL, SEED, setting
 from d1.runs.turns import TurnFlags
 from d1.sampling.settings import BLOCK_LENGTH, GEN_LENGTH_HELP, ModelFlags, SamplingFlags, sampling_flag
 from d1.tasks import PROTOCOLS, SPLITS, TASKS

@@ -48,8 +48,8 @@ from d1.models.attention import left_pad
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, check_room
 from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
-from d1.ranges import COUNT, SEED
-from d1.runs.cli import SettingsParser, setting
+from d1.ranges import COUNT, SEED, setting
+from d1.runs.cli import SettingsParser
 from d1.runs.record import CONTENTS, hash_model
 from d1.sampling import SamplingSettings, rollout_steps
 from d1.sampling.graphs import check_compile

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
 from d1.eval.uncertainty import pass_at_k, sign_test, wilson_interval
-from d1.runs.cli import SettingsParser, run_script, setting
+from d1.ranges import setting
+from d1.runs.cli import SettingsParser, run_script
 from d1.runs.tables import aligned_table
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from d1.preference.methods import METHODS
-from d1.ranges import COUNT, POSITIVE
-from d1.runs.cli import MethodSettings, OptionalCount, setting
+from d1.ranges import COUNT, POSITIVE, setting
+from d1.runs.cli import MethodSettings, OptionalCount
 
 BOUNDS = ("counts", "espo", "elbo")  # the unbiased estimators of the any-order bound, in d1/scoring/elbo.py
 SPREADS = ("even", "independent")

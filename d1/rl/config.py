@@ -15,13 +15,25 @@ import torch
 from trl import GRPOConfig
 
 from d1.models.kinds import block_size
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
+from d1.ranges import (
+    AMOUNT,
+    BELOW_ONE,
+    COUNT,
+    NATURAL,
+    NUMBER,
+    POSITIVE,
+    SEED,
+    SHARE,
+    Range,
+    check_ranges,
+    ranges_of,
+    setting,
+)
 from d1.rl.batch import LOSS_MASKS
 from d1.rl.checks import UNSUPPORTED, check_names, check_off, check_settings, find_method, set_by_user, try_entries
 from d1.rl.hints import HINTS
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
-from d1.runs.cli import setting
 from d1.runs.turns import FORMAT_NAMES, TOOL_NAMES, TurnSettings
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES

@@ -211,39 +211,6 @@ class SourceWrapper:
 # --- The source of a run ----------------------------------------------------------------------------------------------
 
 
-def rollout_source(
-    args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any, settings: SamplingSettings
-) -> RolloutSource:
-    """The source that the arguments of a trainer choose, for a model of this config and these settings of the sampler;
-    it is not connected yet. Raises ValueError if they contradict each other."""
-    source = sampling_source(args, rollout_func, config)
-    if args.branches is not None:
-        from d1.rl.tree import TreeRollouts
-
-        source = TreeRollouts(source, args.branches)
-    if args.hints != "none":
-        from d1.rl.hinted import HintedRollouts
-
-        require_continuing(source, settings, config, f"--hints {args.hints}")
-        source = HintedRollouts(source, args.hints, args.hint_rows)
-    return source
-
-
-def sampling_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | None, config: Any) -> RolloutSource:
-    """Who samples: the trainer, servers, or a user's function."""
-    if rollout_func is not None and args.merged_rollouts:
-        raise ValueError("--merged_rollouts true: a rollout_func samples, not the trainer: leave it out")
-    if rollout_func is not None and args.branches is not None:
-        raise ValueError("--branches continues rollouts, and a rollout_func cannot: let the trainer sample")
-    if rollout_func is not None:
-        return rooms.UserRollouts(rollout_func, args, config)
-    if args.rollout_mode == "server":
-        if args.rollout_staleness:
-            return rooms.PrefetchedRollouts()
-        return rooms.ServerRollouts()
-    return OwnModel()
-
-
 def require_continuing(source: RolloutSource, settings: SamplingSettings, config: Any, what: str) -> None:
     """Raises ValueError if the rollouts of a run cannot continue from canvases with tokens, which `what` needs: because
     of their source, the sampler's settings, or the model with this config. For the set-up of a run."""

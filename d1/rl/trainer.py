@@ -68,10 +68,11 @@ from d1.rl.batch import (
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_traces, check_trainer
+from d1.rl.choose_source import rollout_source
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import SPEED, guard_reward
-from d1.rl.sources import RolloutRequest, rollout_source
+from d1.rl.sources import RolloutRequest
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, RolloutStart, SamplingSettings

@@ -19,11 +19,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints, overload
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints
 
 import yaml
 
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, POSITIVE, SEED, Range, check_ranges, nearest, ranges_of, setting
 from d1.runs.flag_names import hint_of_choice, hint_of_command, hint_of_flag, hints_of_flags
 
 # --- How a script starts and ends: a mistake of the user is one line on stderr and status 1, a bug has its traceback --
@@ -221,25 +221,6 @@ OptionalAmount = Annotated[float | None, AMOUNT | None]
 OptionalCount = Annotated[int | None, COUNT | None]
 
 
-@overload
-def setting(default: T, help: str = "", **options: Any) -> T: ...
-@overload
-def setting(*, help: str = "", **options: Any) -> Any: ...
-def setting(default: Any = MISSING, help: str = "", **options: Any) -> Any:
-    """A field of a dataclass that is also a flag. Without a default, the flag is required.
-
-    Args:
-        help: text of the flag in --help.
-        options: more arguments of `add_argument`, and these:
-            aliases: other names of the flag, such as ["--model_path"].
-            flag: the flag, if it is not "--" and the field's name.
-            positional: True for an argument without a flag.
-            group: title of a group in --help, which this flag begins and the flags of later fields join; "" ends one.
-    """
-    start: Any = {"default_factory": lambda: copy.copy(default)} if isinstance(default, list) else {"default": default}
-    return field(**start, metadata={"help": help, **options})
-
-
 def check_settings(config: Any) -> None:
     """Check the ranges and choices that the fields of a dataclass declare; ValueError names what is wrong."""
     check_ranges(vars(config), ranges_of(type(config)))
@@ -260,8 +241,8 @@ def of_methods(name: str, methods: Mapping[str, Any]) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type, methods: Mapping[str, Any] | None = None) -> None:
-    """Add a flag for each field of a dataclass that `setting` made, in the order of the fields: those of the last base
-    come first. Switches are off by default.
+    """Add a flag for each field of a dataclass that `d1.ranges.setting` made, in the order of the fields: those of the
+    last base come first. Switches are off by default.
 
     Args:
         methods: the entries of --method, whose `values` the help shows where a setting's default is None.

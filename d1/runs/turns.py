@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from d1 import rooms
-from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of
-from d1.runs.cli import setting
+from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of, setting
 
 # Names in the help of flags: the entries of `d1.tools.functions.TOOLS` and `d1.tools.calls.FORMATS`
 TOOL_NAMES = ("calculator", "python")

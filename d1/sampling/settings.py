@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.models.distribution import OWN, Distribution, falling
 from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of
-from d1.runs.cli import setting
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of, setting
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, block_schedule, reveal_schedule
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE
-from d1.runs.cli import TrainingSettings, setting
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE, setting
+from d1.runs.cli import TrainingSettings
 
 EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
 CANVAS_SETTINGS = ("self_conditioning", "causal_weight")  # `d1/sft/canvases.py`

@@ -24,7 +24,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from d1.files import valid_unicode
-from d1.runs.cli import SettingsParser, setting
+from d1.ranges import setting
+from d1.runs.cli import SettingsParser
 from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.film import Film, verdict, without_folders
 from d1.show.page import Scene, film_page

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from d1.runs.cli import SettingsParser, setting
+from d1.ranges import setting
+from d1.runs.cli import SettingsParser
 from d1.tasks import problem
 from d1.tasks.data import NUMBER, check_split, hold_out, read_file, read_problems, task_rows, text_in
 from d1.tasks.gsm8k import ANSWER, INSTRUCTIONS, PROTOCOLS, REWARDS, demonstrate, extract, score

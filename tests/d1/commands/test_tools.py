@@ -13,8 +13,8 @@ from d1.__main__ import COMMANDS, STAGES, Command, main, make_parser
 from d1.models import folder as model_folder
 from d1.models import load as model_load
 from d1.models.kinds import native_config
+from d1.ranges import setting
 from d1.rl.methods import METHODS
-from d1.runs.cli import setting
 from tests.commands import ROOT
 
 POCKET = ROOT / "pocket" / "base"  # 256 positions

@@ -477,7 +477,7 @@ def test_weights_that_no_memory_holds_are_refused_before_they_are_read(tiny_mode
     edit_json(folder / "config.json", hidden_size=1 << 16, intermediate_size=1 << 18, num_hidden_layers=8)
     message = r"m: its weights take {} GB as {}, and [\d.]+ GB of memory are free: {}use a machine with a GPU"
     for flags, size, dtype, advice in (
-        ((), r"1649\.5", "float32", "pass --dtype bfloat16, which takes half, or "),
+        (("--dtype", "float32"), r"1649\.5", "float32", "pass --dtype bfloat16, which takes half, or "),
         (("--dtype", "bfloat16"), r"824\.8", "bfloat16", ""),
     ):
         with pytest.raises(ValueError, match=message.format(size, dtype, advice)):

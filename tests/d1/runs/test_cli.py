@@ -17,9 +17,9 @@ from d1 import __main__ as tools
 from d1.distill import train as distillation
 from d1.eval import run as evaluation
 from d1.preference import train as preference
-from d1.ranges import COUNT
+from d1.ranges import COUNT, setting
 from d1.rl import train as rl_train
-from d1.runs.cli import ListedError, RunError, SettingsParser, run_script, setting
+from d1.runs.cli import ListedError, RunError, SettingsParser, run_script
 from d1.sft import train as sft_train
 from tests import forks
 from tests.commands import ROOT
