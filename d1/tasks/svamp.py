@@ -12,6 +12,7 @@ answers are those of GSM8K.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
@@ -20,15 +21,12 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from d1.ranges import setting
-from d1.runs.cli import SettingsParser
 from d1.tasks import problem
 from d1.tasks.data import NUMBER, check_split, hold_out, read_file, read_problems, task_rows, text_in
 from d1.tasks.gsm8k import ANSWER, INSTRUCTIONS, PROTOCOLS, REWARDS, demonstrate, extract, score
@@ -254,19 +252,18 @@ def _whole_steps(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step]
     return steps, value
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsFlags:
-    output_file: Path = setting(help="the rows, as jsonl", positional=True, type=Path)
-    data_file: str | None = setting(None, "a csv file with the columns of SVAMP; default: the training split")
-    per_problem: int = setting(4, "rows per problem (default 4)", type=int)
-    seed: int = setting(0, type=int)
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m d1.tasks.svamp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output_file", type=Path, help="the rows, as jsonl")
+    parser.add_argument("--data_file", help="a csv file with the columns of SVAMP; default: the training split")
+    parser.add_argument("--per_problem", type=int, default=4, help="rows per problem (default 4)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
-def make_parser() -> SettingsParser[RowsFlags]:
-    return SettingsParser(RowsFlags, "python -m d1.tasks.svamp", __doc__)
-
-
-def main(args: RowsFlags) -> None:
+def main(args: argparse.Namespace) -> None:
     rows = training_rows(args.seed, args.per_problem, args.data_file)
     args.output_file.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
