@@ -13,15 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
-from transformers import TrainingArguments
+from transformers import LlamaConfig, TrainingArguments
 
 from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
 from d1.models.packing import take_packed_rows
 from d1.runs.data import IGNORED
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
-from d1.sft.config import CausalLoss
+from d1.sft.config import CausalLoss, SFTConfig
 from d1.sft.editing import EditNoise
+from d1.sft.stage import check_noise
 from tests import forks
 from tests.d1.models.test_causal_context import Stock
 from tests.d1.released import write_shifted
@@ -220,3 +221,17 @@ def test_what_does_not_belong_together_is_refused(source, tokenizer, tmp_path, t
     ):
         with pytest.raises(ValueError, match=message):
             dLLMTrainer(model=model, data_collator=dLLMDataCollator(tokenizer, **ways), **given)
+
+
+@pytest.mark.parametrize("flags", [{"masked_weight": 0.5}, {"row_noise": True}])
+def test_settings_of_a_causal_context_are_refused_for_a_model_without_one(flags):
+    with pytest.raises(ValueError, match="--masked_weight and --row_noise would do nothing: this model has no causal"):
+        check_noise(SFTConfig(**flags), LlamaConfig())
+    check_noise(SFTConfig(), LlamaConfig())
+
+
+def test_a_causal_context_with_no_weight_has_nothing_to_train_on():
+    config = LlamaConfig(attention_pattern="causal-context", block_size=4)
+    with pytest.raises(ValueError, match="--masked_weight 0 and --causal_weight 0 leave nothing to train on"):
+        check_noise(SFTConfig(masked_weight=0.0, causal_weight=0.0), config)
+    check_noise(SFTConfig(masked_weight=0.0, causal_weight=1.0), config)
