@@ -248,6 +248,7 @@ CASES = [  # task, text, ground truth, points
     ("sudoku", "<answer>1234 3412 2143 4312</answer>", SOLUTION, 1),
     ("sudoku", f"<answer>here: ```\n{SOLUTION}\n``` </answer>", SOLUTION, 3),
     ("sudoku", f"<answer></answer>{SOLUTION}<|eot_id|>", SOLUTION, 3),
+    ("sudoku", f"<answer></answer>{SOLUTION[:4]}<|eot_id|>21.", SOLUTION, 1),  # cut at the end mark
     ("sudoku", f"it is {SOLUTION} </answer>", SOLUTION, 3),
     ("sudoku", f"it is {SOLUTION}.", SOLUTION, 3),
     ("sudoku", "<answer>1</answer>", SOLUTION, 1),

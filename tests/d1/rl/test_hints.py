@@ -119,6 +119,16 @@ def test_the_loss_is_that_of_the_worked_example_and_its_filter_reaches_all_given
     assert PENALTIES["k3_kept"](inputs, run).item() == pytest.approx(sum(kept) / 12, rel=1e-12)
 
 
+def test_the_penalty_of_one_token_is_its_k3_and_that_of_none_is_zero():
+    inputs = replace(worked_example(), given=None)
+    logps, reference = inputs.view_logps[0, 0, 2], inputs.view_reference[0, 0, 2]
+    k3 = torch.exp(reference - logps) - (reference - logps) - 1
+    mask = torch.zeros(2, 8)
+    assert PENALTIES["k3_kept"](replace(inputs, mask=mask), settings()).item() == 0
+    mask[0, 2] = 1
+    assert PENALTIES["k3_kept"](replace(inputs, mask=mask), settings()).item() == pytest.approx(k3.item(), rel=1e-12)
+
+
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (14, 2), (15, 3), (26, 5)])
 def test_a_fifth_of_the_given_tokens_is_kept_but_at_least_one(count, kept):
     width = 30

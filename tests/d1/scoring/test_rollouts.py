@@ -20,6 +20,12 @@ def assert_uniform(numbers):
         assert (counts == len(values) // 60).all()
 
 
+def test_the_rows_of_a_rotation_follow_each_other():
+    u = torch.tensor(0.1, dtype=torch.float64)
+    expected = torch.tensor([[0.1, 0.6], [0.35, 0.85]], dtype=torch.float64)
+    torch.testing.assert_close(rotation(2, 2, u), expected)
+
+
 @pytest.mark.parametrize(("rows", "draws"), [(1, 1), (1, 4), (3, 1), (3, 2), (5, 4)])
 def test_each_rotated_number_is_uniform_and_all_are_equally_far_apart(rows, draws):
     turned = torch.stack([rotation(rows, draws, u) for u in GRID])
