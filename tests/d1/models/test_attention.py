@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3Config
 
 from d1.masking import keyed_generator
 from d1.models import load_model, prepare
 from d1.models.attention import (
     ATTENTION,
+    before_in_context,
     check_attention,
     count_positions,
     over_queries,
@@ -156,3 +157,10 @@ def test_what_cannot_attend_in_blocks_is_refused(kind_dirs, tmp_path):
             prepare(plain)
     with pytest.raises(ValueError, match="block_size must be positive and whole, got -1"):
         load_model(write_released(tmp_path, "sdar", block_size=-1))
+
+
+@pytest.mark.parametrize(("queries", "expected"), [(4, [0, 0, 2, 2]), (2, [0, 0]), (1, [0])])
+def test_an_opened_token_is_scored_by_the_token_before_it_and_the_first_of_a_pass_by_itself(queries, expected):
+    opened = torch.tensor([[False, True, False, True]])
+    index = before_in_context(LlamaConfig(), torch.ones(1, 4), 0, queries, opened=opened)
+    assert index.tolist() == [expected]
