@@ -13,6 +13,7 @@ from d1.models import load_model
 from d1.models.attention import left_pad
 from d1.models.canvas import canvas_states
 from d1.models.head import backbone_and_head
+from d1.rl.checks import noised_rows
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, ViewSettings, score
 from d1.scoring.accepted import accepted_flips
@@ -210,3 +211,13 @@ def test_a_rollout_scored_anew_has_the_record_of_the_sampler_over_several_canvas
     share = (taken == 1).sum().item() / (taken > 0).sum().item()
     assert changed["accepted/flipped_passes"] == pytest.approx(share)
     assert changed["accepted/flipped_positions"] == pytest.approx(share / SIZE)
+
+
+def test_a_row_whose_tokens_were_all_accepted_in_the_first_pass_is_scored_in_that_pass_alone():
+    rows = noised_rows()  # pass p accepts position p of each block of four
+    scored = torch.zeros_like(rows.scored)
+    scored[:, [0, 4]] = True
+    for seed in range(10):
+        found = views_of(replace(rows, scored=scored), seed, gen_length=8, steps=8, block_length=4, num_views=1)
+        assert found.weights[:, 0, [0, 4]].eq(1).all()
+        assert found.weights.sum() == 2 * len(scored)
