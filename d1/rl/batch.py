@@ -193,6 +193,26 @@ class LossMask:
     reads_steps: bool = False
 
 
+def until_the_end(sampled: SampledCanvases) -> Tensor:
+    return sampled.ended
+
+
+def text_until_the_end(sampled: SampledCanvases) -> Tensor:
+    return sampled.ended & ~sampled.is_padding
+
+
+def drawn(sampled: SampledCanvases) -> Tensor:
+    return sampled.steps >= 0
+
+
+def unpadded(sampled: SampledCanvases) -> Tensor:
+    return ~sampled.is_padding
+
+
+def whole_canvas(sampled: SampledCanvases) -> Tensor:
+    return torch.ones_like(sampled.ended)
+
+
 def to_the_last_text(sampled: SampledCanvases) -> Tensor:
     """All tokens revealed up to the step that revealed the last token other than EOS (AGRPO, as released)."""
     last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
@@ -200,12 +220,12 @@ def to_the_last_text(sampled: SampledCanvases) -> Tensor:
 
 
 LOSS_MASKS: dict[str, LossMask] = {
-    "ended": LossMask(lambda sampled: sampled.ended),
-    "text": LossMask(lambda sampled: sampled.ended & ~sampled.is_padding),
-    "drawn": LossMask(lambda sampled: sampled.steps >= 0, reads_steps=True),
+    "ended": LossMask(until_the_end),
+    "text": LossMask(text_until_the_end),
+    "drawn": LossMask(drawn, reads_steps=True),
     "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True),
-    "unpadded": LossMask(lambda sampled: ~sampled.is_padding, after_the_end=True),
-    "canvas": LossMask(lambda sampled: torch.ones_like(sampled.ended), after_the_end=True),
+    "unpadded": LossMask(unpadded, after_the_end=True),
+    "canvas": LossMask(whole_canvas, after_the_end=True),
 }
 
 

@@ -193,16 +193,51 @@ def mean_of_views(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
     return (sums_RV / weights_RV.where(weights_RV != 0, 1.0)).sum() / inputs.scoring_views
 
 
+def mean_of_rows(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The mean over completions of their sums."""
+    return sums_RV.sum(1).mean() * inputs.turns
+
+
+def mean_of_row_means(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The mean over a completion's tokens, then the mean over completions."""
+    return (sums_RV.sum(1) / inputs.lengths).mean() * inputs.turns
+
+
+def mean_of_micro_batch(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The sum over the tokens of the micro-batch."""
+    return sums_RV.sum() / inputs.mask.sum().clamp(min=1)
+
+
+def mean_of_tokens(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The sum over the tokens of the rollout."""
+    return sums_RV.sum() / inputs.tokens
+
+
+def mean_of_active_rows(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The sum over the canvases of the rows with an advantage."""
+    return sums_RV.sum() / (inputs.active_rows * settings.max_completion_length)
+
+
+def mean_of_scored_pairs(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The sum over the pairs of a view and a token that it scores."""
+    return sums_RV.sum() / inputs.scored_pairs
+
+
+def mean_of_rounds(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The sum over the tokens of all rounds, times the block."""
+    return sums_RV.sum() * settings.block_length / inputs.repeated_tokens
+
+
 # Means of sums over tokens, (rows, views). `sum`, `active`, `scored`, `rounds` and `views` are ours, the others TRL's.
 # Those over rows are means over completions: an episode's turns are added up.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
-    "sum": lambda sums_RV, inputs, settings: sums_RV.sum(1).mean() * inputs.turns,
-    "grpo": lambda sums_RV, inputs, settings: (sums_RV.sum(1) / inputs.lengths).mean() * inputs.turns,
-    "bnpo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.mask.sum().clamp(min=1),
-    "dapo": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.tokens,
-    "active": lambda sums_RV, inputs, settings: sums_RV.sum() / (inputs.active_rows * settings.max_completion_length),
-    "scored": lambda sums_RV, inputs, settings: sums_RV.sum() / inputs.scored_pairs,
-    "rounds": lambda sums_RV, inputs, settings: sums_RV.sum() * settings.block_length / inputs.repeated_tokens,
+    "sum": mean_of_rows,
+    "grpo": mean_of_row_means,
+    "bnpo": mean_of_micro_batch,
+    "dapo": mean_of_tokens,
+    "active": mean_of_active_rows,
+    "scored": mean_of_scored_pairs,
+    "rounds": mean_of_rounds,
     "views": mean_of_views,
 }
 

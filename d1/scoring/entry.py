@@ -18,8 +18,54 @@ if TYPE_CHECKING:
     Metrics = Callable[[Views, Scores, SamplingSettings, Callable[[Tensor], Tensor]], dict[str, float]]
 
 
+# --- What many entries answer -----------------------------------------------------------------------------------------
+
+
 def always(settings: ViewSettings) -> bool:
     return True
+
+
+def never(settings: ViewSettings) -> bool:
+    return False
+
+
+def draws_some(settings: ViewSettings) -> bool:
+    """Whether `num_views` is set, so that some of all views are drawn."""
+    return settings.num_views is not None
+
+
+def one_view(settings: ViewSettings) -> int:
+    return 1
+
+
+def one_per_draw(settings: ViewSettings) -> int:
+    return settings.draws
+
+
+def two_per_draw(settings: ViewSettings) -> int:
+    return 2 * settings.draws
+
+
+def only_together(settings: ViewSettings) -> int:
+    """No part of the views estimates the log-probability of the whole completion."""
+    return 0
+
+
+def no_record(settings: ViewSettings) -> tuple[str, ...]:
+    return ()
+
+
+def reveal_steps(settings: ViewSettings) -> tuple[str, ...]:
+    return ("reveal_steps",)
+
+
+def no_metrics(
+    views: Views, scores: Scores, sampling: SamplingSettings, gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    return {}
+
+
+# --- The entry --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,19 +99,19 @@ class Estimator:
     """
 
     draw: Draw
-    views: Callable[[ViewSettings], int] = lambda settings: 1
+    views: Callable[[ViewSettings], int] = one_view
     draws: SettingsTest = always
     linear: bool = True
     replays: bool = False
     replays_writes: bool = False
     uniform_noise: bool = False
     clean_prompt: bool = False
-    partial: SettingsTest = lambda settings: False
-    reads: Callable[[ViewSettings], tuple[str, ...]] = lambda settings: ()
-    as_sampled: SettingsTest = lambda settings: False
+    partial: SettingsTest = never
+    reads: Callable[[ViewSettings], tuple[str, ...]] = no_record
+    as_sampled: SettingsTest = never
     causal_first: bool = False
-    views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
-    metrics: Metrics = lambda views, scores, settings, gather: {}
+    views_per_draw: Callable[[ViewSettings], int] = only_together
+    metrics: Metrics = no_metrics
     settings: tuple[str, ...] | None = None
 
     def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:

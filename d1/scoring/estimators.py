@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from d1.scoring import accepted, elbo, masks, replay
 from d1.scoring.entry import Estimator as Estimator
+from d1.scoring.entry import draws_some, one_per_draw, one_view, reveal_steps
 from d1.scoring.rollouts import ViewSettings
-
-
-def draws_some(settings: ViewSettings) -> bool:
-    return settings.num_views is not None
 
 
 def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
@@ -22,8 +19,12 @@ def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
     return ("reveal_steps",)
 
 
-def one_per_draw(settings: ViewSettings) -> int:
-    return settings.draws
+def hides_prompt(settings: ViewSettings) -> bool:
+    return settings.p_mask_prompt > 0
+
+
+def draws_and_pairs(settings: ViewSettings) -> int:
+    return settings.paired_draws
 
 
 def one_or_its_pair(settings: ViewSettings) -> int:
@@ -32,24 +33,20 @@ def one_or_its_pair(settings: ViewSettings) -> int:
 
 ESTIMATORS: dict[str, Estimator] = {
     # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
-    "one_step": Estimator(
-        masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, causal_first=True, settings=()
-    ),
+    "one_step": Estimator(masks.draw_one_step, draws=hides_prompt, causal_first=True, settings=()),
     "elbo": Estimator(
         elbo.draw,
-        views=lambda settings: settings.paired_draws,
+        views=draws_and_pairs,
         views_per_draw=one_or_its_pair,
         settings=("num_views", "antithetic", "stratified"),
     ),
     "espo": Estimator(
         elbo.draw_espo,
-        views=lambda settings: settings.paired_draws,
+        views=draws_and_pairs,
         views_per_draw=one_or_its_pair,
         settings=("num_views", "antithetic", "stratified"),
     ),
-    "counts": Estimator(
-        elbo.draw_counts, one_per_draw, views_per_draw=lambda settings: 1, settings=("num_views", "stratified")
-    ),
+    "counts": Estimator(elbo.draw_counts, one_per_draw, views_per_draw=one_view, settings=("num_views", "stratified")),
     "replay": Estimator(
         replay.draw,
         lambda settings: settings.num_views or -(-settings.steps // (settings.segment_steps or 1)),
@@ -72,7 +69,7 @@ ESTIMATORS: dict[str, Estimator] = {
         uniform_noise=True,
         clean_prompt=True,
         partial=draws_some,
-        reads=lambda settings: ("reveal_steps",),
+        reads=reveal_steps,
         metrics=accepted.accepted_flips,
         settings=("num_views",),
     ),

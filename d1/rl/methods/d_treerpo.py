@@ -25,6 +25,7 @@ from d1.rl.losses import CLIP, Objective, clipped_views
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
 from d1.scoring import Estimator
+from d1.scoring.entry import always, reveal_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,8 +160,8 @@ ESTIMATORS = {
         draws=lambda settings: settings.branches is not None,  # which parents an update scores
         replays=True,
         clean_prompt=True,
-        partial=lambda settings: True,
-        reads=lambda settings: ("reveal_steps",),
+        partial=always,
+        reads=reveal_steps,
         settings=("branches",),
     ),
 }

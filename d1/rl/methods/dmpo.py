@@ -27,6 +27,7 @@ from d1.rl.losses import Advantage, AdvantageInputs, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
 from d1.scoring import Estimator
+from d1.scoring.entry import always, two_per_draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,8 +78,8 @@ def tilted_softmax(inputs: AdvantageInputs, settings: Any) -> Tensor:
 ESTIMATORS = {
     "opposite_masks": Estimator(
         draw_opposite_masks,
-        lambda settings: 2 * settings.draws,
-        partial=lambda settings: True,
+        two_per_draw,
+        partial=always,
         settings=("num_views",),
     ),
 }

@@ -16,6 +16,7 @@ from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.espo import ESPO_OPTIMIZER
 from d1.rl.methods.shared import canvas, method
 from d1.scoring import Estimator
+from d1.scoring.entry import two_per_draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +65,7 @@ def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
 ESTIMATORS = {
     "complements": Estimator(
         draw_complements,
-        lambda settings: 2 * settings.draws,
+        two_per_draw,
         views_per_draw=lambda settings: 2,
         settings=("num_views", "stratified"),
     ),

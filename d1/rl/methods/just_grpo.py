@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import CONSTANT, method
 from d1.scoring import Estimator
+from d1.scoring.entry import draws_some, never
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +76,9 @@ ESTIMATORS = {
     "left_to_right": Estimator(
         draw_text,
         lambda settings: min(settings.num_views or settings.gen_length, settings.gen_length),
-        draws=lambda settings: False,
+        draws=never,
         clean_prompt=True,
-        partial=lambda settings: settings.num_views is not None,
+        partial=draws_some,
         reads=lambda settings: ("logps",) if settings.num_views is not None else (),
         as_sampled=lambda settings: settings.block_length == 1,
         causal_first=True,

@@ -17,6 +17,7 @@ from d1.rl.losses import Advantage, Objective, Penalty, k3_of, require_logps
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import CONSTANT, THRESHOLD, method
 from d1.scoring import Estimator
+from d1.scoring.entry import always, one_per_draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,10 +97,10 @@ def floored(advantages: Tensor) -> Tensor:
 ESTIMATORS = {
     "states": Estimator(
         draw_states,
-        lambda settings: settings.draws,
+        one_per_draw,
         replays=True,
         clean_prompt=True,
-        partial=lambda settings: True,
+        partial=always,
         reads=lambda settings: ("reveal_steps", "logps"),
         settings=("num_views",),
     ),

@@ -17,6 +17,7 @@ from d1.rl.methods.d1 import D1_TRAINED
 from d1.rl.methods.entry import Page
 from d1.rl.methods.shared import method
 from d1.scoring import Estimator
+from d1.scoring.entry import one_per_draw
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -139,7 +140,7 @@ def spg(inputs: LossInputs, settings: Any) -> Loss:
 # The estimator and the settings of the bounds are StableDRL's, too.
 BOUND = ("eubo_beta", "eubo_share")
 ESTIMATORS = {
-    "spg": Estimator(draw_blocks, lambda settings: settings.draws, linear=False, settings=("num_views",)),
+    "spg": Estimator(draw_blocks, one_per_draw, linear=False, settings=("num_views",)),
 }
 OBJECTIVES = {
     "spg": Objective(

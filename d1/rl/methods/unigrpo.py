@@ -12,6 +12,7 @@ from d1.rl.methods.entry import Page
 from d1.rl.methods.shared import canvas, method
 from d1.rl.methods.tracerl import RIGHT_SHARE, TRACERL, TRACERL_SCALE, TRACERL_TRAINED
 from d1.scoring import Estimator
+from d1.scoring.entry import always, one_per_draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +50,7 @@ def draw_random(sampled: SampledRows, random: Randomness, settings: ViewSettings
 
 
 ESTIMATORS = {
-    "random_masks": Estimator(
-        draw_random, lambda settings: settings.draws, partial=lambda settings: True, settings=("num_views",)
-    ),
+    "random_masks": Estimator(draw_random, one_per_draw, partial=always, settings=("num_views",)),
 }
 
 
