@@ -141,10 +141,12 @@ def write_pairs(file: Path) -> None:
     """Pairs of the SFT data's Sudoku answers: a puzzle's own is chosen, that of the next puzzle rejected."""
     with (ROOT / "dataset" / "sudoku_sft.jsonl").open() as rows:
         puzzles = [json.loads(row) for row in islice(rows, 65)]  # for 64 pairs
-    pairs = [
-        {"prompt": one["question"], "chosen": one["attempt"], "rejected": other["attempt"]}
-        for one, other in pairwise(puzzles)
-    ]
+    pairs = []
+    for puzzle, next_puzzle in pairwise(puzzles):
+        pair = {"prompt": [{"role": "user", "content": puzzle["question"].strip()}]}
+        for name, answered in (("chosen", puzzle), ("rejected", next_puzzle)):
+            pair[name] = [{"role": "assistant", "content": answered["attempt"]}]
+        pairs.append(pair)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 

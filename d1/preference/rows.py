@@ -293,9 +293,17 @@ def ids_of(
 def check_plain(messages: list[Message], tokenizer: Any) -> None:
     """Refuse (ValueError) texts to which a chat template was already applied: they begin or end with one of its
     special tokens."""
-    sample = render_prompt(tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=False)
+    # The tokens that the template puts around a user's message. A template may refuse a message that is none of its
+    # task, so the sample is the conversation's own.
+    sample = text = ""
+    users = [message for message in messages if message["role"] == "user"]
+    if users:
+        sample = render_prompt(tokenizer, users[:1], add_generation_prompt=False)
+        _, text, _ = spoken(users[0])
     ends = (tokenizer.bos_token, tokenizer.eos_token, getattr(tokenizer, "eot_token", None))
-    tokens = [token for token in tokenizer.all_special_tokens if token in sample or token in ends]
+    tokens = [
+        token for token in tokenizer.all_special_tokens if token in ends or sample.count(token) > text.count(token)
+    ]
     for message in messages:
         role, text, _ = spoken(message)
         for token in tokens:

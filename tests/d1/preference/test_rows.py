@@ -4,6 +4,7 @@ The table has one question and two answers in every shape. The expected tokens a
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -20,6 +21,17 @@ ASKED, GOOD, BAD, RULE = "what is 1+1", "it is 2", "it is 3", "be short"
 
 def message(role, content):
     return {"role": role, "content": content}
+
+
+def test_a_template_that_reads_only_its_own_task_takes_its_pairs():
+    """The pocket model's: it refuses a message without a puzzle."""
+    puzzle = "Solve the following Sudoku puzzle: 0001142340300314"
+    row = {"prompt": puzzle, "chosen": "a3 b2", "rejected": "a3 b1"}
+    tokenizer = load_tokenizer(Path(__file__).parents[3] / "pocket" / "base")
+    [found] = rows_of(row, tokenizer)
+    assert len(found["prompt_ids"]) == 18
+    with pytest.raises(ValueError, match=r"cannot read the prompt .*end the user message with 16 digits"):
+        rows_of(row | {"prompt": "Hello"}, tokenizer)
 
 
 def sharegpt(speaker, text):
