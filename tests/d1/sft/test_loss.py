@@ -6,6 +6,7 @@ import json
 import os
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
+from d1.models.head import target_logps
 from d1.runs.data import IGNORED
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import GOLDEN, EditNoise
@@ -208,6 +210,24 @@ def expected(tiny_model_dir, tmp_path_factory):
 def test_one_process(tiny_model_dir, tmp_path, expected, split, eos_padding, way):
     one_step(tiny_model_dir, tmp_path, *split, eos_padding=eos_padding, **WAYS[way])
     assert_same(found(tiny_model_dir, tmp_path), expected[way, eos_padding])
+
+
+def test_a_batch_that_hides_nothing_calls_the_head_for_one_token_of_weight_zero(tiny_model_dir, tmp_path):
+    """Where the weights are split over processes, all of them have to call it."""
+    trainer = make_trainer(tiny_model_dir, tmp_path, 2, 1)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    inputs["masked"] = torch.zeros_like(inputs["masked"])
+    counts = []
+
+    def count_and_score(model, states, targets):
+        counts.append(len(targets))
+        return target_logps(model, states, targets)
+
+    with patch("d1.sft.trainer.target_logps", count_and_score):
+        losses = trainer.row_losses(trainer.model, inputs)
+    assert counts == [1]
+    assert losses.tolist() == [0.0, 0.0]
+    losses.sum().backward()
 
 
 def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir, tmp_path, expected):
