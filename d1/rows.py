@@ -30,7 +30,7 @@ ROWS_PER_TABLE = 1000
 MAX_DEPTH = 100  # of a row, in nested lists and objects
 
 
-class NoRows(ValueError):
+class NoRowsError(ValueError):
     """A file has no rows."""
 
 
@@ -199,7 +199,7 @@ def check_unicode(text: str) -> None:
 
 def features_of(rows: Iterable[Placed]) -> Features:
     """The columns of rows, in the order in which they appear, and their types. ValueError names the location of a row
-    that cannot be used, NoRows if there are none."""
+    that cannot be used, NoRowsError if there are none."""
     kinds: dict[str, Any] = {}
     for location, row in rows:
         if not isinstance(row, dict):
@@ -211,7 +211,7 @@ def features_of(rows: Iterable[Placed]) -> Features:
         except ValueError as error:
             raise ValueError(f"{location}: {error}") from None
     if not kinds:
-        raise NoRows
+        raise NoRowsError
     return Features({name: feature_of(kind) for name, kind in kinds.items()})
 
 
@@ -510,7 +510,7 @@ def read_rows(file: Path, digest: str, keep_in_memory: bool) -> Dataset:
     """The rows of a .json, .jsonl or .csv file with this digest of its content.
 
     Raises:
-        NoRows: the file has no rows.
+        NoRowsError: the file has no rows.
         ValueError: the file cannot be read; the message names the line.
     """
     builder = Rows(file, config_id=f"default-{digest}")

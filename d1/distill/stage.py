@@ -59,7 +59,9 @@ def prepare(
     config = folder.config
     refuse_causal_context(config, "distillation")
     require_masks(config, "distillation")
-    settings = SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
+    settings = SamplingSettings.from_attributes(
+        args, config, gen_length="max_completion_length", steps="diffusion_steps"
+    )
     refuse_scdd(settings, "distillation")
     prompts = load_prompts(args, tokenizer)
     if args.keep == "right" and prompts.judge is None:

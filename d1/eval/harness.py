@@ -47,7 +47,7 @@ from d1.masking import keyed_generator
 from d1.models.attention import left_pad
 from d1.models.head import NotFiniteError, why_not_finite
 from d1.models.kinds import block_size, check_room
-from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
+from d1.models.tokenizer import check_chat_template, cut_at_stop, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED, setting
 from d1.runs.cli import SettingsParser
 from d1.runs.record import CONTENTS, hash_model
@@ -423,7 +423,7 @@ class HarnessModel:
         check_room(self.model.config, len(prompts[0].ids), sampling_settings(args, self.model.config).gen_length)
         turns = SingleTurn(args, tokenizer)
         for number, entry in generate_rows(args, turns, self.model, tokenizer, prompts, ends, self.batch_size):
-            yield rows[number][0], cut(entry["text"], until)
+            yield rows[number][0], cut_at_stop(entry["text"], until)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any

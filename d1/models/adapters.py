@@ -65,7 +65,7 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
     return targets
 
 
-def check_there(path: str) -> None:
+def check_model_path(path: str) -> None:
     """Raise FileNotFoundError for a missing folder, and for a hub name that is neither cached nor can be downloaded;
     ValueError for a folder with damaged files of JSON.
 
@@ -94,7 +94,7 @@ def check_there(path: str) -> None:
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
     """The base model of `path`, and the adapters to put on it, in order: each adapter names the model below it.
     ValueError or FileNotFoundError if one is missing or does not name the model it was trained on."""
-    check_there(path)
+    check_model_path(path)
     if isinstance(adapter, str | Path):
         adapter = [adapter]
     adapters = [str(folder) for folder in adapter or ()]
@@ -102,7 +102,7 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         if Path(folder).name in DRAFTS:
             raise ValueError(f"{folder} is an adapter for speculative decoding, which only drafts: leave it out")
     for folder in adapters:
-        check_there(folder)
+        check_model_path(folder)
         if find_adapter_config_file(folder) is None:
             raise ValueError(f"{folder} has no adapter_config.json: it is not an adapter")
     while find_adapter_config_file(path) is not None:
@@ -116,7 +116,7 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
                 "load_model(base, adapter=...)"
             )
         path = base
-        check_there(path)
+        check_model_path(path)
     return path, adapters
 
 

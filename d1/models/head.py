@@ -2,7 +2,7 @@
 search for the first module whose output is not finite.
 
 Only the head reads the output of a decoder's last layer. So this layer needs the keys and values of all positions, but
-queries, attention output and feed-forward only of the positions whose logits are needed (`narrow`).
+queries, attention output and feed-forward only of the positions whose logits are needed (`select_state_positions`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AllKeys:
         return self.keys, self.values
 
 
-def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def select_state_positions(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of a decoder's last layer: only `state_positions` (rows, n), if given, go through it."""
     positions = kwargs.pop("state_positions", None)
     if positions is None:
@@ -265,7 +265,7 @@ def calls_in_step(model: Any, calls: int) -> int:
     return int(max_calls)
 
 
-def take_computations(model: Any) -> None:
+def accept_run_argument(model: Any) -> None:
     """Make `model(run=compute)` return `compute(model)`: see `run_inside`."""
 
     def forward(self: Any, *args: Any, run: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:

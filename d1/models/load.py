@@ -39,7 +39,7 @@ from d1.models.attention import (
 from d1.models.canvas import share_weights
 from d1.models.fingerprints import warn_of_other_base
 from d1.models.folder import ModelFolder
-from d1.models.head import narrow, take_computations, unwrapped
+from d1.models.head import accept_run_argument, select_state_positions, unwrapped
 from d1.models.kinds import attend_both_ways, check_kind, check_since, experts, is_encoder, kind_of
 from d1.models.packing import place_packed
 from d1.models.selfcheck import check_environment
@@ -98,7 +98,7 @@ def prepare(model: Model) -> Model:
     if kind.uniform_noise:
         attend_both_ways(config, name)
         share_weights(inner)
-        take_computations(inner)
+        accept_run_argument(inner)
         setattr(inner, PREPARED, True)
         return model
     check_attention(config, name)
@@ -122,7 +122,7 @@ def prepare(model: Model) -> Model:
     if kind.encoder:
         backbone.register_forward_hook(apply_logits_to_keep, with_kwargs=True)
     else:
-        backbone.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
+        backbone.layers[-1].register_forward_pre_hook(select_state_positions, with_kwargs=True)
 
     if getattr(inner, "generation_config", None) is None:  # masked-LM classes have none, but trainers read it
         inner.generation_config = GenerationConfig()
@@ -130,7 +130,7 @@ def prepare(model: Model) -> Model:
         inner.generation_config.sequence_bias = REFUSAL
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
-    take_computations(inner)
+    accept_run_argument(inner)
     setattr(inner, PREPARED, True)
     return model
 

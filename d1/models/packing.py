@@ -39,7 +39,7 @@ from d1.transformers_bridge import PACKED, attention_kernel, eager_mask, sdpa_ma
 class Texts(NamedTuple):
     """The texts of a packed row, in the form that its layers take."""
 
-    queries: list[int]  # their number per text; after `narrow`, only those whose states are needed
+    queries: list[int]  # their number per text; after `select_state_positions`, only those whose states are needed
     keys: list[int]  # their number per text
     masks: list[Tensor | None]  # the mask of each text; None: tokens see all of their text
 
@@ -57,7 +57,7 @@ class Texts(NamedTuple):
         return Texts(queries, self.keys, masks)
 
 
-def take_packed_rows(model: Any) -> None:
+def enable_packed_rows(model: Any) -> None:
     """Let a prepared model (or an adapter on one) take packed rows, with their `segments`; nothing else changes.
     ValueError if the model's kernel cannot keep texts apart."""
     require_prepared(model)
@@ -74,7 +74,7 @@ def check_packed(config: Any, name: str) -> None:
     if windowed(config) or not (takes_packed_rows(config) or kernel.startswith("flash_attention")):
         raise ValueError(
             f"{name}: rows of several texts need layers without windows, and flash attention or, after "
-            f"d1.models.packing.take_packed_rows(model), sdpa or eager: not {kernel}"
+            f"d1.models.packing.enable_packed_rows(model), sdpa or eager: not {kernel}"
         )
 
 

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from d1.files import TOKENIZER_JSON_FILES, read_object, reading
-from d1.models.adapters import adapter_chain, check_there
+from d1.models.adapters import adapter_chain, check_model_path
 from d1.models.kinds import KINDS, Kind, check_kind, raw_config, released_kind
 from d1.models.messages import (
     REASONING,
@@ -97,7 +97,7 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
 def tokenizer_folder(path: str) -> str:
     """The folder or hub name of a model's tokenizer; an adapter without its own tokenizer uses that of its base."""
-    check_there(path)
+    check_model_path(path)
     folder = path
     if not has_tokenizer(path):
         folder, _ = adapter_chain(path, None)
@@ -328,7 +328,7 @@ def first_end(ids: Sequence[int], ends: Collection[int]) -> int:
     return len(ids)
 
 
-def cut(text: str, stops: Iterable[str]) -> str:
+def cut_at_stop(text: str, stops: Iterable[str]) -> str:
     """`text` up to its first stop string."""
     end = len(text)
     for stop in stops:

@@ -459,7 +459,7 @@ class DiffuGRPOConfig(GRPOConfig):
         settings that contradict each other, or that the model cannot sample with."""
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
         called["record_as_sampled"] = "score_as_sampled"
-        settings = SamplingSettings.of(self, model_config, **called)
+        settings = SamplingSettings.from_attributes(self, model_config, **called)
         if self.block_length is None and block_size(model_config) is None:
             settings = replace(settings, block_length=equal_blocks(settings.gen_length))
         settled = self.block_length is not None or model_config is not None
@@ -503,7 +503,7 @@ class DiffuGRPOConfig(GRPOConfig):
 
     def turn_settings(self, config: Any) -> TurnSettings:
         """The limits of an episode with tools, for a model of this config."""
-        return TurnSettings.of(self, int(self.max_completion_length or 0), config)
+        return TurnSettings.from_attributes(self, int(self.max_completion_length or 0), config)
 
     def view_settings(self) -> ViewSettings:
         """The settings that estimators read."""

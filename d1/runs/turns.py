@@ -46,7 +46,7 @@ class TurnSettings:
         check_ranges(vars(self), ranges_of(TurnSettings))
 
     @classmethod
-    def of(cls, source: Any, gen_length: int, config: Any) -> TurnSettings:
+    def from_attributes(cls, source: Any, gen_length: int, config: Any) -> TurnSettings:
         """The limits that `source` has as attributes; those that are None become 2 turns, and the room that canvases of
         `gen_length` leave in a model of this config."""
         values = {one.name: getattr(source, one.name) for one in fields(cls)}

@@ -192,7 +192,7 @@ class SamplingSettings:
         self.schedule()
 
     @classmethod
-    def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
+    def from_attributes(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
         """The settings that `source` holds as attributes. `called` maps a field to its other name there. A
         `block_length` of None becomes the block size of the model with this config, or 32; `steps` of None become
         `default_steps`."""
@@ -522,7 +522,7 @@ def sampling_settings(flags: SamplingFlags, model_config: Any = None) -> Samplin
     A model's own length (`ModelFolder.gen_length`) is no default here."""
     if flags.gen_length is None:
         flags = replace(flags, gen_length=GEN_LENGTH)
-    settings = SamplingSettings.of(flags, model_config, steps="diffusion_steps")
+    settings = SamplingSettings.from_attributes(flags, model_config, steps="diffusion_steps")
     if model_config is not None:
         check_sampler(settings, model_config)
     return settings

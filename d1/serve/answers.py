@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from d1.models.tokenizer import cut, first_end
+from d1.models.tokenizer import cut_at_stop, first_end
 from d1.serve.engine import Completed, Revealed, Row
 from d1.show.film import chip, piece
 
@@ -61,7 +61,7 @@ class Choice:
         if not over:
             text = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
         certain = len(text) if over else begun(text, self.stops)
-        self.ids, self.text = ids[:end], cut(text, self.stops)
+        self.ids, self.text = ids[:end], cut_at_stop(text, self.stops)
         if end < len(ids) or len(self.text) < min(len(text), certain + 1):
             self.reason = "stop"
         else:

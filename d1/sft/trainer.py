@@ -25,7 +25,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 from d1.models.attention import Blocks, has_causal_context, require_prepared
 from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, run_inside, target_logps
 from d1.models.kinds import block_size
-from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
+from d1.models.packing import enable_packed_rows, packed_two_stream_states, two_stream_states
 from d1.runs.data import IGNORED
 from d1.runs.trainer import RunTrainer, check_arguments, loaded_model, tokenizer_of
 from d1.sft.config import CausalLoss
@@ -132,7 +132,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         if causal and getattr(self.data_collator, "edits", None):
             raise ValueError(EDITS_AND_CONTEXT)
         if getattr(self.data_collator, "packed", False):
-            take_packed_rows(model)
+            enable_packed_rows(model)
 
         self.require_one_gpu()
         self.count_labels_of_step(shifted=False)

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, Features, Json, List, Value, load_dataset
 
 from d1.hub import closest, no_hub, use_cache
-from d1.rows import NoRows, lines_of, read_rows
+from d1.rows import NoRowsError, lines_of, read_rows
 from d1.tasks import SPLITS
 
 HubName = tuple[str, str | None]  # of a dataset on the hub, with its config
@@ -62,7 +62,7 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
             rows = Dataset.from_parquet(str(file), **options)
         else:
             rows = read_rows(file, known, keep_in_memory)
-    except NoRows:
+    except NoRowsError:
         raise ValueError(f"{path} has no rows") from None
     except Exception as error:  # the readers raise many classes; all of them mean that this file cannot be used
         cause = error.__cause__ or error  # the readers of `datasets` 4 have several ways to say "no rows"

@@ -29,7 +29,7 @@ def tools_of(
     `template`: arguments of the chat template."""
     if flags.tools:
         require_masks(config, "a run with tools")
-    settings = TurnSettings.of(flags, gen_length, config)
+    settings = TurnSettings.from_attributes(flags, gen_length, config)
     functions = {tool.__name__: tool for tool in load_tools(flags.tools or ())}
     toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, flags.tool_format, template)
     if functions:

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from d1.hub import closest, hub_problem
-from d1.models.adapters import check_there
+from d1.models.adapters import check_model_path
 from d1.runs.data import load_rows
 from d1.tasks import TASKS
 
@@ -35,7 +35,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_a_model_out_of_reach_is_refused_by_its_name(no_hub: Path, monkeypatch, offline: bool, why: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(FileNotFoundError, match=f"^me/model is no folder .*{why}.*hf download me/model$"):
-        check_there("me/model")
+        check_model_path("me/model")
 
 
 def test_without_a_network_a_cached_model_is_read_from_the_cache(no_hub: Path, caplog) -> None:
@@ -43,7 +43,7 @@ def test_without_a_network_a_cached_model_is_read_from_the_cache(no_hub: Path, c
         path = no_hub / "models--me--model" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    check_there("me/model")
+    check_model_path("me/model")
     assert constants.HF_HUB_OFFLINE  # nothing is asked again
     assert "so me/model is read from the cache" in caplog.text
 

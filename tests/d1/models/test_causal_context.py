@@ -19,7 +19,7 @@ from d1.models.adapters import adapter_chain
 from d1.models.attention import Blocks, has_causal_context
 from d1.models.head import backbone_and_head
 from d1.models.kinds import attention_name, native_config
-from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
+from d1.models.packing import enable_packed_rows, packed_two_stream_states, two_stream_states
 from d1.transformers_bridge import attention_kernel
 from tests.d1.released import (
     CAUSAL,
@@ -132,7 +132,7 @@ def test_two_streams_are_the_masks_written_out(folder, tmp_path, kernel, shift):
             if visible[row, where]:
                 alone = stock.logits(own[None])[0, where - at.start]
                 assert_near(head(both[row, index]), alone)
-    take_packed_rows(model)
+    enable_packed_rows(model)
     hidden, blocks = torch.cat(NOISED) == MASK, [Blocks(SIZE, start) for start in STARTS]
     row = [torch.cat(texts)[None] for texts in (CLEAN, NOISED)]
     predicted = torch.zeros_like(hidden).index_fill(0, torch.tensor([0, 36, 37, 50]), True)[None]

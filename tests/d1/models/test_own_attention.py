@@ -19,7 +19,7 @@ from d1.models import load_model
 from d1.models.attention import ATTENTION, Attention
 from d1.models.head import backbone_and_head
 from d1.models.kinds import KINDS, Kind
-from d1.models.packing import packed_two_stream_states, take_packed_rows, two_stream_states
+from d1.models.packing import enable_packed_rows, packed_two_stream_states, two_stream_states
 from d1.rl.train import main, make_parser
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.settings import check_sampler
@@ -100,7 +100,7 @@ def test_logits_in_padded_batches_packed_rows_and_two_streams(folder, tiny_model
             assert_near(batch[row, at], dense.logits(own))
             expected = dense.block_by_block(own, noised[row])
             assert_near(streams[row, at], expected)
-        take_packed_rows(model)
+        enable_packed_rows(model)
         row = torch.cat(clean)
         packed = head(backbone_and_head(model)[0](row[None], None, segments=[(n, 0) for n in LENGTHS]))[0]
         assert_near(packed, torch.cat([dense.logits(own) for own in clean]))

@@ -18,7 +18,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
 from d1.models.head import backbone_and_head
-from d1.models.packing import packed_two_stream_states, place_packed, take_packed_rows, two_stream_states
+from d1.models.packing import enable_packed_rows, packed_two_stream_states, place_packed, two_stream_states
 from tests.d1.released import BLOCKS
 from tests.rounding import TOKENS, assert_near, largest
 
@@ -46,10 +46,10 @@ def test_a_text_is_what_it_is_alone(kind_dirs, kind, attention):
     model: Any = load_model(kind_dirs[kind], attn_implementation=attention)
     if kind in WINDOWED:
         with pytest.raises(ValueError, match="rows of several texts need layers without windows"):
-            take_packed_rows(model)
+            enable_packed_rows(model)
         return
     expected, at = one_by_one(model), HIDDEN.nonzero().T
-    take_packed_rows(model)
+    enable_packed_rows(model)
     assert_near(in_one_row(model), expected)
     assert_near(in_one_row(model, at), expected[HIDDEN])
     torch.testing.assert_close(one_by_one(model), expected, atol=0, rtol=0)  # plain rows as before
@@ -72,7 +72,7 @@ def test_gradients_through_checkpointed_layers_and_an_adapter(kind_dirs, kind):
             dropout.p = 0.0
         if packed:
             model.gradient_checkpointing_enable()
-            take_packed_rows(model)
+            enable_packed_rows(model)
         states = in_one_row(model) if packed else one_by_one(model)
         states.square().sum().backward()
         found.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
@@ -110,9 +110,9 @@ def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
 
 def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):
     model: Any = load_model(kind_dirs["llama"])
-    with pytest.raises(ValueError, match=r"LlamaModel: rows of several texts need .*take_packed_rows\(model\), sdpa"):
+    with pytest.raises(ValueError, match=r"LlamaModel: rows of several texts need .*enable_packed_rows\(model\), sdpa"):
         in_one_row(model)
-    take_packed_rows(model)
+    enable_packed_rows(model)
     model.save_pretrained(tmp_path)
     assert "packed" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
 

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.packing import take_packed_rows
+from d1.models.packing import enable_packed_rows
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.caches import CACHES, NO_CACHE, PACKED_TEXTS, cache_of
 from tests.d1.models.test_packing import slow_twin
@@ -33,7 +33,7 @@ def check_near(got, wanted):
 def packed(request, kind_dirs, monkeypatch):
     """A model with sdpa text by text, which packs the rows of passes that have no cache."""
     model = sharper(load_model(kind_dirs[request.param]))
-    take_packed_rows(model)
+    enable_packed_rows(model)
     monkeypatch.setattr("d1.sampling.caches.NO_CACHE", PACKED_TEXTS)
     return model
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from d1.models.tokenizer import cut
+from d1.models.tokenizer import cut_at_stop
 from d1.serve.answers import Choice
 
 
@@ -56,8 +56,8 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
         at, turn = at + sizes[turn % len(sizes)], turn + 1
         choice.read(ids[:at], at >= len(ids))
         sent += choice.news()
-        assert cut(text, stops).startswith(sent)
-    assert sent == choice.text == cut(text, stops)
+        assert cut_at_stop(text, stops).startswith(sent)
+    assert sent == choice.text == cut_at_stop(text, stops)
     assert choice.reason == ("stop" if ended or len(sent) < len(text) else "length")
 
 

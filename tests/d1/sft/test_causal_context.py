@@ -17,7 +17,7 @@ from transformers import LlamaConfig, TrainingArguments
 
 from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
-from d1.models.packing import take_packed_rows
+from d1.models.packing import enable_packed_rows
 from d1.runs.data import IGNORED
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.config import CausalLoss, SFTConfig
@@ -204,7 +204,7 @@ def test_the_first_token_of_a_text_has_no_state_before_it(source, tokenizer, tmp
         trainer.row_losses(trainer.model, nothing_hidden), -following.expand(2), rtol=1e-9, atol=0
     )
     trainer.data_collator = packer
-    take_packed_rows(trainer.model)
+    enable_packed_rows(trainer.model)
     torch.testing.assert_close(trainer.row_losses(trainer.model, packed), losses, rtol=1e-9, atol=1e-9)
 
 
