@@ -429,216 +429,247 @@ def readers(name: str, table: dict[str, Any] = OBJECTIVES) -> str:
     return ", ".join(entry_name for entry_name, entry in table.items() if name in (entry.settings or ()))
 
 
-def adds_kl(s: Settings) -> bool:
+def adds_kl(settings: Settings) -> bool:
     """Whether a penalty of `PENALTIES` is added to the objective."""
-    return bool(s.beta) and not s.has_trls_kl
+    return bool(settings.beta) and not settings.has_trls_kl
 
 
 # Each of these functions yields the contradictions between settings on one subject.
 
 
-def about_merged_rollouts(s: Settings) -> Iterator[str]:
-    if s.merged_rollouts and s.rollout_mode == "server":
+def about_merged_rollouts(settings: Settings) -> Iterator[str]:
+    if settings.merged_rollouts and settings.rollout_mode == "server":
         yield "--merged_rollouts true: rollout servers get merged weights anyway: leave it out"
 
 
-def about_servers(s: Settings) -> Iterator[str]:
-    urls = s.rollout_server_base_url or ()
-    limit = s.rollout_server_timeout
-    if (s.rollout_mode == "server") != bool(urls):
+def about_servers(settings: Settings) -> Iterator[str]:
+    urls = settings.rollout_server_base_url or ()
+    limit = settings.rollout_server_timeout
+    if (settings.rollout_mode == "server") != bool(urls):
         yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
     if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
         yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
-    if s.rollout_mode == "server" and s.compile != "none":
-        yield f"--compile {s.compile} compiles what the trainer samples: give it to `d1 serve` instead"
-    if s.rollout_mode == "server" and limit >= s.ddp_timeout:
-        yield f"--rollout_server_timeout {limit:g} must be below --ddp_timeout {s.ddp_timeout}, when processes give up"
+    if settings.rollout_mode == "server" and settings.compile != "none":
+        yield f"--compile {settings.compile} compiles what the trainer samples: give it to `d1 serve` instead"
+    if settings.rollout_mode == "server" and limit >= settings.ddp_timeout:
+        yield (
+            f"--rollout_server_timeout {limit:g} must be below --ddp_timeout {settings.ddp_timeout}, when processes "
+            "give up"
+        )
 
 
-def about_staleness(s: Settings) -> Iterator[str]:
+def about_staleness(settings: Settings) -> Iterator[str]:
     """Rollouts that are sampled ahead of the updates."""
-    if s.rollout_staleness and s.rollout_mode != "server":
+    if settings.rollout_staleness and settings.rollout_mode != "server":
         yield "--rollout_staleness: only servers sample while the trainer learns: set --rollout_mode server"
-    if s.rollout_staleness and s.sampling_weight_cap is None and not s.old_as_sampled:
-        views = s.view_settings()
+    if settings.rollout_staleness and settings.sampling_weight_cap is None and not settings.old_as_sampled:
+        views = settings.view_settings()
         exact = ", ".join(name for name, entry in ESTIMATORS.items() if entry.as_sampled(views))
         yield (
-            f"--rollout_staleness {s.rollout_staleness} needs a correction: set --sampling_weight_cap (3, say), which "
+            f"--rollout_staleness {settings.rollout_staleness} needs a correction: set --sampling_weight_cap (3, "
+            "say), which "
             f"{readers('sampling_weight_cap')} read, or --estimator {exact} with an objective that reads old log-probs"
         )
 
 
-def about_estimator(s: Settings) -> Iterator[str]:
+def about_estimator(settings: Settings) -> Iterator[str]:
     """An estimator, and the objective that reads its log-probabilities."""
-    if s.score_as_sampled and not s.temperature:  # before the sampler's own check, which has another name for it
+    if (
+        settings.score_as_sampled and not settings.temperature
+    ):  # before the sampler's own check, which has another name for it
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
-    estimator = ESTIMATORS[s.estimator]
-    objective = OBJECTIVES[s.objective]
-    views = s.view_settings()
+    estimator = ESTIMATORS[settings.estimator]
+    objective = OBJECTIVES[settings.objective]
+    views = settings.view_settings()
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         able = []
         for name, entry in OBJECTIVES.items():
             is_suited = entry.linear and (entry.per_view or not entry.reads_old)
-            if is_suited and may_combine({"estimator": s.estimator, "objective": name}):
+            if is_suited and may_combine({"estimator": settings.estimator, "objective": name}):
                 able.append(name)
         yield (
-            f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
-            f"{s.estimator} needs --objective {', '.join(able)}"
+            f"{settings.objective} would raise each ratio to the power of a draw's weight, the inverse of its "
+            "probability: "
+            f"{settings.estimator} needs --objective {', '.join(able)}"
         )
     if estimator.linear != objective.linear:
         estimators = names_where(ESTIMATORS, linear=False)
         objectives = names_where(OBJECTIVES, linear=False)
         yield (
-            f"--estimator {s.estimator} does not go with --objective {s.objective}: estimators of bounds "
+            f"--estimator {settings.estimator} does not go with --objective {settings.objective}: estimators of bounds "
             f"({estimators}) give no log-probabilities, and go with objectives of bounds alone ({objectives})"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
         able = []
         for name, alternative in ESTIMATORS.items():
-            if alternative.views_per_draw(views) and may_combine({"estimator": name, "objective": s.objective}):
+            if alternative.views_per_draw(views) and may_combine({"estimator": name, "objective": settings.objective}):
                 able.append(name)
         yield (
-            f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator "
+            f"{settings.objective} takes each draw as an estimate of the whole completion: it needs --estimator "
             f"{', '.join(able)}"
         )
 
 
-def about_updates(s: Settings) -> Iterator[str]:
+def about_updates(settings: Settings) -> Iterator[str]:
     """The updates on a rollout, which may share its views."""
-    objective = OBJECTIVES[s.objective]
-    if objective.over_group and s.gradient_accumulation_steps % s.steps_per_generation:
+    objective = OBJECTIVES[settings.objective]
+    if objective.over_group and settings.gradient_accumulation_steps % settings.steps_per_generation:
         yield (
-            f"{s.objective} weighs a row against the others of its prompt, all under the same weights of the model: "
-            f"gradient_accumulation_steps ({s.gradient_accumulation_steps}) must be a multiple of "
-            f"steps_per_generation ({s.steps_per_generation})"
+            f"{settings.objective} weighs a row against the others of its prompt, all under the same weights of the "
+            "model: "
+            f"gradient_accumulation_steps ({settings.gradient_accumulation_steps}) must be a multiple of "
+            f"steps_per_generation ({settings.steps_per_generation})"
         )
-    averaged: list[tuple[str, Objective | Penalty]] = [(s.objective, objective)]
-    if adds_kl(s):
-        averaged.append((s.kl, PENALTIES[s.kl]))
+    averaged: list[tuple[str, Objective | Penalty]] = [(settings.objective, objective)]
+    if adds_kl(settings):
+        averaged.append((settings.kl, PENALTIES[settings.kl]))
     for name, entry in averaged:
-        over_views = entry.by_view and ("loss_type" not in (entry.settings or ()) or s.loss_type == "views")
-        if s.split_views and not over_views:
+        over_views = entry.by_view and ("loss_type" not in (entry.settings or ()) or settings.loss_type == "views")
+        if settings.split_views and not over_views:
             yield (
-                f"split_views gives each update some of a row's views, but {name} with loss_type {s.loss_type} needs "
+                f"split_views gives each update some of a row's views, but {name} with loss_type "
+                f"{settings.loss_type} needs "
                 f"all of them: use --objective clipped_views --loss_type views, clipped_steps or rldf, and "
                 f"--kl {names_where(PENALTIES, by_view=True)}"
             )
     reads_state_reward = objective.settings is None or "state_reward" in objective.settings
     # It costs forward passes and rewards, so even the method's own value is refused; `unused_settings` refuses a value
     # that the user set.
-    if s.state_reward and not reads_state_reward and not set_by_user(s, "state_reward"):
+    if settings.state_reward and not reads_state_reward and not set_by_user(settings, "state_reward"):
         yield (
-            f"state_reward {s.state_reward:g} of method {s.method} finishes and rewards every state, and the objective "
-            f"{s.objective} reads none of it: set --state_reward 0 or --objective {readers('state_reward')}"
+            f"state_reward {settings.state_reward:g} of method {settings.method} finishes and rewards every state, "
+            "and the objective "
+            f"{settings.objective} reads none of it: set --state_reward 0 or --objective {readers('state_reward')}"
         )
-    if s.state_reward and s.num_iterations > 1 and not s.split_views:
+    if settings.state_reward and settings.num_iterations > 1 and not settings.split_views:
         yield "state_reward needs one draw of views for all updates: set --split_views true or --num_iterations 1"
 
 
-def about_trees(s: Settings) -> Iterator[str]:
+def about_trees(settings: Settings) -> Iterator[str]:
     """Rollouts that are trees."""
-    objective = OBJECTIVES[s.objective]
-    reads_trees = "branches" in (ESTIMATORS[s.estimator].settings or ())
-    if s.branches is None:
+    objective = OBJECTIVES[settings.objective]
+    reads_trees = "branches" in (ESTIMATORS[settings.estimator].settings or ())
+    if settings.branches is None:
         if reads_trees:
-            yield f"the estimator {s.estimator} scores the edges of a tree: set --branches, such as 4 4"
+            yield f"the estimator {settings.estimator} scores the edges of a tree: set --branches, such as 4 4"
         return
-    levels = len(s.branches)
-    leaves = math.prod(s.branches)
-    text = " ".join(map(str, s.branches))
-    if s.num_generations != leaves:
+    levels = len(settings.branches)
+    leaves = math.prod(settings.branches)
+    text = " ".join(map(str, settings.branches))
+    if settings.num_generations != leaves:
         yield (
-            f"--branches {text} gives each prompt {leaves} completions, and num_generations is {s.num_generations}: "
-            f"set --num_generations {leaves}, or branches whose product is {s.num_generations}"
+            f"--branches {text} gives each prompt {leaves} completions, and num_generations is "
+            f"{settings.num_generations}: "
+            f"set --num_generations {leaves}, or branches whose product is {settings.num_generations}"
         )
-    if s.sampling_settings().steps < levels:
-        yield f"--branches {text} has {levels} levels, and diffusion_steps is {s.diffusion_steps}: raise it"
-    if not reads_trees and not set_by_user(s, "branches"):  # `unused_settings` refuses one that was asked for
+    if settings.sampling_settings().steps < levels:
+        yield f"--branches {text} has {levels} levels, and diffusion_steps is {settings.diffusion_steps}: raise it"
+    if not reads_trees and not set_by_user(settings, "branches"):  # `unused_settings` refuses one that was asked for
         able = readers("branches", ESTIMATORS)
-        yield f"branches {text} of method {s.method} samples trees, which {s.estimator} does not score: use {able}"
+        yield (
+            f"branches {text} of method {settings.method} samples trees, which {settings.estimator} does not score: "
+            f"use {able}"
+        )
     if reads_trees and not objective.view_advantages:
         able = names_where(OBJECTIVES, view_advantages=True)
-        yield f"the edges of a tree have advantages of their own, which {s.objective} does not read: use {able}"
+        yield f"the edges of a tree have advantages of their own, which {settings.objective} does not read: use {able}"
     trees = f"--branches {text} makes trees of rollouts"
-    if s.state_reward:
+    if settings.state_reward:
         yield f"{trees}, and state_reward gives views other advantages: set it to 0"
-    if s.tools or (s.max_turns or 1) > 1:
+    if settings.tools or (settings.max_turns or 1) > 1:
         yield f"{trees}, and tools make rows of turns: leave them out"
-    if s.hints != "none":
+    if settings.hints != "none":
         yield f"{trees}, and hints replace rows of a group: set --hints none"
-    if s.rollout_mode == "server":
+    if settings.rollout_mode == "server":
         yield f"{trees}, and rollout_mode server cannot continue rollouts: leave it out"
 
 
-def about_loss(s: Settings) -> Iterator[str]:
+def about_loss(settings: Settings) -> Iterator[str]:
     """The tokens, the mean, the penalty and the learning rate of a loss."""
-    objective = OBJECTIVES[s.objective]
-    penalty = PENALTIES[s.kl]
-    schedule = str(s.lr_scheduler_type.value)
-    if LOSS_MASKS[s.scored_tokens].after_the_end and s.eos_stop:
-        yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
-    if s.sampling_weight_cap is not None and s.loss_type == "vespo":
+    objective = OBJECTIVES[settings.objective]
+    penalty = PENALTIES[settings.kl]
+    schedule = str(settings.lr_scheduler_type.value)
+    if LOSS_MASKS[settings.scored_tokens].after_the_end and settings.eos_stop:
+        yield (
+            f"scored_tokens {settings.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop "
+            "false"
+        )
+    if settings.sampling_weight_cap is not None and settings.loss_type == "vespo":
         yield "sampling_weight_cap weighs single tokens and vespo weighs completions: use another loss_type"
-    if s.loss_type not in objective.loss_types:
+    if settings.loss_type not in objective.loss_types:
         known = ", ".join(objective.loss_types)
-        yield f"the objective {s.objective} has no loss_type {s.loss_type}: use one of {known}"
-    if s.beta and not ESTIMATORS[s.estimator].linear:
-        yield f"the estimator {s.estimator} gives bounds, and no KL can be computed from bounds: set --beta 0"
-    if adds_kl(s) and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
-        yield f"the penalty {s.kl} is averaged by loss_type, and {s.loss_type} is not one of {', '.join(MEANS)}"
-    if s.use_bias_correction_kl and not s.has_trls_kl:
+        yield f"the objective {settings.objective} has no loss_type {settings.loss_type}: use one of {known}"
+    if settings.beta and not ESTIMATORS[settings.estimator].linear:
+        yield f"the estimator {settings.estimator} gives bounds, and no KL can be computed from bounds: set --beta 0"
+    if adds_kl(settings) and settings.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
+        yield (
+            f"the penalty {settings.kl} is averaged by loss_type, and {settings.loss_type} is not one of "
+            f"{', '.join(MEANS)}"
+        )
+    if settings.use_bias_correction_kl and not settings.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
-    if s.router_aux_loss_coef:
-        yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
-    if s.max_compute_tokens is not None and schedule not in ("constant", "constant_with_warmup", "linear"):
+    if settings.router_aux_loss_coef:
+        yield (
+            f"router_aux_loss_coef {settings.router_aux_loss_coef} needs the router's logits, which are not computed: "
+            "set 0"
+        )
+    if settings.max_compute_tokens is not None and schedule not in ("constant", "constant_with_warmup", "linear"):
         yield f"max_compute_tokens ends a run, but lr_scheduler_type {schedule} needs max_steps: use constant or linear"
-    if s.max_compute_tokens is not None and schedule == "linear" and s.warmup_steps:
+    if settings.max_compute_tokens is not None and schedule == "linear" and settings.warmup_steps:
         yield "warmup_steps: a linear learning rate with max_compute_tokens has no warm-up; set --warmup_steps 0"
 
 
-def about_advantages(s: Settings) -> Iterator[str]:
-    scaling = s.scale_rewards, s.multi_objective_aggregation
-    if ADVANTAGES[s.advantage].centred and scaling != ("none", "sum_then_normalize"):
+def about_advantages(settings: Settings) -> Iterator[str]:
+    scaling = settings.scale_rewards, settings.multi_objective_aggregation
+    if ADVANTAGES[settings.advantage].centred and scaling != ("none", "sum_then_normalize"):
         yield (
-            f"the advantage {s.advantage} is computed from rewards minus their group's mean: set --scale_rewards none "
+            f"the advantage {settings.advantage} is computed from rewards minus their group's mean: set "
+            "--scale_rewards none "
             "--multi_objective_aggregation sum_then_normalize"
         )
-    if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
-        yield f"right_share needs two shares, the smaller first, got {s.right_share}"
-    if s.drops_prompts and s.refills:
-        refills = f"refills {s.refills} replaces prompts: set --refills 0"
-        if s.rollout_staleness:
+    if settings.right_share is not None and (
+        len(settings.right_share) != 2 or settings.right_share[0] > settings.right_share[1]
+    ):
+        yield f"right_share needs two shares, the smaller first, got {settings.right_share}"
+    if settings.drops_prompts and settings.refills:
+        refills = f"refills {settings.refills} replaces prompts: set --refills 0"
+        if settings.rollout_staleness:
             yield f"rollout_staleness samples before it is known which prompts are dropped, and {refills}"
-        if s.state_reward:
+        if settings.state_reward:
             yield f"state_reward reads the rows of one batch, and {refills}"
-        if s.sampling_settings().edits is not None:
+        if settings.sampling_settings().edits is not None:
             yield f"edit_threshold has records of different sizes, and {refills}"
 
 
-def about_hints(s: Settings) -> Iterator[str]:
+def about_hints(settings: Settings) -> Iterator[str]:
     """Rollouts that are given parts of a solution."""
-    if s.hints == "none":
+    if settings.hints == "none":
         return
-    flag = f"--hints {s.hints}"
-    if ESTIMATORS[s.estimator].replays:
+    flag = f"--hints {settings.hints}"
+    if ESTIMATORS[settings.estimator].replays:
         able = names_where(ESTIMATORS, replays=False)
-        yield f"{flag}: no step revealed the given tokens, which {s.estimator} replays: use --estimator {able}"
-    if (s.scale_rewards, s.multi_objective_aggregation) != ("none", "sum_then_normalize"):
+        yield f"{flag}: no step revealed the given tokens, which {settings.estimator} replays: use --estimator {able}"
+    if (settings.scale_rewards, settings.multi_objective_aggregation) != ("none", "sum_then_normalize"):
         yield (
             f"{flag} computes advantages of changed groups as rewards minus their mean: set --scale_rewards none "
             "--multi_objective_aggregation sum_then_normalize"
         )
-    if s.refills:
-        yield f"{flag} reads the rows of one batch, and refills {s.refills} replaces prompts: set --refills 0"
-    if s.rollout_mode == "server":
+    if settings.refills:
+        yield f"{flag} reads the rows of one batch, and refills {settings.refills} replaces prompts: set --refills 0"
+    if settings.rollout_mode == "server":
         yield f"{flag} continues from canvases with tokens, which rollout servers do not take: leave rollout_mode out"
 
 
-def about_papers(s: Settings) -> Iterator[str]:
+def about_papers(settings: Settings) -> Iterator[str]:
     """Parts of two papers, which combine only where a published method, a study or a test has them together."""
-    chosen = {"estimator": s.estimator, "objective": s.objective, "advantage": s.advantage, "hints": s.hints}
-    if adds_kl(s):
-        chosen["kl"] = s.kl
+    chosen = {
+        "estimator": settings.estimator,
+        "objective": settings.objective,
+        "advantage": settings.advantage,
+        "hints": settings.hints,
+    }
+    if adds_kl(settings):
+        chosen["kl"] = settings.kl
     for first, second in combinations(chosen, 2):
         parts = {first: chosen[first], second: chosen[second]}
         if may_combine(parts):
@@ -648,14 +679,14 @@ def about_papers(s: Settings) -> Iterator[str]:
         yield f"{belong}, and no study or test has both: replace one of them by a part of no single paper ({able})"
 
 
-def about_replay(s: Settings) -> Iterator[str]:
+def about_replay(settings: Settings) -> Iterator[str]:
     """An estimator that scores tokens in the sampler's own states; and a sampler that replaces revealed tokens."""
-    estimator = ESTIMATORS[s.estimator]
-    edit_threshold = s.sampling_settings().edits
-    if estimator.replays and s.cfg_scale:
-        yield f"{s.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
-    if estimator.clean_prompt and s.p_mask_prompt:
-        yield f"{s.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
+    estimator = ESTIMATORS[settings.estimator]
+    edit_threshold = settings.sampling_settings().edits
+    if estimator.replays and settings.cfg_scale:
+        yield f"{settings.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
+    if estimator.clean_prompt and settings.p_mask_prompt:
+        yield f"{settings.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
     if edit_threshold is None:
         return
     if edit_threshold < 0.5:
@@ -663,60 +694,78 @@ def about_replay(s: Settings) -> Iterator[str]:
             f"edit_threshold {edit_threshold:g}: below 0.5 more than one token can replace a revealed one, so the "
             "probability that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
         )
-    if s.rollout_mode == "server":
+    if settings.rollout_mode == "server":
         yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
     if estimator.replays and not estimator.replays_writes:
         able = names_where(ESTIMATORS, replays_writes=True)
-        yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
-    if OBJECTIVES[s.objective].reads_steps:
-        yield f"{s.objective} reads the one step that revealed a token, and edit_threshold has several: leave it out"
-    if estimator.replays and s.sampling_weight_cap is not None:
-        yield f"sampling_weight_cap: {s.estimator} scores in the sampler's states, so leave it out with edit_threshold"
+        yield (
+            f"{settings.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
+        )
+    if OBJECTIVES[settings.objective].reads_steps:
+        yield (
+            f"{settings.objective} reads the one step that revealed a token, and edit_threshold has several: leave it "
+            "out"
+        )
+    if estimator.replays and settings.sampling_weight_cap is not None:
+        yield (
+            f"sampling_weight_cap: {settings.estimator} scores in the sampler's states, so leave it out with "
+            "edit_threshold"
+        )
 
 
-def about_turns(s: Settings) -> Iterator[str]:
+def about_turns(settings: Settings) -> Iterator[str]:
     """Episodes of several turns, where a row is a turn and a completion is several rows."""
-    if s.tools or (s.max_turns or 1) > 1:
-        yield from against_turns(s)
+    if settings.tools or (settings.max_turns or 1) > 1:
+        yield from against_turns(settings)
 
 
-def against_turns(s: Settings) -> Iterator[str]:
+def against_turns(settings: Settings) -> Iterator[str]:
     """What contradicts episodes of several turns."""
-    if ADVANTAGES[s.advantage].reads:
+    if ADVANTAGES[settings.advantage].reads:
         able = names_where(ADVANTAGES, reads=False)
-        yield f"with tools, the advantage {s.advantage} would read bounds of single canvases: use --advantage {able}"
-    if s.hints != "none":
-        yield f"--hints {s.hints} are given on single canvases, and with tools there are several: set --hints none"
-    if s.max_turns == 1:
+        yield (
+            f"with tools, the advantage {settings.advantage} would read bounds of single canvases: use --advantage "
+            f"{able}"
+        )
+    if settings.hints != "none":
+        yield (
+            f"--hints {settings.hints} are given on single canvases, and with tools there are several: set --hints none"
+        )
+    if settings.max_turns == 1:
         return
     turns = "with tools, each turn of an episode is a row"
-    if OBJECTIVES[s.objective].per_row:
+    if OBJECTIVES[settings.objective].per_row:
         able = names_where(OBJECTIVES, per_row=False)
-        yield f"{turns}, and the objective {s.objective} has a ratio or bound per row: use --objective {able}"
-    if adds_kl(s) and PENALTIES[s.kl].per_row:
+        yield f"{turns}, and the objective {settings.objective} has a ratio or bound per row: use --objective {able}"
+    if adds_kl(settings) and PENALTIES[settings.kl].per_row:
         able = names_where(PENALTIES, per_row=False)
-        yield f"{turns}, and the penalty {s.kl} has a ratio or bound per row: use --kl {able}"
-    if s.objective == "trl" and (s.loss_type in TRLS_PER_ROW or s.importance_sampling_level != "token"):
-        yield f"{turns}, and {s.loss_type} or importance_sampling_level {s.importance_sampling_level} weighs whole rows"
-    if s.objective == "trl" and s.off_policy_mask_threshold is not None:
+        yield f"{turns}, and the penalty {settings.kl} has a ratio or bound per row: use --kl {able}"
+    if settings.objective == "trl" and (
+        settings.loss_type in TRLS_PER_ROW or settings.importance_sampling_level != "token"
+    ):
+        yield (
+            f"{turns}, and {settings.loss_type} or importance_sampling_level {settings.importance_sampling_level} "
+            "weighs whole rows"
+        )
+    if settings.objective == "trl" and settings.off_policy_mask_threshold is not None:
         yield f"{turns}, and off_policy_mask_threshold drops single rows: leave it out"
-    if LOSS_MASKS[s.scored_tokens].after_the_end:
+    if LOSS_MASKS[settings.scored_tokens].after_the_end:
         able = names_where(LOSS_MASKS, after_the_end=False)
-        yield f"scored_tokens {s.scored_tokens} counts what follows a call, which is cut off: use {able}"
+        yield f"scored_tokens {settings.scored_tokens} counts what follows a call, which is cut off: use {able}"
     for name in OF_SPEED:
-        if getattr(s, name):
+        if getattr(settings, name):
             yield f"{name} needs the forward passes of a single canvas: leave it out"
-    if s.state_reward:
+    if settings.state_reward:
         yield "state_reward finishes single canvases, which are turns of an episode: set --state_reward 0"
-    if s.prompt_share < 1:
-        yield f"prompt_share {s.prompt_share:g} counts the steps of single canvases: set --prompt_share 1"
-    if s.refills:
-        yield f"refills {s.refills} replaces single canvases: set --refills 0"
-    if s.rollout_staleness:
+    if settings.prompt_share < 1:
+        yield f"prompt_share {settings.prompt_share:g} counts the steps of single canvases: set --prompt_share 1"
+    if settings.refills:
+        yield f"refills {settings.refills} replaces single canvases: set --refills 0"
+    if settings.rollout_staleness:
         yield "rollout_staleness samples ahead of the trainer, which makes the calls: set it to 0"
-    if s.truncate_prompts:
+    if settings.truncate_prompts:
         yield "truncate_prompts would cut what a later turn needs: raise max_prompt_length"
-    if s.sampling_settings().edits is not None:
+    if settings.sampling_settings().edits is not None:
         yield "edit_threshold: editing with tools is not supported: leave it out"
 
 
@@ -738,34 +787,34 @@ CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
 ]
 
 
-def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
+def unused_settings(settings: Settings) -> Iterator[tuple[str, str]]:
     """The settings that no chosen entry reads, each with the reason."""
-    if not s.beta:
+    if not settings.beta:
         yield "kl", "it says what beta weighs, and beta is 0"
-    if s.num_views is None and "draw_steps" in (ESTIMATORS[s.estimator].settings or ()):
+    if settings.num_views is None and "draw_steps" in (ESTIMATORS[settings.estimator].settings or ()):
         for name in ("draw_steps", "mean_step"):
-            yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
-    elif s.draw_steps == "top":
+            yield name, f"{settings.estimator} scores every step unless num_views says how many to draw"
+    elif settings.draw_steps == "top":
         yield "mean_step", "the steps of highest entropy are not drawn, so there is no probability to divide by"
-    if s.sampling_settings().draw_distribution == OWN:
+    if settings.sampling_settings().draw_distribution == OWN:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
-    if s.max_compute_tokens is None:
+    if settings.max_compute_tokens is None:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
-    if not s.drops_prompts:
+    if not settings.drops_prompts:
         yield "refills", "it replaces the prompts that right_share or min_speed_spread drops, and neither is set"
-    if s.hints == "none":
+    if settings.hints == "none":
         yield "hint_rows", "it counts completions with hints, and hints is none"
-    if s.num_iterations == 1:
+    if settings.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
 
     # Settings that other entries of the same table read. A penalty reads settings of a loss, too.
-    loss_parts: list[Objective | Penalty] = [OBJECTIVES[s.objective]]
-    if adds_kl(s):
-        loss_parts.append(PENALTIES[s.kl])
+    loss_parts: list[Objective | Penalty] = [OBJECTIVES[settings.objective]]
+    if adds_kl(settings):
+        loss_parts.append(PENALTIES[settings.kl])
     used: list[tuple[str, dict[str, Any], list[Any]]] = [
-        ("estimator", ESTIMATORS, [ESTIMATORS[s.estimator]]),
+        ("estimator", ESTIMATORS, [ESTIMATORS[settings.estimator]]),
         ("objective", OBJECTIVES, loss_parts),
-        ("advantage", ADVANTAGES, [ADVANTAGES[s.advantage]]),
+        ("advantage", ADVANTAGES, [ADVANTAGES[settings.advantage]]),
     ]
     for kind, table, entries in used:
         if any(entry.settings is None for entry in entries):  # a user's entry that does not say
@@ -775,7 +824,7 @@ def unused_settings(s: Settings) -> Iterator[tuple[str, str]]:
             read.update(entry.settings)
         for name in dict.fromkeys(name for entry in table.values() for name in entry.settings or ()):
             if name not in read:
-                yield name, f"the {kind} {getattr(s, kind)} does not read it; {readers(name, table)} would"
+                yield name, f"the {kind} {getattr(settings, kind)} does not read it; {readers(name, table)} would"
 
 
 # --- What a resume may change -----------------------------------------------------------------------------------------
