@@ -83,8 +83,9 @@ def draw_noise(
         maskable: (tokens,) bool, the tokens that may be hidden: those of the answer, never of the prompt.
         low, high: the part of [0, 1] from which t is drawn. If rows divide [0, 1] evenly among them, their mean varies
             less than if each row draws from all of it.
-        mirror: the antithetic counterpart of the draw from an equal generator: t -> 1 - t and u -> 1 - u. The two masks
-            together cover every token, and a token is in both with probability `NOISE_EPS`.
+        mirror: the antithetic counterpart of the draw from an equal generator: t -> 1 - t and u -> 1 - u. With
+            the level of LLaDA, the two masks together cover every token, and a token is in both with probability
+            `NOISE_EPS`.
         block_size: tokens per block of a block-causal model, where each block has its own time (BD3-LM, arXiv
             2503.09573, section 3.1). None: one time for all tokens.
         origin: a token with which a block begins.

@@ -204,32 +204,33 @@ def mean_of_row_means(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Ten
 
 
 def mean_of_micro_batch(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The sum over the tokens of the micro-batch."""
+    """The sum, divided by the tokens of the micro-batch."""
     return sums_RV.sum() / inputs.mask.sum().clamp(min=1)
 
 
 def mean_of_tokens(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The sum over the tokens of the rollout."""
+    """The sum, divided by the tokens of the rollout."""
     return sums_RV.sum() / inputs.tokens
 
 
 def mean_of_active_rows(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The sum over the canvases of the rows with an advantage."""
+    """The sum, divided by the canvases of the rows with an advantage."""
     return sums_RV.sum() / (inputs.active_rows * settings.max_completion_length)
 
 
 def mean_of_scored_pairs(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The sum over the pairs of a view and a token that it scores."""
+    """The sum, divided by the number of pairs of a view and a token that it scores."""
     return sums_RV.sum() / inputs.scored_pairs
 
 
 def mean_of_rounds(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The sum over the tokens of all rounds, times the block."""
+    """The sum, divided by the tokens of all rounds over the block."""
     return sums_RV.sum() * settings.block_length / inputs.repeated_tokens
 
 
 # Means of sums over tokens, (rows, views). `sum`, `active`, `scored`, `rounds` and `views` are ours, the others TRL's.
-# Those over rows are means over completions: an episode's turns are added up.
+# Those over rows are means over completions: an episode's turns are added up. With the objective `trl`, which d1 has,
+# TRL divides by itself: these are for the other objectives.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "sum": mean_of_rows,
     "grpo": mean_of_row_means,

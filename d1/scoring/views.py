@@ -107,7 +107,8 @@ def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weight
     Tokens after a completion's end are hidden in every view: visible ones would tell the model where the end is.
 
     Args:
-        scored: (rows, canvas) bool, the tokens up to and including the first EOS.
+        scored: (rows, canvas) bool, the tokens that count: those up to and including the first EOS, unless the run's
+            `scored_tokens` says otherwise.
         weights: (rows, views, canvas), or (rows, views, 1) for all tokens of a view; they only count where a view
             hides a scored token.
 
