@@ -33,7 +33,7 @@ STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported onl
 
 class Command(NamedTuple):
     help: str
-    flags: type  # a dataclass of `d1.runs.cli.setting` fields
+    flags: type  # a dataclass of `d1.ranges.setting` fields
     run: Callable[[Any], None]  # gets an instance of it
     about: str | None = None  # the text of the command's own help, as it is written; `help` if there is none
     epilog: str | None = None  # the end of that help

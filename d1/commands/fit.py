@@ -121,13 +121,16 @@ class FitRun(FitFlags):
 
 def with_recipe(args: FitFlags) -> FitRun:
     """The arguments, with those of the stage's recipe where none were given."""
-    given = HARDWARE_DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
-    found = {"load_in_4bit": args.stage == "rl" and args.lora_r > 0, **PER_STAGE[str(args.stage)], **given}
-    rollout = {"steps_per_generation": max(1, COMPLETIONS // (found["batch"] * found["gpus"]))}
-    return FitRun(**{**vars(args), **rollout, **found})
+    values = vars(args) | {"load_in_4bit": args.stage == "rl" and args.lora_r > 0}
+    values.update(PER_STAGE[str(args.stage)])
+    values.update(HARDWARE_DEFAULTS)
+    values.update({name: value for name, value in vars(args).items() if value is not None})
+    if values.get("steps_per_generation") is None:
+        values["steps_per_generation"] = max(1, COMPLETIONS // (values["batch"] * values["gpus"]))
+    return FitRun(**values)
 
 
-def of_preference(args: FitRun) -> dict[str, Any]:
+def preference_sizes(args: FitRun) -> dict[str, Any]:
     """The fields of `FitSettings` for a preference run: without LoRA it always has a reference."""
     canvas = min(args.max_completion_length, args.length)
     # A token of a view takes one byte, and an fp32 weight as well if it is on the canvas.
@@ -139,7 +142,7 @@ UNIFORM_NOISE = {"estimator": "accepted", "p_mask_prompt": 0.0, "self_conditioni
 UNIFORM_NOISE |= {"sampler": "parallel", "reveal": "entropy", "temperature": 0.8, "end_temperature": 0.4}
 
 
-def of_method(args: FitRun, block_size: int | None, uniform: bool = False) -> dict[str, Any]:
+def method_sizes(args: FitRun, block_size: int | None, uniform: bool = False) -> dict[str, Any]:
     """The fields of `FitSettings` for an RL run: views, their stored bytes, and `beta`, 0 without a reference.
     `uniform`: the model has uniform noise.
 
@@ -354,7 +357,7 @@ def run(flags: FitFlags) -> None:
         values |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
     elif args.stage in ("rl", "prefer"):
         size = args.block_length if has_causal_context(config) else block_size(config)
-        of_stage = of_preference(args) if args.stage == "prefer" else of_method(args, size, not has_masks(config))
+        of_stage = preference_sizes(args) if args.stage == "prefer" else method_sizes(args, size, not has_masks(config))
         values |= of_stage
     settings = FitSettings(**values)
     shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})

@@ -52,6 +52,6 @@ class DistillConfig(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fill_unset(METHODS[self.method].values)
+        self.apply_defaults(METHODS[self.method].values)
         if not self.train_data:
             raise ValueError("--train_data is missing: a task, or a file with a column prompt")

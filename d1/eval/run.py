@@ -160,7 +160,8 @@ def runs_of(args: EvalFlags, model_config: Any = None) -> list[EvalRun]:
     """One run per length."""
     runs = []
     for length in dict.fromkeys(args.gen_length or [GEN_LENGTH]):
-        run = EvalRun(**{**vars(args), "gen_length": length})
+        values = vars(args) | {"gen_length": length}
+        run = EvalRun(**values)
         settings = sampling_settings(run, model_config)
         if model_config is not None:
             from d1.sampling.graphs import check_compile  # here, because it imports torch, and help needs none

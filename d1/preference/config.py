@@ -42,7 +42,7 @@ class PreferenceConfig(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fill_unset(METHODS[self.method].values)
+        self.apply_defaults(METHODS[self.method].values)
         if not self.train_data:
             raise ValueError("--train_data is missing: a file or hub name of preference rows")
         if self.antithetic and self.estimator == "counts":

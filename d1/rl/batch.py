@@ -523,7 +523,7 @@ def count_scored(batch: Batch, ranks: RankView, rows_per_completion: int) -> Bat
     scoring_RUV = scored_RUVT.any(-1)
 
     # Of this process: views, tokens that they score, and tokens of the rows that they score, (updates,) each; and
-    # completions, of which the first row counts.
+    # completions: a completion of several turns is active if its first row is.
     views, pairs = scoring_RUV.sum((0, 2)), scored_RUVT.sum((0, 2, 3))
     lengths = batch["completion_mask"].sum(1)
     repeats = (scoring_RUV.sum(2) * lengths.unsqueeze(1)).sum(0)

@@ -1,4 +1,4 @@
-"""Which source of rollouts a run has: who samples, and what wraps it."""
+"""Choose a run's source of rollouts: the one that samples, and its wrappers for trees and hints."""
 
 from __future__ import annotations
 

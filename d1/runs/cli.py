@@ -410,7 +410,7 @@ class MethodSettings(TrainingSettings):
     lr_scheduler_type: str | None = setting(None)
     warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
 
-    def fill_unset(self, values: Mapping[str, Any]) -> None:
+    def apply_defaults(self, values: Mapping[str, Any]) -> None:
         """Fill the settings that are None."""
         for name, value in values.items():
             if getattr(self, name) is None:

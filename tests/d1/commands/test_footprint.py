@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 from d1.__main__ import main, make_parser
-from d1.commands.fit import of_method, with_recipe
+from d1.commands.fit import method_sizes, with_recipe
 from d1.commands.footprint import (
     BUCKET,
     FitSettings,
@@ -354,7 +354,7 @@ def test_rl_is_computed_for_its_recipe_and_says_so(tmp_path, capsys):
 def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_reference(tmp_path, capsys):
     def found(*words, block_size=None):
         args = make_parser().parse_args(["fit", "--model_path", "m", "--stage", "rl", *words])
-        return of_method(with_recipe(args), block_size)
+        return method_sizes(with_recipe(args), block_size)
 
     canvas = ("--length", "40", "--max_completion_length", "32", "--diffusion_steps", "16", "--gpus", "16")
     token = 40 + 32 * 4  # noise, weights; old and reference log-probs are as large as weights

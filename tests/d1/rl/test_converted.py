@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.__main__ import make_parser as command_parser
-from d1.commands.fit import of_method, with_config
+from d1.commands.fit import method_sizes, with_config
 from d1.eval import evaluate
 from d1.models import load_model, load_tokenizer
 from d1.models.convert import a2d
@@ -119,4 +119,4 @@ def test_fit_computes_an_rl_recipe_with_its_own_blocks(converted, tmp_path):
     )
     args, _ = with_config(command_parser().parse_args(["fit", "--config", str(recipe), "--rows", "64"]))
     assert args.block_length == 8
-    assert of_method(args, None)["canvas"] == 48
+    assert method_sizes(args, None)["canvas"] == 48

@@ -14,7 +14,7 @@ from transformers import BertConfig, LlamaConfig
 
 import d1.eval
 from d1.__main__ import make_parser
-from d1.commands.fit import of_method, with_recipe
+from d1.commands.fit import method_sizes, with_recipe
 from d1.commands.model import resolve_canvas
 from d1.distill.config import DistillConfig
 from d1.distill.stage import stage as distill_stage
@@ -106,7 +106,7 @@ def test_fit_counts_the_same_steps() -> None:
     for words in ([], ["--max_completion_length", "512", "--length", "712"], ["--diffusion_steps", "100"]):
         args = with_recipe(make_parser().parse_args(["fit", "--model_path", "x", "--stage", "rl", *words]))
         args = replace(args, method="cj-grpo")  # which scores every step
-        found[" ".join(words[:2])] = of_method(args, None)["views"]
+        found[" ".join(words[:2])] = method_sizes(args, None)["views"]
     assert found == {"": 128, "--max_completion_length 512": 256, "--diffusion_steps 100": 100}
 
 
