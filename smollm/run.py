@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from d1.models.precision import bf16_deviation, bf16_instructions
+from d1.models.precision import why_not_bf16
 from pocket.phases import Phase, PhaseError, run_phases
 from smollm.data import NAMES, PROTOCOL, ROOT, Problems, check_readable, first_readable, problems_of
 from smollm.report import ARMS, write_report
@@ -62,8 +62,8 @@ def tokens_of(problems: Problems, limit: int) -> dict[str, int]:
 def speed_of_products() -> float:
     """Floating-point operations per second of large products of matrices on this machine, measured."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    small = bf16_instructions() is not None and bf16_deviation() < 0.02
-    dtype = torch.bfloat16 if device == "cuda" or small else torch.float32
+    in_bf16 = device == "cuda" or why_not_bf16() is None
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
     one = torch.randn(1024, 1024, device=device).to(dtype)
     started, products = time.perf_counter(), 0
     while time.perf_counter() - started < 0.3:

@@ -14,7 +14,13 @@ from transformers import LlamaConfig
 from d1.eval.completions import default_dtype
 from d1.models import load_model, precision
 from d1.models.kinds import native_config
-from d1.models.precision import bf16_deviation, bf16_instructions, cpu_runs_bf16, number_of_parameters
+from d1.models.precision import (
+    bf16_deviation,
+    bf16_instructions,
+    bf16_speedup,
+    cpu_runs_bf16,
+    number_of_parameters,
+)
 from d1.sft.train import main, make_parser
 
 SMALL = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -53,22 +59,43 @@ def test_the_check_finds_rounding_and_nothing_else(monkeypatch):
     assert bf16_deviation.__wrapped__() > precision.MAX_DEVIATION
 
 
-def test_large_models_run_in_bf16_on_processors_that_have_it(monkeypatch, caplog):
+def test_the_speedup_is_that_of_products(monkeypatch):
+    """A clock that runs by itself: a product in fp32 takes three seconds and one in bf16 two."""
+    clock = [0.0]
+    linear = torch.nn.functional.linear
+
+    def product(inputs: Any, weight: Any) -> Any:
+        clock[0] += 3.0 if inputs.dtype == torch.float32 else 2.0
+        return linear(inputs, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: clock[0])
+    assert bf16_speedup.__wrapped__(size=8) == 1.5
+
+
+def test_large_models_run_in_bf16_where_it_is_exact_and_faster(monkeypatch, caplog):
     assert number_of_parameters(LARGE) == 134_515_008
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(precision, "bf16_speedup", lambda: 2.5)
     monkeypatch.setattr(precision, "bf16_instructions", lambda: None)
     assert not cpu_runs_bf16(LARGE)
+    assert precision.why_not_bf16() == "this processor has no instructions for bf16"
     monkeypatch.setattr(precision, "bf16_instructions", lambda: "amx_bf16")
     assert not cpu_runs_bf16(SMALL)
     assert not caplog.messages
     assert cpu_runs_bf16(LARGE)
+    monkeypatch.setattr(precision, "bf16_speedup", lambda: 0.55)
+    assert not cpu_runs_bf16(LARGE)
     monkeypatch.setattr(precision, "bf16_deviation", lambda: 0.3)
     assert not cpu_runs_bf16(LARGE)
-    yes, no = caplog.messages
-    assert yes.startswith("This processor has amx_bf16. A check of bf16 differs from fp64 by 0.0")
-    assert "the model runs in bf16" in yes
-    assert "differs from fp64 by 0.3 of the norm" in no
-    assert "in fp32, because bf16 is not exact enough here" in no
+    fast, slow, wrong = caplog.messages
+    assert fast.startswith("This processor has amx_bf16. A check of bf16 differs from fp64 by 0.0")
+    assert "and is 2.5 times as fast as fp32: the model runs in bf16" in fast
+    assert slow.startswith(
+        "This processor has amx_bf16, but it multiplies at 0.55 times the speed of fp32, less than 1.2"
+    )
+    assert slow.endswith(": the model runs in fp32.")
+    assert "its numbers differ from fp64 by 0.3 of the norm, more than 0.02: the model runs in fp32" in wrong
 
 
 @pytest.fixture
