@@ -44,8 +44,8 @@ CORE = test_masking.py test_mask_rule.py test_closed_core.py \
     models/test_tokenizer.py \
     sampling/test_canvas_defaults.py sampling/test_loop.py sampling/test_not_finite.py sampling/test_packed.py \
     sampling/test_predict.py sampling/test_reveal.py sampling/test_settings.py sampling/test_start.py \
-    scoring/test_accepted.py scoring/test_elbo.py scoring/test_estimators.py scoring/test_masks.py \
-    scoring/test_replay.py scoring/test_rollouts.py scoring/test_spg.py scoring/test_views.py \
+    scoring/test_accepted.py scoring/test_elbo.py scoring/test_estimators.py scoring/test_one_step.py \
+    scoring/test_replay.py scoring/test_inputs.py scoring/test_spg.py scoring/test_views.py \
     tasks/test_countdown.py tasks/test_gsm8k.py tasks/test_interface.py tasks/test_sudoku.py \
     sft/test_batches.py sft/test_columns.py sft/test_data.py sft/test_divergence.py sft/test_loss.py \
     rl/test_checks.py rl/test_config.py rl/test_losses.py rl/test_method_files.py rl/test_mini_batches.py \

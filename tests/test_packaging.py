@@ -27,7 +27,7 @@ OPTIONAL += ("uvicorn", "sglang", "tensordict", "verl", "gguf")
 LAYERS = (
     ("versions",),
     ("files", "lazy", "ranges", "transformers_bridge"),
-    ("hub", "rooms", "sandbox"),
+    ("extensions", "hub", "sandbox"),
     ("models", "masking", "tasks"),
     ("sampling",),
     ("scoring",),

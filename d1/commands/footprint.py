@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from d1.models.adapters import lora_targets, skip_input_casts
 from d1.models.attention import has_causal_context
-from d1.models.canvas import canvas_states, decode, encode, soft_embeddings
+from d1.models.diffusion_gemma import canvas_states, decode, encode, soft_embeddings
 from d1.models.head import CHUNK_ELEMENTS, MAX_CHUNK_FACTOR, backbone_and_head, target_logps, unwrapped
 from d1.models.kinds import block_size, experts, has_masks, vocabulary
 from d1.models.memory import meta_model

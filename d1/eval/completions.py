@@ -37,7 +37,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from d1 import rooms
+from d1 import extensions
 from d1.eval.flags import EvalRun, StreamFlags, TaskFlags
 from d1.files import FileLock, LockHeldError, read_object, write_atomically, writing
 from d1.masking import keyed_generator
@@ -217,7 +217,7 @@ def run_identity(args: EvalRun, prompts: list[Prompt]) -> dict[str, Any]:
     if args.tools:
         for name in ("max_turns", "tool_format", "calls_per_turn", "result_length", "max_turn_prompt"):
             identity[name] = getattr(args, name)
-        identity["tools"] = [name if name in rooms.TOOLS else hash_file(name) for name in args.tools]
+        identity["tools"] = [name if name in extensions.TOOLS else hash_file(name) for name in args.tools]
     code = hash_settings({"dataset": args.dataset, "tools": args.tools or []})
     for name, fingerprint in code.items():
         if name.startswith(IMPORTS):
@@ -514,7 +514,7 @@ class SingleTurn:
 def make_turns(args: EvalRun, tokenizer: Any, config: Any) -> SingleTurn:
     """How the completions of an evaluation are made, for a model of this config."""
     if args.tools:
-        return rooms.Episodes(args, tokenizer, config)
+        return extensions.Episodes(args, tokenizer, config)
     return SingleTurn(args, tokenizer)
 
 

@@ -55,7 +55,7 @@ from d1.sampling import SamplingSettings, rollout_steps
 from d1.sampling.graphs import check_compile
 from d1.sampling.settings import sampling_flag, sampling_settings
 from d1.scoring import Views, score
-from d1.scoring.rollouts import rotation
+from d1.scoring.inputs import rotation
 
 if TYPE_CHECKING:  # an optional package
     from lm_eval.api.instance import Instance
@@ -318,7 +318,8 @@ def register() -> type:
 
 class HarnessModel:
     """The methods that a subclass of the harness's `TemplateLM` needs (`register`); the arguments are `harness.py`'s
-    flags.
+    flags. The harness makes the model from their text, also where nothing of this file ran before, so the model reads
+    its folder here and not in `main`.
 
     The harness distributes the requests over processes (accelerate launch, torchrun). In float32 no answer depends on
     `batch_size`, on the order of the requests or on the number of processes.

@@ -26,7 +26,7 @@ from transformers.utils import find_adapter_config_file
 
 from d1.files import check_files, give_usual_mode, read_object, reading
 from d1.hub import closest, is_path, no_hub, use_cache
-from d1.models.canvas import freeze_vision
+from d1.models.diffusion_gemma import freeze_vision
 from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, has_masks, is_encoder, kind_of, learnt_fields, native_config
 from d1.transformers_bridge import file_of

@@ -143,7 +143,7 @@ ATTENTION: dict[str, Attention] = {
     "block-causal": Attention(same_or_earlier_block, fields=("block_size",)),
     # Nemotron-Labs-Diffusion's (NVIDIA; `block_diff_mask` of its released code)
     CAUSAL_CONTEXT: Attention(same_or_earlier_token, fields=("block_size",), causal_context=True),
-    "canvas": Attention(same_or_earlier_token, caches=()),  # of the text; `canvas.py` makes its masks
+    "canvas": Attention(same_or_earlier_token, caches=()),  # of the text; `diffusion_gemma.py` makes its masks
 }
 
 

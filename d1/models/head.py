@@ -123,7 +123,7 @@ def backbone_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tens
         input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         if kind.uniform_noise:
-            raise ValueError(f"{inner.config.model_type} has no pass over a whole text: use d1.models.canvas")
+            raise ValueError(f"{inner.config.model_type} has no pass over a whole text: use d1.models.diffusion_gemma")
         narrowed = positions is not None and can_narrow(inner)
         if narrowed:
             kwargs["state_positions"] = positions

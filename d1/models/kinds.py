@@ -58,7 +58,7 @@ class Kind:
     model: str = ""  # the auto class of Transformers with its head, if not that of causal or masked LMs
     since: str = ""  # the first version of Transformers with this class, if some supported versions lack it
     # True: hidden tokens become uniform ids, not mask tokens, and a text is an encoded context and a canvas, which a
-    # decoder fills (`d1/models/canvas.py`). Its `base_model` is then not called with a whole text.
+    # decoder fills (`d1/models/diffusion_gemma.py`). Its `base_model` is then not called with a whole text.
     uniform_noise: bool = False
     encoder: bool = False  # a masked LM; others are decoders: causal LMs, which also have a key-value cache
     attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; with "full", a `block_size` decides

@@ -36,7 +36,7 @@ from d1.models.attention import (
     check_attention,
     check_rule,
 )
-from d1.models.canvas import share_weights
+from d1.models.diffusion_gemma import share_weights
 from d1.models.fingerprints import warn_of_other_base
 from d1.models.folder import ModelFolder
 from d1.models.head import accept_run_argument, select_state_positions, unwrapped

@@ -21,7 +21,7 @@ from d1.preference.rows import answer_columns, tokenize_row
 from d1.runs.data import IGNORED as IGNORED
 from d1.runs.data import BatchRow, tokenised, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
-from d1.scoring.rollouts import canvas_blocks
+from d1.scoring.inputs import canvas_blocks
 
 VIEWS = 5  # the second part of the key of the views' random numbers
 FEATURES = Features(

@@ -41,7 +41,7 @@ from d1.models.head import run_inside
 from d1.rl.losses import ADVANTAGES, AdvantageInputs, LossInputs, require_logps
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
-from d1.scoring.rollouts import CanvasBlocks, canvas_blocks, steps_in_blocks
+from d1.scoring.inputs import CanvasBlocks, canvas_blocks, steps_in_blocks
 
 Batch = dict[str, Any]
 VIEWS = tuple(field.name for field in fields(Views))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from d1 import rooms
+from d1 import extensions
 from d1.rl.sources import OwnModel, RolloutSource, require_continuing
 from d1.sampling import SamplingSettings
 
@@ -38,9 +38,9 @@ def sampling_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | No
     if rollout_func is not None and args.branches is not None:
         raise ValueError("--branches continues rollouts, and a rollout_func cannot: let the trainer sample")
     if rollout_func is not None:
-        return rooms.UserRollouts(rollout_func, args, config)
+        return extensions.UserRollouts(rollout_func, args, config)
     if args.rollout_mode == "server":
         if args.rollout_staleness:
-            return rooms.PrefetchedRollouts()
-        return rooms.ServerRollouts()
+            return extensions.PrefetchedRollouts()
+        return extensions.ServerRollouts()
     return OwnModel()

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from d1 import rooms
+from d1 import extensions
 from d1.masking import keyed_generator
 from d1.models.merged import MergedCopy, against_copy, copied_bytes
 from d1.rl.batch import Batch, RankView, evaluating
@@ -241,4 +241,4 @@ def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:
 def has_room(args: DiffuGRPOConfig, model: Any, device: torch.device) -> bool:
     """Whether a GPU has room for a merged copy, by the estimate of `d1 fit`."""
     free, _ = torch.cuda.mem_get_info(device)
-    return rooms.has_room_for_copy(args, model, free + torch.cuda.memory_reserved(device))
+    return extensions.has_room_for_copy(args, model, free + torch.cuda.memory_reserved(device))

@@ -17,7 +17,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig, get_peft_config
 
-from d1 import rooms
+from d1 import extensions
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.folder import ModelFolder
@@ -83,7 +83,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         prepare=lambda: prepare(args, model_args, folder, callbacks),
         next_command=lambda: next_command(args, config),
         outcome=lambda: [] if args.state_reward else learnt_nothing(Path(str(args.output_dir))),
-        conclude=lambda: rooms.write_report(Path(str(args.output_dir))) if args.report else None,
+        conclude=lambda: extensions.write_report(Path(str(args.output_dir))) if args.report else None,
     )
 
 
@@ -118,7 +118,7 @@ def prepare(
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
-    tools = rooms.RunTools(args, tokenizer, config) if args.tools else Tools(args)
+    tools = extensions.RunTools(args, tokenizer, config) if args.tools else Tools(args)
     datasets = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in datasets)
 
@@ -150,7 +150,7 @@ def prepare(
         if not args.state_reward:  # which gives the steps of equal completions advantages of their own
             trainer.add_callback(WatchGroups())
         if args.report:
-            trainer.add_callback(rooms.ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
+            trainer.add_callback(extensions.ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
         if args.max_compute_tokens:
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer

@@ -74,6 +74,7 @@ COMMON = (  # Trainer's, TRL's and PEFT's flags that most runs set
 
 class Parser(TrlParser):
     """TRL's parser with flags in groups, aliases in the yaml, and errors of one line that name an old flag's successor.
+    d1's fields are made by `d1.ranges.setting` as in all commands; TRL's parser also reads those of TRL and Trainer.
 
     Order, the last wins: defaults, the method's `scale` (d1's if none is named), yaml, the method's `values`, the other
     flags. If the yaml names the method, or nothing does, the yaml's lines override its `values`, too.

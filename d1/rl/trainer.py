@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from d1 import rooms
+from d1 import extensions
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size, has_masks
@@ -82,7 +82,7 @@ from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views
 from d1.scoring.forward import hidden_states
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     rows_per_completion = 1
 
     def __new__(cls, *args: Any, tools: Any = None, environment_factory: Any = None, **kwargs: Any) -> Any:
-        if not (tools or environment_factory) or issubclass(cls, rooms.EpisodeTrainer):
+        if not (tools or environment_factory) or issubclass(cls, extensions.EpisodeTrainer):
             return super().__new__(cls)
-        bases = (rooms.EpisodeTrainer,) if cls is DiffuGRPOTrainer else (cls, rooms.EpisodeTrainer)
+        bases = (extensions.EpisodeTrainer,) if cls is DiffuGRPOTrainer else (cls, extensions.EpisodeTrainer)
         return super().__new__(type(cls.__name__, bases, {}))
 
     def __init__(

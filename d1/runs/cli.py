@@ -275,7 +275,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, methods: Mapping[
 class SettingsParser(OneLineParser, Generic[T]):
     """A parser with the flags of a dataclass (`add_flags`); `parse_args` returns an instance.
 
-    Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
+    Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import. `d1 rl` needs TRL in any
+    case and uses TRL's (`d1/rl/train.py`): most of its fields are those of `GRPOConfig`.
     """
 
     def __init__(

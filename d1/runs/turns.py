@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from d1 import rooms
+from d1 import extensions
 from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of, setting
 
 # Names in the help of flags: the entries of `d1.tools.functions.TOOLS` and `d1.tools.calls.FORMATS`
@@ -18,10 +18,10 @@ class Formats:
     """The names of `FORMATS`, which are imported when a format is chosen."""
 
     def __contains__(self, name: object) -> bool:
-        return name in rooms.FORMATS
+        return name in extensions.FORMATS
 
     def __iter__(self) -> Iterator[str]:
-        return iter(rooms.FORMATS)
+        return iter(extensions.FORMATS)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def check_turn_flags(flags: TurnFlags, edits: bool) -> None:
     """Raise ValueError for tools that are none, and for flags that contradict tools or their absence. `edits`: the
     flags of sampling ask for editing."""
     if flags.tools:
-        rooms.load_tools(flags.tools)
+        extensions.load_tools(flags.tools)
     if not flags.tools and (flags.max_turns or 1) > 1:
         raise ValueError("--max_turns needs --tools, whose results make another turn")
     if flags.tools and edits:

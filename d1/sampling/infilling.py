@@ -123,14 +123,14 @@ def infill_steps(
     batch = Batch.create(progress, canvas, generator)
     masked = not bool(seen.all())
 
-    def fill_all_groups() -> Iterator[Step]:
+    def all_steps() -> Iterator[Step]:
         for sizes, rows in groups.items():
             passes = samplers[sizes].passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
             yield from samplers[sizes].fill_canvas(batch, rows, passes)
 
     # Any of the samplers can check the canvas: they share the model.
     sampler = next(iter(samplers.values()))
-    return sampler.check_finite(fill_all_groups(), canvas)
+    return sampler.check_finite(all_steps(), canvas)
 
 
 def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:

@@ -170,7 +170,7 @@ class Batch:
             blocks.append(block)
         return blocks
 
-    def finished(self, active: list[int], ends: Sequence[int]) -> list[int]:
+    def finish_rows(self, active: list[int], ends: Sequence[int]) -> list[int]:
         """The rows of `active` that are complete or ended by the EOS stop, which fills the later blocks of a row."""
         complete, between_blocks = list[int](), list[int]()
         for index in active:
@@ -419,12 +419,12 @@ class Sampler:
         """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of `ends`."""
         active, kept = rows, list[int]()
         if ends and any(batch.rows[row].block >= 0 for row in active):  # an EOS in blocks that were full at the start
-            done = batch.finished(active, ends)
+            done = batch.finish_rows(active, ends)
             active = [row for row in active if row not in done]
         while active:
             passes.begin_blocks(batch.open_blocks(active), kept)
             yield from self.fill_blocks(batch, active, passes, together=True)
-            done = batch.finished(active, ends)
+            done = batch.finish_rows(active, ends)
             batch.evict_rows(active, done, passes)
             kept = [index for index, row in enumerate(active) if row not in done]
             active = [active[index] for index in kept]

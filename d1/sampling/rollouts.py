@@ -163,14 +163,14 @@ def rollout_steps(
     batch = Batch.create(rows, canvas, generator, unfilled)
     cache = cache_of(model.config, settings.cache, recompute)
 
-    def fill_all_groups() -> Iterator[Step]:
+    def all_steps() -> Iterator[Step]:
         if start is not None:  # its rows may all be whole
             yield empty_step(canvas)
         for group in sorted(groups):
             passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
             yield from sampler.fill_canvas(batch, groups[group], passes, eos_token_ids or ())
 
-    return sampler.check_finite(fill_all_groups(), canvas)
+    return sampler.check_finite(all_steps(), canvas)
 
 
 def check_generator(

@@ -245,7 +245,7 @@ class Stream:
             groups.setdefault(row.ends, []).append(index)
         done: list[int] = []
         for end_ids, indices in groups.items():
-            done += batch.finished(indices, end_ids)
+            done += batch.finish_rows(indices, end_ids)
         done.sort()
         batch.evict_rows(list(range(len(batch.rows))), done, self.passes)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.models import head
-from d1.models.canvas import Context, decode, encode, soft_embeddings
+from d1.models.diffusion_gemma import Context, decode, encode, soft_embeddings
 from d1.models.head import NotFiniteError
 from d1.models.kinds import vocabulary
 from d1.sampling.record import Canvas, Step, start_canvas

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.uniform import accepted
+from d1.scoring.inputs import Randomness, SampledRows, ViewSettings
 from d1.scoring.replay import draw_segments
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Scores, Views
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d1.models.attention import Blocks
 from d1.models.packing import two_stream_states
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
 from d1.scoring.view_text import ViewText
 
 

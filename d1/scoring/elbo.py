@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, draw_hidden_prompt, ranks_in_blocks
+from d1.scoring.inputs import Randomness, SampledRows, ViewSettings, draw_hidden_prompt, ranks_in_blocks
 from d1.scoring.views import Views, views_of_canvas
 
 # Shapes: times and counts (rows, draws); numbers and ranks of tokens, and what a draw hides, (rows, draws, canvas);

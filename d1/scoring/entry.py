@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from d1.sampling.settings import SamplingSettings
-    from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
+    from d1.scoring.inputs import Randomness, SampledRows, ViewSettings
     from d1.scoring.views import Scores, Views
 
     Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]

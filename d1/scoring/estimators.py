@@ -7,10 +7,10 @@ plan of a run and its scoring read only the entry, so a user's own entry is trea
 
 from __future__ import annotations
 
-from d1.scoring import accepted, elbo, masks, replay
+from d1.scoring import accepted, elbo, one_step, replay
 from d1.scoring.entry import Estimator as Estimator
 from d1.scoring.entry import draws_some, one_per_draw, one_view, reveal_steps
-from d1.scoring.rollouts import ViewSettings
+from d1.scoring.inputs import ViewSettings
 
 
 def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def one_or_its_pair(settings: ViewSettings) -> int:
 
 ESTIMATORS: dict[str, Estimator] = {
     # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
-    "one_step": Estimator(masks.draw_one_step, draws=hides_prompt, causal_first=True, settings=()),
+    "one_step": Estimator(one_step.draw_one_step, draws=hides_prompt, causal_first=True, settings=()),
     "elbo": Estimator(
         elbo.draw,
         views=draws_and_pairs,

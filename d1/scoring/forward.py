@@ -23,7 +23,7 @@ from d1.models.head import backbone_and_head
 from d1.models.kinds import block_size, has_masks
 from d1.models.packing import two_stream_states
 from d1.scoring.causal import causal_states
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
 from d1.scoring.uniform import uniform_states, uniform_tokens
 from d1.scoring.view_text import ViewText
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, steps_in_blocks
+from d1.scoring.inputs import Randomness, SampledRows, ViewSettings, steps_in_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy", "top")

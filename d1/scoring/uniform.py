@@ -1,5 +1,5 @@
-"""The forward pass of a view of a model with uniform noise (`d1/models/canvas.py`): nothing is masked, and the encoder
-reads the clean text before each canvas."""
+"""The forward pass of a view of a model with uniform noise (`d1/models/diffusion_gemma.py`): nothing is masked, and the
+encoder reads the clean text before each canvas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from d1.models.canvas import canvas_states
+from d1.models.diffusion_gemma import canvas_states
 from d1.models.kinds import block_size
 from d1.scoring.view_text import ViewText
 

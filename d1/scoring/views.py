@@ -30,7 +30,7 @@ from d1.models.distribution import OWN, Distribution
 from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, target_logps, token_entropies
 from d1.models.kinds import vocabulary
 from d1.scoring.forward import hidden_states, noised_tokens
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
 
 
 @dataclass(frozen=True)

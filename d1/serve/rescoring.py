@@ -10,8 +10,8 @@ import torch
 
 from d1.rl.batch import Batch, evaluating, sampled_rows
 from d1.scoring import Scores, Views
+from d1.scoring.inputs import CanvasBlocks
 from d1.scoring.replay import WrittenTokens, replay_views
-from d1.scoring.rollouts import CanvasBlocks
 
 if TYPE_CHECKING:
     from d1.rl.trainer import DiffuGRPOTrainer

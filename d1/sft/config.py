@@ -9,7 +9,7 @@ from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE, settin
 from d1.runs.cli import TrainingSettings
 
 EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
-CANVAS_SETTINGS = ("self_conditioning", "causal_weight")  # `d1/sft/canvases.py`
+CANVAS_SETTINGS = ("self_conditioning", "causal_weight")  # `d1/sft/diffusion_gemma.py`
 NOISES = ("scdd",)  # `d1/sft/scdd.py`
 EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 

@@ -20,9 +20,9 @@ from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, hash_rows, hash_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
 from d1.sampling.scdd import MixedNoise
-from d1.sft.canvases import CanvasCollator, CanvasTrainer
 from d1.sft.config import CANVAS_SETTINGS, EDIT_SETTINGS, CausalLoss, SFTConfig
 from d1.sft.data import dLLMDataCollator, dLLMSFTDataset, load_function, preprocess_dataset
+from d1.sft.diffusion_gemma import CanvasCollator, CanvasTrainer
 from d1.sft.editing import EditNoise
 from d1.sft.scdd import SCDDCollator, SCDDTrainer
 from d1.sft.trainer import EDITS_AND_CONTEXT, dLLMTrainer

@@ -289,7 +289,7 @@ def final_answer(text: str) -> str | None:
     return boxed or block or None
 
 
-def judged(completions: Sequence[Completion], value: Callable[..., float], *columns: Sequence[Any]) -> list[float]:
+def reward_each(completions: Sequence[Completion], value: Callable[..., float], *columns: Sequence[Any]) -> list[float]:
     """`value(text, *cells)` of each completion; `cells` are the values of its row in `columns`."""
     values = []
     for completion, *cells in zip(completions, *columns, strict=True):

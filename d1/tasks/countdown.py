@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, final_answer, judged, problem
+from d1.tasks import Completion, final_answer, problem, reward_each
 from d1.tasks.data import JSON, file_of, hold_out, read_file, read_hub, task_rows
 
 INSTRUCTIONS = (
@@ -147,7 +147,7 @@ def expression_reward(completions: Sequence[Completion], ground_truth: Sequence[
             return 0.0
         return 1.0 if _is_correct(expression, truth) else 0.1
 
-    return judged(completions, reward, ground_truth)
+    return reward_each(completions, reward, ground_truth)
 
 
 REWARDS = [expression_reward]

@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, judged, problem
+from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, problem, reward_each
 from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
 from d1.tasks.latex import plain_characters, unwrap
 
@@ -180,7 +180,7 @@ def tag_count_reward(completions: Sequence[Completion], **columns: Any) -> list[
         tags = sum(text.count(tag) == 1 for tag in TAGS)
         return max(0.0, 0.125 * tags - 0.001 * len(trailing))
 
-    return judged(completions, reward)
+    return reward_each(completions, reward)
 
 
 def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -189,7 +189,7 @@ def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> lis
     def reward(text: str) -> float:
         return 0.5 if _SOFT_FORMAT.match(text) else 0.0
 
-    return judged(completions, reward)
+    return reward_each(completions, reward)
 
 
 def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -198,7 +198,7 @@ def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> l
     def reward(text: str) -> float:
         return 0.5 if _STRICT_FORMAT.fullmatch(text) else 0.0
 
-    return judged(completions, reward)
+    return reward_each(completions, reward)
 
 
 def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -208,7 +208,7 @@ def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[fl
         answer = _joined_groups(final_answer(text) or "").strip("$ ")
         return 0.5 if _INTEGER.fullmatch(answer) else 0.0
 
-    return judged(completions, reward)
+    return reward_each(completions, reward)
 
 
 def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
@@ -217,7 +217,7 @@ def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[flo
     def reward(text: str, gold: float) -> float:
         return 2.0 * _is_right(extract(text), gold)
 
-    return judged(completions, reward, ground_truth)
+    return reward_each(completions, reward, ground_truth)
 
 
 REWARDS = [tag_count_reward, soft_format_reward, strict_format_reward, integer_reward, correct_reward]
@@ -240,7 +240,7 @@ def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence
     def reward(text: str, gold: float) -> float:
         return 2.0 * _is_right(last_number(text), gold)
 
-    return judged(completions, reward, ground_truth)
+    return reward_each(completions, reward, ground_truth)
 
 
 def _plain_solution(row: dict[str, Any]) -> str:

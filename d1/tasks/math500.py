@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, answer_block, final_answer, format_completion, judged, last_boxed, problem
+from d1.tasks import Completion, answer_block, final_answer, format_completion, last_boxed, problem, reward_each
 from d1.tasks.data import TEXT, read_problems, task_rows, text_in
 from d1.tasks.maths import equivalent
 
@@ -81,7 +81,7 @@ def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[str
     def reward(text: str, gold: str) -> float:
         return 2.0 * _is_correct(text, gold)
 
-    return judged(completions, reward, ground_truth)
+    return reward_each(completions, reward, ground_truth)
 
 
 def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -94,7 +94,7 @@ def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) ->
             return 1.0 if boxed else 0.75
         return 0.5 if boxed else 0.25
 
-    return judged(completions, reward)
+    return reward_each(completions, reward)
 
 
 REWARDS = [correct_reward, boxed_in_answer_reward]
@@ -113,7 +113,7 @@ def boxed_reward(completions: Sequence[Completion], **columns: Any) -> list[floa
     def reward(text: str) -> float:
         return 0.0 if last_boxed(text) is None else 0.5
 
-    return judged(completions, reward)
+    return reward_each(completions, reward)
 
 
 def _plain_solution(row: dict[str, Any]) -> str:

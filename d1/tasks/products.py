@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, Message, final_answer, judged, problem
+from d1.tasks import Completion, Message, final_answer, problem, reward_each
 from d1.tasks.countdown import read_integer
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 from d1.tasks.latex import plain_characters, unwrap
@@ -56,7 +56,7 @@ def right_product(completions: Sequence[Completion], ground_truth: Sequence[Any]
     def reward(text: str, truth: int) -> float:
         return float(extract(text) == truth)
 
-    return judged(completions, reward, ground_truth)
+    return reward_each(completions, reward, ground_truth)
 
 
 REWARDS = [right_product]

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, final_answer, format_completion, judged, problem
+from d1.tasks import Completion, final_answer, format_completion, problem, reward_each
 from d1.tasks.data import TEXT, file_of, read_file, task_rows
 
 INSTRUCTIONS = (
@@ -66,7 +66,7 @@ def cells_reward(
     def share(text: str, about: str, truth: str) -> float:
         return _grade(extract(text), puzzle_of(about), truth)[1]
 
-    return judged(completions, share, question, ground_truth)
+    return reward_each(completions, share, question, ground_truth)
 
 
 REWARDS = [cells_reward]

@@ -1,6 +1,6 @@
 """The core is closed: its modules import no other room, and plain runs of its three stages execute none of them.
 
-What a room outside adds is reached through `d1/rooms.py` alone, when a flag or an argument asks for it.
+What a room outside adds is reached through `d1/extensions.py` alone, when a flag or an argument asks for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from d1 import rooms
+from d1 import extensions
 from d1.runs.turns import FORMAT_NAMES, TOOL_NAMES
 from d1.tools.calls import FORMATS
 from d1.tools.functions import TOOLS
@@ -22,7 +22,7 @@ from tests.commands import ROOT
 CORE = ("masking", "models", "sampling", "scoring", "tasks", "sft", "rl", "eval", "runs")
 SHARED = ("files", "hub", "lazy", "ranges", "rows", "transformers_bridge", "versions")  # of all rooms
 OUTER = ("tools", "serve", "sandbox", "preference", "distill", "show", "report", "commands", "eval.harness")
-DOOR = "d1/rooms.py"
+DOOR = "d1/extensions.py"
 # The files of the core that import an outer room all the same -> the reason
 KNOWN = {
     "d1/tasks/code.py": "a leaf that only `--dataset code` loads: its rewards run programs in the sandbox",
@@ -63,9 +63,9 @@ def test_the_core_names_no_outer_room():
 
 
 def test_names_behind_the_door_exist_and_are_of_outer_rooms():
-    for name, home in rooms.HOMES.items():
+    for name, home in extensions.HOMES.items():
         assert is_outer(f"d1.{home}"), name
-        assert getattr(rooms, name) is getattr(importlib.import_module(f"d1.{home}"), name)
+        assert getattr(extensions, name) is getattr(importlib.import_module(f"d1.{home}"), name)
 
 
 def test_help_of_flags_names_every_tool_and_every_format_of_calls():

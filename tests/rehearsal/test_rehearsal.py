@@ -24,7 +24,7 @@ from d1.sampling import Rollout, SamplingSettings, infill, rollout
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import RULES
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
-from d1.scoring.rollouts import canvas_blocks
+from d1.scoring.inputs import canvas_blocks
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests.d1.conftest import write_kind
 from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts, sharper
@@ -39,7 +39,7 @@ SAMPLING = {
     "d1/sampling/loop.py Sampler.check_finite": (1, "rollout"),  # after the last pass: are all values finite?
     "d1/sampling/rollouts.py rollout_steps": (1, "rollout"),  # is there padding? attention is fastest without a mask
     "d1/sampling/rollouts.py prompt_lengths": (1, "rollout of blocks"),  # which rows' blocks begin and end together
-    "d1/sampling/loop.py Batch.finished": (1, "block"),  # under the EOS stop: which rows have ended and leave
+    "d1/sampling/loop.py Batch.finish_rows": (1, "block"),  # under the EOS stop: which rows have ended and leave
     "d1/sampling/loop.py Sampler.advance": (1, "parallel step"),  # which rows have more to reveal; is a step to follow?
 }
 INFILL = {
@@ -49,7 +49,7 @@ INFILL = {
 SCORING = {
     "d1/models/attention.py padding_mask": (1, "scoring"),  # is there padding? attention is fastest without a mask
     "d1/scoring/views.py score": (1, "scoring"),  # which views score which tokens, for all its passes
-    "d1/scoring/rollouts.py SampledRows.to": (1, "column"),  # views are drawn where the generators are
+    "d1/scoring/inputs.py SampledRows.to": (1, "column"),  # views are drawn where the generators are
 }
 LOSSES = {  # all for the log
     "d1/rl/losses.py clip_ratio_metric": (1, "loss with clipping"),

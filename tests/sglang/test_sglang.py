@@ -25,7 +25,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
-from d1.scoring.rollouts import ViewSettings, canvas_blocks, steps_in_blocks
+from d1.scoring.inputs import ViewSettings, canvas_blocks, steps_in_blocks
 from d1.serve import KEY
 from d1.serve.client import Prompts, RolloutServer, Weights
 from d1.serve.weights import WeightsFolder

@@ -39,7 +39,7 @@ def coupled_views(hidden_prompt: Tensor, half: Tensor, share: Tensor, scored: Te
 
 def draw_coupled(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     from d1.masking import draw_masks
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
 
     low, high = SHARES
     share = (low + (high - low) * random.uniform(1)[:, 0]).to(sampled.scored.device)

@@ -30,8 +30,8 @@ def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettin
     tokens of the prompt."""
     import torch
 
+    from d1.scoring.inputs import draw_hidden_prompt
     from d1.scoring.replay import WrittenTokens, replay_views
-    from d1.scoring.rollouts import draw_hidden_prompt
 
     written = WrittenTokens.from_rows(sampled)
     if sampled.blocks is not None:  # each block has its share of the steps

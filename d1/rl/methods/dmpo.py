@@ -57,7 +57,7 @@ def draw_opposite_masks(sampled: SampledRows, random: Randomness, settings: View
     import torch
 
     from d1.masking import draw_masks
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
 
     chances = LOWEST + (1 - LOWEST) * random.uniform(settings.draws)
     masks = [draw_masks(sampled.scored, of_mask, random.generators) for of_mask in chances.unbind(1)]

@@ -38,7 +38,7 @@ def quadrature() -> tuple[Tensor, Tensor]:
 
 def draw_gauss(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     from d1.scoring.elbo import ranks_of_tokens
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
     from d1.scoring.views import views_of_canvas
 
     scored, device = sampled.scored, sampled.scored.device

@@ -32,7 +32,7 @@ def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSet
     import torch
 
     from d1.scoring.elbo import ranks_of_tokens, uniform_counts, weighted_views
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
 
     counts = uniform_counts(sampled, random, settings)
     hidden = ranks_of_tokens(sampled, random, settings.draws) < counts.unsqueeze(-1)

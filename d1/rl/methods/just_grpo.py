@@ -30,8 +30,8 @@ def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     design (the fast variant of NVIDIA-NeMo/RL, research/just_grpo)."""
     import torch
 
+    from d1.scoring.inputs import steps_in_blocks
     from d1.scoring.replay import WrittenTokens, all_segments, clean_prompt, last_scored_segment, replay_views
-    from d1.scoring.rollouts import steps_in_blocks
 
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
@@ -50,8 +50,8 @@ def least_likely(sampled: SampledRows, steps: Tensor, count: int) -> Views:
     import torch
 
     from d1.scoring import Views
+    from d1.scoring.inputs import ranks_in_blocks
     from d1.scoring.replay import clean_prompt
-    from d1.scoring.rollouts import ranks_in_blocks
 
     scored, blocks = sampled.scored, sampled.block_numbers
     logps = sampled.logps.masked_fill(~scored, torch.inf)

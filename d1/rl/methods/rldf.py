@@ -37,8 +37,8 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     import torch.nn.functional as F
 
     from d1.scoring import Views
+    from d1.scoring.inputs import steps_in_blocks
     from d1.scoring.replay import clean_prompt, draw_with_replacement, segment_sums, top_segments
-    from d1.scoring.rollouts import steps_in_blocks
 
     scored, steps = sampled.scored, steps_in_blocks(sampled.reveal_steps, sampled.blocks)
     sums, counts = segment_sums(steps, scored, -sampled.logps)

@@ -62,7 +62,7 @@ def draw_block_gauss(sampled: SampledRows, random: Randomness, settings: ViewSet
     import torch
 
     from d1.scoring.elbo import numbers_of_tokens
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
     from d1.scoring.views import views_of_canvas
 
     scored, device = sampled.scored, sampled.scored.device

@@ -87,7 +87,7 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: ViewSet
 def draw_blocks(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     import torch
 
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
 
     count = settings.draws
     rows = zip(sampled.scored.cpu(), random.generators, strict=True)

@@ -40,7 +40,7 @@ def draw_random(sampled: SampledRows, random: Randomness, settings: ViewSettings
     import torch
 
     from d1.masking import draw_masks
-    from d1.scoring.rollouts import draw_hidden_prompt
+    from d1.scoring.inputs import draw_hidden_prompt
 
     low, high = TIMES
     times = low + (high - low) * random.uniform(settings.draws)

@@ -32,7 +32,7 @@ from d1.models.load import REFUSAL
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import Views, score
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
 from pocket.make_base import build_model
 from tests.commands import ROOT
 from tests.d1.released import (

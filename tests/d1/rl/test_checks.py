@@ -17,8 +17,8 @@ from d1.rl.methods.d1 import D1
 from d1.rl.methods.spg import draw_blocks
 from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator, Scores
-from d1.scoring.masks import draw_one_step as draw
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
+from d1.scoring.one_step import draw_one_step as draw
 from tests.losses import gradient, random_inputs, settings
 from tests.tiny_grpo import SETTINGS, logged, make_method, make_trainer, weights
 

@@ -17,7 +17,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.sources import RolloutRequest
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.caches import CACHES
-from d1.scoring.rollouts import steps_in_blocks
+from d1.scoring.inputs import steps_in_blocks
 from d1.serve.client import Prompts, RolloutServer, Weights, reveal_steps
 from d1.serve.rollouts import PolicyServers
 from d1.serve.weights import WeightsFolder, WholeWeights

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from d1 import rooms
+from d1 import extensions
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
@@ -50,9 +50,9 @@ def test_sources_that_cannot_continue_are_refused_at_the_set_up(tiny_model_dir, 
     args = DiffuGRPOConfig(output_dir=str(tmp_path), report_to="none", block_length=4)
     settings = args.sampling_settings(config)
     require_continuing(OwnModel(), settings, config, "--branches")
-    user = rooms.UserRollouts(lambda prompts, trainer: {}, args, config)
+    user = extensions.UserRollouts(lambda prompts, trainer: {}, args, config)
     sources = {
-        "rollout_mode server": [rooms.ServerRollouts(), rooms.PrefetchedRollouts()],
+        "rollout_mode server": [extensions.ServerRollouts(), extensions.PrefetchedRollouts()],
         "a rollout_func": [user],
     }
     for name, cannot in sources.items():

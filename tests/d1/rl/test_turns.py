@@ -20,7 +20,7 @@ from d1.rl.bridge import rollout_buffer
 from d1.rl.losses import MEANS, OBJECTIVES, PENALTIES, LossInputs
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
-from d1.scoring.rollouts import CanvasBlocks
+from d1.scoring.inputs import CanvasBlocks
 from d1.show.film import GIVEN
 from d1.tools.calls import FORMATS
 from d1.tools.trainer import flatten_episodes, stack_turns

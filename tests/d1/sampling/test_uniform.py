@@ -10,7 +10,7 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.attention import left_pad
-from d1.models.canvas import canvas_states
+from d1.models.diffusion_gemma import canvas_states
 from d1.models.head import backbone_and_head, token_entropies, token_logps
 from d1.sampling import SamplingSettings, rollout, rollout_steps, rollout_stream
 from d1.sampling.settings import check_sampler

@@ -24,7 +24,7 @@ from d1.models import prepare
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
-from d1.scoring.rollouts import canvas_blocks
+from d1.scoring.inputs import canvas_blocks
 from tests.rounding import LOGITS, assert_near
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3

@@ -11,7 +11,7 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.attention import left_pad
-from d1.models.canvas import canvas_states
+from d1.models.diffusion_gemma import canvas_states
 from d1.models.head import backbone_and_head
 from d1.rl.checks import noised_rows
 from d1.sampling import SamplingSettings, rollout

@@ -18,7 +18,7 @@ from d1.rl.methods import METHODS
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.loop import eos_cut
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
-from d1.scoring.rollouts import CanvasBlocks, canvas_blocks
+from d1.scoring.inputs import CanvasBlocks, canvas_blocks
 from tests.d1.models.test_causal_context import Stock
 from tests.d1.released import CAUSAL, MASK, VOCAB, write_shifted
 from tests.d1.sampling.reference import make_prompts, sharper

@@ -11,7 +11,7 @@ from d1.masking import keyed_generator
 from d1.rl.checks import ESTIMATORS
 from d1.scoring import Randomness, elbo
 from d1.scoring.elbo import elbo_views, espo_views
-from d1.scoring.rollouts import canvas_blocks, rotation
+from d1.scoring.inputs import canvas_blocks, rotation
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,

@@ -18,8 +18,8 @@ from d1.models.kinds import block_size
 from d1.rl.checks import ESTIMATORS
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.scoring import Randomness, SampledRows, Views
+from d1.scoring.inputs import canvas_blocks, strata
 from d1.scoring.replay import draw_segments, segment_probabilities
-from d1.scoring.rollouts import canvas_blocks, strata
 from tests.d1.scoring.enumeration import (
     CANVAS,
     EOS,

@@ -8,7 +8,7 @@ import d1.models.head
 from d1.commands.footprint import LiveStorages
 from d1.models import load_model
 from d1.scoring import Views, mean_field_logps, score, views_of_canvas
-from d1.scoring.masks import one_step_views
+from d1.scoring.one_step import one_step_views
 from tests.d1.released import CAUSAL
 from tests.d1.scoring.enumeration import canvas_logits
 from tests.rounding import LOGITS, TOKENS, assert_near, largest, rounding

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
+from d1.scoring.inputs import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views, score
 
 

@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from d1.scoring.rollouts import rotation, strata
+from d1.scoring.inputs import rotation, strata
 from tests.d1.scoring.enumeration import randomness
 
 GRID = (torch.arange(60, dtype=torch.float64) + 0.5) / 60  # of u, fine enough to tell 60 parts of [0, 1) apart

@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from d1.masking import keyed_generator, noise_level, token_ids
 from d1.models import head
-from d1.models.canvas import Context, decode, encode, soft_embeddings
+from d1.models.diffusion_gemma import Context, decode, encode, soft_embeddings
 from d1.models.kinds import vocabulary
 from d1.runs.data import IGNORED
 from d1.sft.data import dLLMDataCollator

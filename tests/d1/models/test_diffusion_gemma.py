@@ -15,8 +15,8 @@ from d1.commands.footprint import FitSettings, build, depths, step_peak, total_a
 from d1.models import load_model
 from d1.models.adapters import add_adapter, lora_targets, merge_adapter
 from d1.models.attention import count_positions
-from d1.models.canvas import canvas_states, decode, encode, soft_embeddings, unwrapped
 from d1.models.convert import export, merge
+from d1.models.diffusion_gemma import canvas_states, decode, encode, soft_embeddings, unwrapped
 from d1.models.head import backbone_and_head
 from d1.models.kinds import KINDS, Kind, check_since, native_config
 from d1.models.load import prepare
@@ -208,7 +208,7 @@ def test_configs_that_do_not_share_or_are_not_causal_are_refused(folder, tmp_pat
 
 
 def test_a_whole_text_is_not_a_pass_and_an_old_version_is_refused(folder, monkeypatch):
-    with pytest.raises(ValueError, match=r"d1\.models\.canvas"):
+    with pytest.raises(ValueError, match=r"d1\.models\.diffusion_gemma"):
         backbone_and_head(load_model(folder))[0](torch.zeros(1, 3, dtype=torch.long))
     monkeypatch.setattr("d1.models.kinds.version", lambda name: "5.23.0")
     with pytest.raises(ValueError, match=r"needs Transformers 5\.24 or newer, and 5\.23\.0 is installed"):

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from d1.models import load_model, load_tokenizer
-from d1.models.canvas import canvas_states
+from d1.models.diffusion_gemma import canvas_states
 from d1.models.kinds import native_config
 from d1.runs.data import IGNORED
 from d1.sft import dLLMSFTDataset
-from d1.sft.canvases import CanvasCollator, CanvasTrainer, next_tokens
 from d1.sft.config import SFTConfig
+from d1.sft.diffusion_gemma import CanvasCollator, CanvasTrainer, next_tokens
 from d1.sft.stage import check_noise
 from d1.sft.train import main, make_parser
 from tests import forks

@@ -10,7 +10,7 @@ from d1.rl.checks import ESTIMATORS
 from d1.rl.methods.coupled_grpo import SHARES, coupled_views
 from d1.rl.methods.unigrpo import random_mask_views
 from d1.scoring import Randomness
-from d1.scoring.masks import one_step_views
+from d1.scoring.one_step import one_step_views
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,
