@@ -524,6 +524,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             firsts = first_equal_updates(batch, self.accelerator.gather)
 
         # Old log-probs: those of the sampler, or of the policy before the first update. Then those of the reference.
+        # The first update has its own, too, although they equal the policy's without dropout: a first ratio that is
+        # not 1 shows a fault, and the pass is one of 4 mu (scorings and updates, which count three times).
         with self.without_checkpointing():
             if args.old_as_sampled:
                 batch["old_view_logps"] = view_logps_as_sampled(batch)

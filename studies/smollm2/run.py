@@ -477,6 +477,11 @@ def judge_start(study: Study) -> dict[str, Any]:
     return {"arm": arm} | judge(study, study.path(f"{arm}-base"), ARMS[arm])
 
 
+def judge_ar_start(study: Study) -> dict[str, Any]:
+    """The autoregressive model as it was released."""
+    return judge_ar(study, study.path("ar"))
+
+
 def second_seed(study: Study) -> dict[str, Any]:
     return train_sft(study, best_arm(study), seed=1) | {"arm": best_arm(study)}
 
@@ -506,6 +511,7 @@ def jobs() -> list[Job]:
     ]
     every.append(Job("more-0", partial(train_more, seed=0), searched, 2.5))
     every.append(Job("base", judge_start, pilots, 0.5))
+    every.append(Job("ar-base", judge_ar_start, ("rows", "source"), 0.5))
     every.append(Job("shuffled", partial(train_rl, name="shuffled", seed=0, shuffled=True), searched, 2.5))
     every += [
         Job(f"more-{seed}", partial(train_more, seed=seed), (*searched, f"rl-{seed}"), 2.5) for seed in SEEDS if seed
@@ -514,11 +520,13 @@ def jobs() -> list[Job]:
     return every
 
 
-def work(study: Study, until: float | None) -> None:
-    """Does jobs that nobody else does, until none is left or startable in the time that is left."""
+def work(study: Study, until: float | None, only: str | None = None) -> None:
+    """Does jobs that nobody else does, until none is left or startable in the time that is left; `only` names one."""
     while True:
         done = study.lines()
         missing = [job for job in jobs() if job.name not in done and job.name not in study.failed()]
+        if only is not None:
+            missing = [job for job in missing if job.name == only]
         fits = [job for job in missing if until is None or time.time() + 60 * job.minutes < until]
         if not fits:
             return
@@ -582,6 +590,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, default=DATA, help="the file of lines (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="start no job that is not expected to end in this time")
     parser.add_argument("--workers", type=int, default=1, help="jobs at the same time")
+    parser.add_argument("--job", choices=[job.name for job in jobs()], help="do this one alone, after those it needs")
     parser.add_argument("--tiny", action="store_true", help="every job with a few rows and steps, in OUTPUT_DIR")
     return parser
 
@@ -591,9 +600,15 @@ def main(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "tiny.jsonl" if args.tiny else args.data
     study = Study(args.model, folder, data, args.tiny)
+    if args.job is not None:
+        (job,) = (job for job in jobs() if job.name == args.job)
+        ended = {*study.lines(), *study.failed()}
+        absent = [name for name in job.needs if name not in ended]
+        if absent:
+            raise ValueError(f"--job {job.name} needs the lines of {', '.join(absent)} in {data}: do these jobs first")
     until = None if args.minutes is None else time.time() + 60 * args.minutes
-    if args.workers == 1:
-        work(study, until)
+    if args.workers == 1 or args.job is not None:
+        work(study, until, args.job)
         return
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=work_alone, args=(study, until, number)) for number in range(args.workers)]

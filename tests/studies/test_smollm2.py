@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from studies.smollm2 import run, svamp
-from studies.smollm2.report import conversion_table
+from studies.smollm2.report import conversion_table, stages_table
 
 ROW = {
     "Question": "A has number0 books in each of number1 boxes , and gives number2 away . How many are left ?",
@@ -96,6 +96,38 @@ def test_the_table_has_the_shares_of_the_lines_and_differences_paired_by_problem
     assert rows["shift"][0].startswith("25.0 [")
     assert rows["shift"][1].startswith("-50.0 [")
     assert rows["full"][-1] == "not run"
+
+
+def test_stages_are_compared_with_sft_and_rl_has_the_rate_of_the_search():
+    def line(right, **more):
+        part = {"right": right, "texts": []}
+        return {"validation": part, "test": part, **more}
+
+    lines = {"base": line("0000", arm="shift"), "sft-shift-0": line("1000"), "rl-1": line("1110")}
+    for rate, right in zip(run.RATES, ("1000", "1111", "1100"), strict=True):
+        lines[f"rate-{rate:g}"] = line(right)
+    rows = {}
+    for row in stages_table(lines).splitlines():
+        stage, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        rows[stage] = cells
+    assert rows["converted (`shift`)"][1] == "0.0 [0.0, 49.0]"  # Wilson's: z^2 / (n + z^2)
+    assert rows["+ SFT"][:3] == ["1", "25.0 [4.6, 69.9]", ""]
+    assert rows["+ SFT + RL"][0] == "2"
+    assert rows["+ SFT + RL"][1].startswith("87.5 [")
+    assert rows["+ SFT + RL"][2].startswith("+62.5 [")
+    assert rows["+ RL"] == ["0", "", "", "", ""]
+
+
+def test_one_job_can_be_named_and_needs_those_before_it(tmp_path, monkeypatch):
+    every = [run.Job("first", lambda study: {}), run.Job("second", lambda study: {"n": 2}, ("first",))]
+    monkeypatch.setattr(run, "jobs", lambda: every)
+    flags = ["--model", "m", "--output_dir", str(tmp_path), "--data", str(tmp_path / "runs.jsonl"), "--job"]
+    with pytest.raises(ValueError, match="--job second needs the lines of first"):
+        run.main(run.make_parser().parse_args([*flags, "second"]))
+    run.main(run.make_parser().parse_args([*flags, "first"]))
+    assert [line["job"] for line in run.read_lines(tmp_path / "runs.jsonl")] == ["first"]
+    run.main(run.make_parser().parse_args([*flags, "second"]))
+    assert [line["job"] for line in run.read_lines(tmp_path / "runs.jsonl")] == ["first", "second"]
 
 
 def test_the_files_of_problems_are_named_if_they_are_missing(monkeypatch):
