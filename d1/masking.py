@@ -17,9 +17,9 @@ NOISE_EPS = 1e-3  # eps, the smallest masking probability: keeps the weight 1/t'
 
 
 def token_ids(ids: Any) -> Tensor:
-    """Token ids as a tensor that has room for every id: integers of another type than int32 become int64. Arrays of
-    uint16, as of tokenised files, hold neither a mask token above 65535 nor PyTorch's operations. ValueError for
-    numbers that are no integers."""
+    """Token ids as a tensor that has room for every id: integers of another type than int32 become int64. uint16
+    arrays, as in tokenised files, cannot hold a mask token above 65535, and PyTorch lacks operations for them.
+    ValueError for numbers that are no integers."""
     tensor = torch.as_tensor(ids)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"token ids must be integers, got {tensor.dtype}")
@@ -29,7 +29,11 @@ def token_ids(ids: Any) -> Tensor:
 
 
 def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
-    """A generator on `device` that depends only on `key`, e.g. (seed, rank, step); ValueError for a negative part."""
+    """A generator on `device` that depends only on `key`, e.g. (seed, rank, step); ValueError for a negative part.
+
+    Keys of up to four parts that differ only by zeros at the end, such as (1, 2) and (1, 2, 0), give the same
+    generator: keys for different purposes need the same number of parts, or different last parts.
+    """
     if any(part < 0 for part in key):
         raise ValueError(f"the parts of a generator's key must be >= 0, got {key}")
     # SeedSequence mixes the parts, so neighbouring keys such as (0, 1) and (1, 0) give unrelated streams.

@@ -163,7 +163,8 @@ def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
     "d1+weights" is d1 with `sampling_weight_cap`, with which most tokens have different weights. "+accumulated" is a
     rollout of 12 micro-batches of one row, divided among the processes: 1 x 12, 2 x 6 or 4 x 3. "+mini-batches" has two
-    optimizer steps per rollout, each with half of its 24 rows. "+falling" has a rate that falls with the compute that
+    optimizer steps per rollout, each with half of its 24 rows. "+ended" has texts that end early, so that the processes
+    replay different numbers of steps. "+falling" has a rate that falls with the compute that
     all processes have spent."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -174,6 +175,7 @@ def train_a_little(model_dir, folder, method, **changes):
     options |= {"num_mini_batches": 2, "num_iterations": 1} if variant == "mini-batches" else {}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
+    options |= {"scored_tokens": "ended", "ends": range(20, 34)} if variant == "ended" else {}
     options |= {"lr_scheduler_type": "linear", "max_compute_tokens": 20_000} if variant == "falling" else {}
     trainer = make_method(model_dir, folder, method, Recorded, **(options | changes), **same_mean(method))
     if variant == "falling":

@@ -51,7 +51,7 @@ from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_p
 from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
-from d1.sampling.settings import OF_UNIFORM_NOISE, ModelFlags, SamplingFlags, sampling_settings
+from d1.sampling.settings import UNIFORM_NOISE_DEFAULTS, ModelFlags, SamplingFlags, sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 
 logger = logging.getLogger("eval")
@@ -206,7 +206,7 @@ def run_identity(args: EvalRun, prompts: list[Prompt]) -> dict[str, Any]:
         identity["nucleus_p"] = sampling.nucleus
     if sampling.first_token is not None:
         identity["first_token"] = sampling.first_token
-    for name, default in OF_UNIFORM_NOISE.items():
+    for name, default in UNIFORM_NOISE_DEFAULTS.items():
         value = getattr(sampling, name)
         if value != default:
             identity[name] = value

@@ -185,11 +185,13 @@ class LossMask:
     Attributes:
         select: the tokens (rows, canvas) bool that count in the loss.
         after_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
+        rest_of_block: it counts tokens after the first EOS that were sampled all the same, in its block.
         reads_steps: it reads `SampledCanvases.steps`.
     """
 
     select: Callable[[SampledCanvases], Tensor]
     after_the_end: bool = False
+    rest_of_block: bool = False
     reads_steps: bool = False
 
 
@@ -222,7 +224,7 @@ def to_the_last_text(sampled: SampledCanvases) -> Tensor:
 LOSS_MASKS: dict[str, LossMask] = {
     "ended": LossMask(until_the_end),
     "text": LossMask(text_until_the_end),
-    "drawn": LossMask(drawn, reads_steps=True),
+    "drawn": LossMask(drawn, rest_of_block=True, reads_steps=True),
     "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True),
     "unpadded": LossMask(unpadded, after_the_end=True),
     "canvas": LossMask(whole_canvas, after_the_end=True),
@@ -437,7 +439,7 @@ def sampled_rows(batch: Batch, blocks: CanvasBlocks, protect_specials_of: Any | 
     rows, gen_length = canvas_ids.shape
     maskable = maskable_tokens(batch)
     if protect_specials_of is not None:
-        maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
+        maskable = maskable & ~special_tokens(batch["prompt_ids"], protect_specials_of)
     unknown = torch.full((rows, gen_length), torch.nan, device=canvas_ids.device)
     return SampledRows(
         prompt_ids=batch["prompt_ids"],

@@ -63,7 +63,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
-    - `_calculate_rewards`, to time it, and to log an accuracy that is not a reward;
+    - `_calculate_rewards`, to time it, to keep each row's weighted sum of rewards and its accuracy, and to leave out
+      rows without a reward;
     Overrides of Trainer's own methods are in `RunTrainer`; `train_sampler` gives it an order that survives a resume.
     """
 

@@ -333,7 +333,7 @@ UNSUPPORTED: dict[str, Any] = {
 for field_name, field in GRPOConfig.__dataclass_fields__.items():
     if field_name.startswith("vllm_"):
         UNSUPPORTED[field_name] = field.default
-OFF_IN_MODEL = {  # the same, of `ModelConfig`
+UNSUPPORTED_IN_MODEL = {  # the same, of `ModelConfig`
     "model_name_or_path": None,  # it is --model_path here
     "model_revision": "main",
     "load_in_8bit": False,
@@ -354,6 +354,9 @@ INSTEAD = {
     "model_name_or_path": "model_path names the model",
     "model_revision": "model_path can be a folder with that revision",
     "load_in_8bit": "load_in_4bit loads NF4",
+    "bnb_4bit_quant_type": "load_in_4bit loads NF4",
+    "bnb_4bit_quant_storage": "load_in_4bit loads NF4",
+    "cast_lm_head_to_fp32": "the head has the dtype of the model",
 }
 
 # Settings with a list of choices. TRL 1.16 checks its own only at the first loss. Entries that are added later count.
@@ -374,17 +377,17 @@ CHOICES: dict[str, Iterable[str]] = {
 }
 
 
-def check_off(settings: Settings | ModelConfig, off: dict[str, Any]) -> None:
+def check_unsupported(settings: Settings | ModelConfig, unsupported: dict[str, Any]) -> None:
     """Raises ValueError for a setting that nothing reads."""
-    for name, off_value in off.items():
+    for name, default in unsupported.items():
         value = getattr(settings, name)
-        if value != off_value:
+        if value != default:
             advice = INSTEAD.get(
                 name,
                 "rollouts read temperature, top_k, top_p, diffusion_steps, block_length, remasking, "
                 "steps_per_generation and rollout_batch_size",
             )
-            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {off_value!r}; {advice}")
+            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {default!r}; {advice}")
 
 
 def check_settings(settings: Settings) -> None:
@@ -529,8 +532,8 @@ def about_updates(settings: Settings) -> Iterator[str]:
             yield (
                 f"split_views gives each update some of a row's views, but {name} with loss_type "
                 f"{settings.loss_type} needs "
-                f"all of them: use --objective clipped_views --loss_type views, clipped_steps or rldf, and "
-                f"--kl {names_where(PENALTIES, by_view=True)}"
+                f"all of them: use --objective {names_where(OBJECTIVES, by_view=True)} (with --loss_type views where "
+                f"it is read), and --kl {names_where(PENALTIES, by_view=True)}"
             )
     reads_state_reward = objective.settings is None or "state_reward" in objective.settings
     # It costs forward passes and rewards, so even the method's own value is refused; `unused_settings` refuses a value
@@ -749,10 +752,11 @@ def against_turns(settings: Settings) -> Iterator[str]:
         )
     if settings.objective == "trl" and settings.off_policy_mask_threshold is not None:
         yield f"{turns}, and off_policy_mask_threshold drops single rows: leave it out"
-    if LOSS_MASKS[settings.scored_tokens].after_the_end:
-        able = names_where(LOSS_MASKS, after_the_end=False)
+    loss_mask = LOSS_MASKS[settings.scored_tokens]
+    if loss_mask.after_the_end or loss_mask.rest_of_block:
+        able = names_where(LOSS_MASKS, after_the_end=False, rest_of_block=False)
         yield f"scored_tokens {settings.scored_tokens} counts what follows a call, which is cut off: use {able}"
-    for name in OF_SPEED:
+    for name in SPEED_SETTINGS:
         if getattr(settings, name):
             yield f"{name} needs the forward passes of a single canvas: leave it out"
     if settings.state_reward:
@@ -769,7 +773,7 @@ def against_turns(settings: Settings) -> Iterator[str]:
         yield "edit_threshold: editing with tools is not supported: leave it out"
 
 
-OF_SPEED = ("speed_reward", "min_speed_spread")  # settings that read the tokens per forward pass of a completion
+SPEED_SETTINGS = ("speed_reward", "min_speed_spread")  # settings that read the tokens per forward pass of a completion
 
 CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
     about_merged_rollouts,
@@ -965,7 +969,7 @@ ON_RESUME = OnResume(
 
 def check_model_settings(args: Settings, model_args: ModelConfig) -> None:
     """Refuses model settings that contradict each other or that nothing here reads."""
-    check_off(model_args, OFF_IN_MODEL)
+    check_unsupported(model_args, UNSUPPORTED_IN_MODEL)
     if not args.model_path:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
     if model_args.load_in_4bit and not model_args.use_peft:

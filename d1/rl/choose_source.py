@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from d1 import extensions
-from d1.rl.sources import OwnModel, RolloutSource, require_continuing
+from d1.rl.sources import LocalRollouts, RolloutSource, require_continuing
 from d1.sampling import SamplingSettings
 
 if TYPE_CHECKING:
@@ -43,4 +43,4 @@ def sampling_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | No
         if args.rollout_staleness:
             return extensions.PrefetchedRollouts()
         return extensions.ServerRollouts()
-    return OwnModel()
+    return LocalRollouts()

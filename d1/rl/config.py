@@ -30,7 +30,15 @@ from d1.ranges import (
     setting,
 )
 from d1.rl.batch import LOSS_MASKS
-from d1.rl.checks import UNSUPPORTED, check_names, check_off, check_settings, find_method, set_by_user, try_entries
+from d1.rl.checks import (
+    UNSUPPORTED,
+    check_names,
+    check_settings,
+    check_unsupported,
+    find_method,
+    set_by_user,
+    try_entries,
+)
 from d1.rl.hints import HINTS
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
@@ -219,8 +227,10 @@ class DiffuGRPOConfig(GRPOConfig):
     method: str = setting("d1", f"Sets a method's values; other flags win: {', '.join(METHODS)}, or a .py path.")
     estimator: str = setting("one_step", f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}.")
     num_views: OptionalCount = setting(None, "Monte Carlo draws per row and update; replay scores all steps if unset.")
-    antithetic: bool = setting(False, "elbo: draws in pairs of opposite masks, which together hide every token.")
-    stratified: bool = setting(False, "elbo: draw one time from each of equal parts of [0, 1).")
+    antithetic: bool = setting(False, "elbo, espo: draws in pairs of opposite masks, which together hide every token.")
+    stratified: bool = setting(
+        False, "elbo, espo, counts, complements: spread times or counts evenly over all draws of a rollout."
+    )
     segments: OptionalCount = setting(None, "segments: number of segments of a canvas's steps; one per step if unset.")
     segment_steps: OptionalCount = setting(None, "replay: merge this number of steps into one; 1 suits fast samplers.")
     draw_steps: str = setting("uniform", f"replay with num_views: how steps are chosen: {', '.join(DRAW_STEPS)}.")
@@ -252,7 +262,9 @@ class DiffuGRPOConfig(GRPOConfig):
     accuracy_reward: bool = setting(False, "The task's strict accuracy is the reward, instead of the task's rewards.")
     speed_reward: Amount = setting(0.0, "Weight of tokens per forward pass as a further reward; 0: no such reward.")
     refills: Annotated[int, NATURAL] = setting(
-        0, "right_share: at most this many more batches of prompts, sampled to replace those that are dropped."
+        0,
+        "right_share or min_speed_spread: at most this many more batches of prompts, sampled to replace those that are "
+        "dropped.",
     )
     hints: str = setting(
         "none",
@@ -267,8 +279,10 @@ class DiffuGRPOConfig(GRPOConfig):
     reward_temperature: Annotated[float, POSITIVE] = setting(
         0.04, "dmpo: what divides the rewards in the softmax of its advantages."
     )
-    eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
-    eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
+    eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg, stable_drl: the exponent of the upper bound.")
+    eubo_share: Annotated[float, SHARE] = setting(
+        0.5, "spg, stable_drl: the upper bound's share where the advantage is < 0."
+    )
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
     nll_weight: Amount = setting(0.1, "clipped_views_nll: weight of -log p of right completions.")
     sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
@@ -318,7 +332,7 @@ class DiffuGRPOConfig(GRPOConfig):
     per_device_eval_batch_size: int = setting(None, "The same in evaluations.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_off(self, UNSUPPORTED)  # before TRL sets some of them
+        check_unsupported(self, UNSUPPORTED)  # before TRL sets some of them
         for name in ("kv_cache", "reveal"):  # a flag cannot be None
             if getattr(self, name) == "none":
                 setattr(self, name, None)

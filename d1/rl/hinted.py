@@ -110,7 +110,10 @@ class HintedRollouts(SourceWrapper):
         canvas_ids = record["canvas_ids"]
         completions = completion_ids_of(canvas_ids, trainer.eos_token_ids)
         for row, completion, pass_count in zip(rows.tolist(), completions, passes, strict=True):
-            trainer.rollout_fields[SPEED][row] = len(completion) / max(pass_count, 1)
+            speed = len(completion) / max(pass_count, 1)
+            trainer.rollout_fields[SPEED][row] = speed
+            if SPEED in new:  # with `min_speed_spread`
+                new[SPEED][row] = speed
 
         # Its place in the batch.
         for name, values in record.items():

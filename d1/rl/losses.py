@@ -46,7 +46,7 @@ class LossInputs:
             those of this micro-batch.
         repeats: tokens that count, each once per view of this update that scores something of its row, averaged in the
             same way; None: those of this micro-batch.
-        active: completions whose advantage is not 0, averaged in the same way; None: the rows of this micro-batch.
+        active: completions whose advantage is not 0, averaged in the same way; None: counted in this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first
             step of its block.
@@ -338,7 +338,7 @@ class Penalty:
         return checked_scalar(self.value, self.value(inputs, settings), inputs)
 
 
-BOUNDS_OF = ("old", "reference")  # the models of `Advantage.reads`
+BOUND_MODELS = ("old", "reference")  # the models of `Advantage.reads`
 
 
 @dataclass(frozen=True)
@@ -381,8 +381,9 @@ class Advantage:
     kept_only: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.reads, str) or not {*self.reads} <= {*BOUNDS_OF}:
-            raise ValueError(f"an Advantage reads bounds of {' and '.join(BOUNDS_OF)}, in a tuple; got {self.reads!r}")
+        if isinstance(self.reads, str) or not {*self.reads} <= {*BOUND_MODELS}:
+            known = " and ".join(BOUND_MODELS)
+            raise ValueError(f"an Advantage reads bounds of {known}, in a tuple; got {self.reads!r}")
 
     def __call__(self, inputs: AdvantageInputs | Tensor, settings: Any = None) -> Tensor:
         """The advantages. Raises ValueError if the function returned something else."""

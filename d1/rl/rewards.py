@@ -45,12 +45,12 @@ class RewardError(RunError):
     """A reward function raised an error, or returned something that is not a reward."""
 
 
-class BadReward(ValueError):
+class InvalidRewardError(ValueError):
     """A function did not return a list of rewards."""
 
 
 def reward_or_none(value: Any, row: int) -> float | None:
-    """A number of Python, NumPy or PyTorch as a float; None stays None. Raises BadReward for anything else."""
+    """A number of Python, NumPy or PyTorch as a float; None stays None. Raises InvalidRewardError for anything else."""
     if value is None:
         return None
     try:
@@ -61,22 +61,24 @@ def reward_or_none(value: Any, row: int) -> float | None:
         number = math.inf
     if number is None or not torch.tensor(number, dtype=torch.float32).isfinite():
         problem = "is not a number" if number is None else "is not finite as float32"
-        raise BadReward(f"returned {value!r:.80} for row {row}, which {problem} (return None if it does not apply)")
+        raise InvalidRewardError(
+            f"returned {value!r:.80} for row {row}, which {problem} (return None if it does not apply)"
+        )
     return number
 
 
 def parse_rewards(values: Any, rows: int) -> list[float | None]:
-    """What a reward function returned, as one float or None per row. Raises BadReward for anything else."""
+    """What a reward function returned, as one float or None per row. Raises InvalidRewardError for anything else."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
-        raise BadReward(f"returned {type(values).__name__}, not a list with one reward per row")
+        raise InvalidRewardError(f"returned {type(values).__name__}, not a list with one reward per row")
     listed = list(values)
     if len(listed) != rows:
-        raise BadReward(f"returned {len(listed)} rewards for {rows} rows")
+        raise InvalidRewardError(f"returned {len(listed)} rewards for {rows} rows")
     return [reward_or_none(value, row) for row, value in enumerate(listed)]
 
 
 def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
-    """The rewards that a function, `async` or not, gives each row. Raises BadReward if it returned something else."""
+    """The rewards that a function, `async` or not, gives each row. InvalidRewardError if it returned something else."""
     if is_async_callable(function):
         with ThreadPoolExecutor(1) as thread:  # the caller's thread may be running an event loop
             values = thread.submit(asyncio.run, function(**kwargs)).result()
@@ -136,7 +138,7 @@ def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
 def describe_failure(function: Reward, error: Exception) -> str:
     """What a reward function did, with its file and line: where it raised, or where it begins if it returned what is
     not a reward."""
-    if isinstance(error, BadReward):
+    if isinstance(error, InvalidRewardError):
         inner = inspect.unwrap(getattr(function, "func", function))  # of a partial
         code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
         if code is None:

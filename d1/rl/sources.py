@@ -1,7 +1,7 @@
 """Where rollouts come from: prompts and the keys of their random numbers in, a rollout out.
 
-The trainer has one `RolloutSource`, and does not know which. `OwnModel` samples with the model that is trained. The
-others are outside the core: servers (`d1/serve/rollouts.py`), servers that sample ahead of the updates
+The trainer has one `RolloutSource`, and does not know which. `LocalRollouts` samples with the model that is trained.
+The others are outside the core: servers (`d1/serve/rollouts.py`), servers that sample ahead of the updates
 (`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`). Two sources wrap another one and ask it to continue
 its rollouts: `TreeRollouts` (`d1/rl/tree.py`) and `HintedRollouts` (`d1/rl/hinted.py`).
 """
@@ -93,7 +93,7 @@ class RolloutSource(Protocol):
         """Reads what `save` wrote."""
 
 
-class OwnModel:
+class LocalRollouts:
     """The source that samples with the trainer's own model, `rollout_batch_size` rows at a time.
 
     Attributes:

@@ -131,7 +131,7 @@ def prepare(
         if set_names:
             inactive = [f"{name} {getattr(args, name)}" for name in set_names]
             why = "each rollout has one optimizer step and every ratio is 1"
-            logger.info("Idle, because %s: %s", why, ", ".join(inactive))
+            logger.info("Without effect, because %s: %s", why, ", ".join(inactive))
 
     def start() -> DiffuGRPOTrainer:
         model = start_model(folder, model_args)
@@ -165,7 +165,7 @@ def prepare(
     return facts, start
 
 
-def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_step: int) -> None:
+def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_step: float) -> None:
     """Logs what this run has in other numbers than the method's authors, such as a rate for fewer prompts."""
     lora_rank = 0
     if model_args.use_peft:
@@ -274,7 +274,7 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
 
 
 # Of a run with tools, the settings that `d1 eval` has, too
-OF_TURNS = ("tools", "tool_format", *(field.name for field in fields(TurnSettings)))
+TURN_SETTINGS = ("tools", "tool_format", *(field.name for field in fields(TurnSettings)))
 
 
 def next_command(args: DiffuGRPOConfig, config: Any) -> str:
@@ -293,7 +293,7 @@ def next_command(args: DiffuGRPOConfig, config: Any) -> str:
     flags["few_shot"] = args.few_shot
     names = ["plain_chat_template", "chat_template_kwargs"]
     if args.tools:
-        names += OF_TURNS
+        names += TURN_SETTINGS
     for name in names:
         value = getattr(args, name)
         if value not in (None, False, getattr(TurnSettings, name, None)):

@@ -81,7 +81,7 @@ from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views
-from d1.scoring.forward import hidden_states
+from d1.scoring.forward import hidden_states, noised_tokens
 from d1.scoring.inputs import CanvasBlocks
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
         """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
-        over processes and micro-batches."""
+        over processes and micro-batches.
+
+        Rows add their numbers, 0 to total_rows - 1 (`row_keys`). In the stream of views, what the rows share adds the
+        next ones: total_rows for `prompt_share`, + 1 for mini-batches, + 2 for draws of views.
+        """
         seed, stream = self.args.seed, STREAMS[purpose, self.mode]
         if self.mode == "eval":
             return seed, stream, self.evaluation_rollouts
@@ -386,7 +390,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             kept = filter_groups(batch, self.prompts_to_keep(batch, ranks), self.group, ranks)
             self.log_metric("prompts_kept", kept)
         if args.prompt_share < 1 and self.mode == "train":
-            # Of the rows' keys, the one after the last row's is free.
             total_rows = len(batch["advantages"]) * self.accelerator.num_processes
             generator = keyed_generator(*self.key("views"), total_rows)
             kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator)
@@ -468,13 +471,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             shared = keyed_generator(*key, total_rows, *purpose)
         else:
             generators = self.generators("views", rows)
-            shared = keyed_generator(*key)
+            shared = keyed_generator(*key, total_rows + 2)
         return Randomness(generators=generators, shared=shared, first_row=ranks.rank_offset, total_rows=total_rows)
 
     def draw_mini_batches(self, ranks: RankView, rows: int) -> Tensor:
         """(rows,) the number of the mini-batch to which each row of this process belongs."""
         total_rows = self.accelerator.num_processes * rows
-        # Of the rows' keys, those after the last row's are free; `prompt_share` takes the first.
         generator = keyed_generator(*self.key("views"), total_rows + 1)
         chosen = draw_mini_batches(total_rows, self.mini_batches, generator)
         return ranks.local_slice(chosen, rows).to(self.accelerator.device)
@@ -491,11 +493,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         lam = self.args.state_reward
         scoring = batch["view_weights"].ne(0).any(-1).any(1)  # (rows, views)
 
+        # Processes may have drawn different numbers of views, and their rewards are gathered: a process that has fewer
+        # computes its last view again.
+        local_views = scoring.shape[1]
+        views = int(self.accelerator.gather(torch.tensor([local_views], device=scoring.device)).max())
+        scoring = F.pad(scoring, (0, views - local_views))
+
         # The reward of each view's state: that of the completion which one pass makes of it.
         rewards = []
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            for view in range(scoring.shape[1]):
-                ids, tokens = finished_in_one_pass(model, batch, view, self.mask_token_id, self.blocks)
+            for view in range(views):
+                local_view = min(view, local_views - 1)
+                ids, tokens = finished_in_one_pass(model, batch, local_view, self.mask_token_id, self.blocks)
                 self.computed_tokens = self.computed_tokens + tokens
                 rewards.append(self.rewards_of(completion_ids_of(ids, self.eos_token_ids)))
         state_rewards = torch.stack(rewards, dim=1).to(scoring.device)
@@ -504,11 +513,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         reward = batch[REWARD].unsqueeze(1)
         mixed = (reward + lam * (reward - state_rewards)) / (1 + lam)
 
-        # Minus the mean over the prompt's completions, (prompts, group, views): all processes have the same number of
-        # views.
+        # Minus the mean over the prompt's completions, (prompts, group, views).
         groups = ranks.all_gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, self.group))
         centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
-        return ranks.local_slice(centred, len(reward)).nan_to_num(0.0)
+        return ranks.local_slice(centred, len(reward))[:, :local_views].nan_to_num(0.0)
 
     # --- Score --------------------------------------------------------------------------------------------------------
 
@@ -801,7 +809,13 @@ def finished_in_one_pass(
         generator=None,
         noise_dtype=torch.float32,
     )
-    return torch.where(hidden[:, -gen_length:], ids, shown_canvas), visible.sum()
+
+    # The tokens processed, with those of a second stream.
+    tokens = visible.sum()
+    noised = noised_tokens(model, gen_length)
+    if noised:
+        tokens = tokens + visible[:, -noised:].sum()
+    return torch.where(hidden[:, -gen_length:], ids, shown_canvas), tokens
 
 
 # --- Checkpoint state, before there is a trainer ----------------------------------------------------------------------

@@ -179,7 +179,7 @@ def run_layer(compiled: Callable[..., Any], number: int, *args: Any, **options: 
 
 # --- Graphs: passes on buffers of one shape ---------------------------------------------------------------------------
 
-OF_KEYS = ("attention_mask", "opened")  # arguments with a value per key, in their last dimension
+PER_KEY_ARGUMENTS = ("attention_mask", "opened")  # arguments with a value per key, in their last dimension
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Shape:
         inputs = []
         for name, value in tensors.items():
             size = [rows, *value.shape[1:]]
-            if name in OF_KEYS:
+            if name in PER_KEY_ARGUMENTS:
                 size[-1] += padded - cached
             if name != "positions":
                 inputs.append((name, value.dtype, tuple(size)))
@@ -411,7 +411,7 @@ class PassGraphs:
             if name == "positions":
                 buffer[:rows, : value.shape[1]] = value
                 buffer[:rows, value.shape[1] :] = value[:, -1:]
-            elif name in OF_KEYS and buffer.shape[-1] > value.shape[-1]:
+            elif name in PER_KEY_ARGUMENTS and buffer.shape[-1] > value.shape[-1]:
                 extra = buffer.shape[-1] - value.shape[-1]
                 buffer[:rows, ..., :extra] = 0
                 buffer[:rows, ..., extra:] = value

@@ -40,7 +40,7 @@ def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, inclu
 class Row:
     """The progress of one row."""
 
-    number: int  # of its prompt in the batch or the stream
+    number: int  # the number of its prompt in the batch or the stream
     prompt: int  # positions before the completion that passes process: the prompt's tokens, with or without padding
     prompt_in_block: int  # of these, those from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
@@ -57,7 +57,7 @@ class Row:
     lengths: list[int] | None = None
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
-    ends: tuple[int, ...] = ()  # of the EOS stop
+    ends: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
     first_token: str | None = None  # of the settings; not None: the model has a causal context
     offset: int = 0  # by how much the batch's longest completion is longer: this row's prompt ends that much later
 
@@ -221,13 +221,13 @@ def select_confident(
     entropies: Tensor,
     hidden: Tensor,
     due: Tensor,
-    left: Sequence[int],
+    counts: Sequence[int],
     generator: Generators,
 ) -> Tensor:
-    """(n, k) bool, which predictions at `hidden` positions are kept: `due` (n,) by the schedule, or more by the
-    rule."""
+    """(n, k) bool, which predictions at `hidden` positions are kept: `due` (n,) by the schedule, or more by the rule.
+    `counts`: how many positions of each row draw random numbers."""
     # The rank of each prediction, 0 for the one to keep first.
-    draw = partial(uniform, logps.shape, generator, logps, left)
+    draw = partial(uniform, logps.shape, generator, logps, counts)
     scores = REMASKING[settings.remasking].scores(logps, entropies, draw).masked_fill(~hidden, -math.inf)
     order = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
     ranks = order.argsort(dim=-1)

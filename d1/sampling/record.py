@@ -51,7 +51,8 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 
 @dataclass(frozen=True)
 class RolloutStart:
-    """Canvases from which sampling continues, instead of canvases of mask tokens. The tokens that are there stay.
+    """Canvases from which sampling continues, instead of canvases of mask tokens. The tokens that are there stay,
+    except in blocks after an EOS, which the EOS stop fills.
 
     Attributes:
         ids: (rows, gen_length), with the mask token where a token is to be sampled.
@@ -157,7 +158,8 @@ class Rollout:
 
     Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
     whole vocabulary, in the step that revealed the token or, with editing, wrote it last. Tokens that the EOS stop
-    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from.
+    filled have 0, and step -1. With `record_as_sampled`, log-probs are those of the distribution drawn from; with
+    uniform noise, log-probs and entropies are always those.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
@@ -225,7 +227,7 @@ class Rollout:
 
     @property
     def max_writes(self) -> Tensor:
-        """(rows,) how often the position that was written most often was."""
+        """(rows,) the largest number of writes to one position."""
         if self.writes is None:
             return torch.ones_like(self.passes)
         return (self.writes.steps != -1).sum(-1).amax(-1)

@@ -110,6 +110,9 @@ def rollout_steps(
     # Uniform noise and SCDD have loops of their own.
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
+        if stops is not None or cache_rows is not None:
+            sampler_name = f"the sampler {settings.sampler}" if settings.sampler == "scdd" else "uniform noise"
+            raise ValueError(f"{sampler_name} has no stops within a completion and no cache of an earlier text")
         generators = generator if isinstance(generator, Sequence) else []
         ends = eos_token_ids or ()
         return steps_of_all(model, prompt_ids, attention_mask, settings, generators, ends, mask_token_id)
@@ -180,7 +183,10 @@ def check_generator(
         if len(generator) != rows:
             raise ValueError(f"sampling needs one generator per row, got {len(generator)} for {rows} rows")
     elif settings.draws and (eos_token_ids is not None or settings.rule is not None or settings.sampler == "scdd"):
-        raise ValueError("random draws with eos_token_ids or a parallel sampler need a list of generators, one per row")
+        raise ValueError(
+            "random draws with eos_token_ids, a parallel sampler or the sampler scdd need a list of generators, one "
+            "per row"
+        )
 
 
 def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
@@ -195,8 +201,9 @@ def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
 
 
 def tokens_inside(config: Any, length: int | None, block_length: int) -> int | None:
-    """Of a prompt's `prompt_lengths`, the tokens from the last position where a block of the model and a block of
-    `block_length` begin together. With a causal context, blocks begin at the end of the prompt."""
+    """How many of the `length` tokens of a prompt follow the last position where a block of the model and a block of
+    `block_length` tokens begin together; None without blocks. With a causal context, blocks begin at the end of the
+    prompt."""
     if length is None:
         return None
     if has_causal_context(config):

@@ -38,7 +38,7 @@ STOP_ENTROPY = 0.005  # DiffusionGemma's
 # 32 bits; a smaller level is 0 there; larger numbers overflow or change nothing.
 SMALLEST, LARGEST = 1e-6, 1e4
 # Of models with uniform noise alone, with the values that mean "unset"
-OF_UNIFORM_NOISE = {"end_temperature": None, "self_conditioning": True, "output": "argmax", "stop_entropy": None}
+UNIFORM_NOISE_DEFAULTS = {"end_temperature": None, "self_conditioning": True, "output": "argmax", "stop_entropy": None}
 
 
 def default_steps(
@@ -331,7 +331,7 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
 
     kind, size = config.model_type, block_size(config)
     if has_masks(config):
-        for name, unset in OF_UNIFORM_NOISE.items():
+        for name, unset in UNIFORM_NOISE_DEFAULTS.items():
             if getattr(settings, name) != unset:
                 raise ValueError(
                     f"{name} {getattr(settings, name)} is for models with uniform noise, and {kind} has masks"

@@ -113,7 +113,7 @@ class RowRequest:
     ids: Sequence[int]  # of the prompt
     settings: SamplingSettings
     generator: Generator | None = None  # None where nothing is drawn
-    ends: tuple[int, ...] = ()  # of the EOS stop
+    ends: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
     stops: Stops | None = None
     cache_rows: KVCacheRows | None = None
 
@@ -124,7 +124,7 @@ def row_request(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, 
     return RowRequest(number, ids, settings, generator, ends, *options)
 
 
-class RowSettings(Sampler):
+class PerRowSampler(Sampler):
     """The steps of rows that each have settings of their own."""
 
     def settings_of(self, row: Row) -> SamplingSettings:
@@ -167,21 +167,21 @@ class RowSettings(Sampler):
         )
 
 
-class CausalRows(CausalSampler, RowSettings):
+class PerRowCausalSampler(CausalSampler, PerRowSampler):
     """`CausalSampler` for rows with settings of their own."""
 
 
-class EditingRows(EditingSampler, RowSettings):
+class PerRowEditingSampler(EditingSampler, PerRowSampler):
     """`EditingSampler` for rows with settings of their own, some of which edit."""
 
 
 def make_row_sampler(rows: Sequence[Row], sampler: Sampler) -> Sampler:
     """A sampler of the same model, with the steps that these rows need together."""
-    kind: type[Sampler] = RowSettings
+    kind: type[Sampler] = PerRowSampler
     if any(row.first_token is not None for row in rows):
-        kind = CausalRows
+        kind = PerRowCausalSampler
     elif any(row.settings is not None and row.settings.edits is not None for row in rows):
-        kind = EditingRows
+        kind = PerRowEditingSampler
     return kind(sampler.model, sampler.settings, sampler.mask_token_id, sampler.noise_dtype)
 
 
@@ -218,7 +218,7 @@ class Stream:
             masked=not alone,
             aligned=alone,
         )
-        self.sampler: Sampler = RowSettings(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)
+        self.sampler: Sampler = PerRowSampler(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)
         no_rows = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.batch = Batch.create([], start_canvas(no_rows, no_rows, 0, 0))
         self.record = empty_record(0, 0, model.device)

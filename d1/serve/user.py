@@ -16,10 +16,10 @@ import torch
 from d1.masking import token_ids
 from d1.models.kinds import block_size, require_masks, vocabulary
 from d1.rl.batch import LOSS_MASKS, RolloutRecord, completion_ids_of
-from d1.rl.checks import OF_SPEED
+from d1.rl.checks import SPEED_SETTINGS
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
-from d1.rl.sources import OwnModel
+from d1.rl.sources import LocalRollouts
 from d1.scoring import ESTIMATORS
 from d1.serve.client import Expected, check_ids, check_row, numbers, reveal_steps
 from d1.serve.rescoring import Rescoring
@@ -55,7 +55,7 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
         raise ValueError("rollout_func samples the rollouts, and so would rollout_mode server: choose one of them")
     if args.sampling_settings().edits is not None:
         raise ValueError("edit_threshold: a rollout_func does not return what edits replaced: leave it out")
-    for name in OF_SPEED:
+    for name in SPEED_SETTINGS:
         if getattr(args, name):
             raise ValueError(
                 f"{name} needs the forward passes of a row, which a rollout_func does not tell: leave it out"
@@ -114,7 +114,7 @@ def record_of(
     return cast("RolloutRecord", {name: rows.to(device) for name, rows in record.items()})
 
 
-class UserRollouts(OwnModel):
+class UserRollouts(LocalRollouts):
     """Training rollouts of a user's function, which also tokenises the prompts; TRL calls it."""
 
     name = "a rollout_func"

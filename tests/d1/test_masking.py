@@ -25,6 +25,12 @@ def test_a_generator_is_a_function_of_its_key():
         keyed_generator(1, -1)
 
 
+def test_keys_that_differ_by_zeros_at_their_end_give_one_generator():
+    """numpy's `SeedSequence` fills short keys with zeros: what `keyed_generator` warns of."""
+    assert keyed_generator(5, 6).initial_seed() == keyed_generator(5, 6, 0).initial_seed()
+    assert keyed_generator(5, 6).initial_seed() != keyed_generator(5, 6, 1).initial_seed()
+
+
 def test_draw_mask_matches_a_loop_that_draws_one_number_a_maskable_token():
     maskable = torch.tensor([False, True, True, False, True])
     numbers = iter(torch.rand(3, generator=keyed_generator(7)).tolist())

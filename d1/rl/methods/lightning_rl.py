@@ -60,7 +60,7 @@ OBJECTIVES = {
         idle=CLIP,
     ),
 }
-ADVANTAGES = {"standardised_batch": Advantage(standardised_batch, centred=False, kept_only=True)}
+ADVANTAGES = {"standardised_batch": Advantage(standardised_batch, settings=(), centred=False, kept_only=True)}
 
 
 METHOD = method(

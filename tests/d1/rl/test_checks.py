@@ -240,6 +240,7 @@ REFUSED = [
     ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it; trl, clipped_views, .* would"),
     ({"hint_rows": 2}, "--hint_rows 2 would do nothing: it counts completions with hints, and hints is none"),
     ({"reward_temperature": 0.1}, "the advantage trl does not read it; tilted_softmax would"),
+    ({"method": "lightning-rl", "reward_temperature": 0.1}, "the advantage standardised_batch does not read it"),
     ({"method": "agrpo", "kl": "k3_to_old"}, "--kl k3_to_old would do nothing: it says what beta weighs"),
 ]
 UNREAD = {  # method -> settings that neither its estimator nor its objective reads

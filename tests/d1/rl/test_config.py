@@ -97,7 +97,7 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     stage(DiffuGRPOConfig(**given, delta=3.0, **shape), ModelConfig(), None).prepare()
     lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.stage"]
     assert sum(line.startswith("Plan:") for line in lines) == 1
-    assert [line.partition("optimizer step and ")[2] for line in lines if "Idle" in line] == said
+    assert [line.partition("optimizer step and ")[2] for line in lines if "Without effect" in line] == said
 
 
 BOUNDS = "bounds that advantages read"

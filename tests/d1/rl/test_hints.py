@@ -14,6 +14,7 @@ from d1.rl.hinted import choose_replacements
 from d1.rl.hints import HINTS, Hint
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
 from d1.rl.methods.igpo import draw_chunks, kept_tokens, place_chunks
+from d1.rl.rewards import SPEED
 from d1.rl.trainer import DiffuGRPOTrainer
 from tests.losses import settings, trl_loss, trl_trainer
 from tests.rounding import LOGITS, assert_near
@@ -187,6 +188,7 @@ def hinted(tiny_model_dir, tmp_path_factory):
         per_device_train_batch_size=12,
         max_steps=1,
         reward=[by_letter, accuracy],
+        min_speed_spread=1e-6,
     )
     solved = order(trainer, 0)[4]["letter"]
     trainer.train()
@@ -211,6 +213,10 @@ def test_wrong_groups_are_sampled_again_with_parts_of_their_traces(hinted):
             if not given.any():
                 assert torch.equal(after["canvas_ids"][row], before["canvas_ids"][row])
                 continue
+            tokens = after["completion_mask"][row].sum().item()
+            passes = after["reveal_steps"][row].max().item() + 1
+            assert after[SPEED][row].item() == pytest.approx(tokens / passes)
+            assert after[SPEED][row] != before[SPEED][row]
             assert after[ACCURACY][row] == 1
             assert text.count(letters[row]) >= 3
             hints = trainer.text_tokenizer.decode(after["canvas_ids"][row][given]).replace(" ", "")

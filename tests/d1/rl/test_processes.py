@@ -160,7 +160,7 @@ TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weig
 # what moves rows between processes.
 ACROSS = ("d1", "wd1", "espo", "agrpo", "tracerl", "bgpo", "stable-drl", "egspo", "gdsd", "reinforce", "dipo", "dmpo")
 ACROSS += ("d-treerpo",)
-ACROSS += ("lightning-rl",)
+ACROSS += ("lightning-rl", "egspo-sa+ended")
 ACROSS += (*TOGETHER[-2:], "d1+mini-batches", "slim-rl+mini-batches")
 AGREE = ("reward", "learning_rate", "kl", "ratio_max", "prompts_kept", "sampling/logp_difference_abs")
 AGREE += ("sampling/weight_mean", "sampling/weight_capped")
@@ -197,6 +197,9 @@ def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_meth
         several = load_file(tmp_path / f"{method}.safetensors")
         assert record["rollouts"] == one.rollouts
         assert len(one.rollouts) == 2
+        if method == "egspo-sa+ended":
+            views = [sum(scoring) for _, _, scoring, *_ in one.rollouts[1]]
+            assert max(views[:6]) != max(views[6:])
         for name, value in weights(one.model).items():
             unused = name.endswith("self_conditioning.pre_norm.weight")  # RL has no self-conditioning
             assert (value - start[name]).abs().max() > 5e-5 or unused, name

@@ -135,7 +135,7 @@ class Watched(DiffuGRPOTrainer):
     def after_rollout(self, batch):
         super().after_rollout(batch)
         rows = len(batch["canvas_ids"])
-        random = Randomness(self.generators("views", rows), keyed_generator(*self.key("views")), 0, rows)
+        random = Randomness(self.generators("views", rows), keyed_generator(*self.key("views"), rows + 2), 0, rows)
         self.whole = ESTIMATORS[self.args.estimator](
             sampled_rows(batch, self.blocks), random, self.args.view_settings()
         )

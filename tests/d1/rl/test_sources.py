@@ -7,7 +7,7 @@ from d1 import extensions
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.sources import OwnModel, RolloutRequest, require_continuing
+from d1.rl.sources import LocalRollouts, RolloutRequest, require_continuing
 from d1.sampling import RolloutStart, SamplingSettings, rollout
 from tests.tiny_grpo import make_trainer
 
@@ -49,7 +49,7 @@ def test_sources_that_cannot_continue_are_refused_at_the_set_up(tiny_model_dir, 
     config = load_model(tiny_model_dir).config
     args = DiffuGRPOConfig(output_dir=str(tmp_path), report_to="none", block_length=4)
     settings = args.sampling_settings(config)
-    require_continuing(OwnModel(), settings, config, "--branches")
+    require_continuing(LocalRollouts(), settings, config, "--branches")
     user = extensions.UserRollouts(lambda prompts, trainer: {}, args, config)
     sources = {
         "rollout_mode server": [extensions.ServerRollouts(), extensions.PrefetchedRollouts()],
@@ -61,4 +61,4 @@ def test_sources_that_cannot_continue_are_refused_at_the_set_up(tiny_model_dir, 
                 require_continuing(source, settings, config, "--branches")
     edits = SamplingSettings(8, 4, 8, sampler="parallel", edit_threshold=0.6)
     with pytest.raises(ValueError, match=r"^--branches: sampling cannot continue from .*: edit_threshold and"):
-        require_continuing(OwnModel(), edits, config, "--branches")
+        require_continuing(LocalRollouts(), edits, config, "--branches")

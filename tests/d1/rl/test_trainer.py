@@ -84,6 +84,18 @@ def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumula
         assert found == [(42, stream, n * cycle) for n in range(12) for stream in (0, 1)]
 
 
+def test_what_rows_share_has_random_numbers_that_no_row_has(tiny_model_dir, tmp_path):
+    trainer = make_trainer(tiny_model_dir, tmp_path)
+    rows = 4
+    ranks = trainer.rank_view({"advantages": torch.zeros(rows)})
+    seeds = []
+    for purpose in ((), (7,)):
+        random_numbers = trainer.randomness(rows, ranks, *purpose)
+        generators = [*random_numbers.generators, random_numbers.shared]
+        seeds += [generator.initial_seed() for generator in generators]
+    assert len({*seeds}) == 2 * (rows + 1)
+
+
 def test_dropout_is_off_in_rollouts_and_scoring(tiny_model_dir, tmp_path):
     options = {"r": 4, "lora_alpha": 64, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj"]}
     adapter = LoraConfig(lora_dropout=0.5, **options)

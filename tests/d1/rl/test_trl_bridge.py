@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from d1.rl.bridge import CanvasGRPOTrainer, EpochSampler
-from d1.rl.sources import OwnModel
+from d1.rl.sources import LocalRollouts
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import Scores
 from d1.serve.rollouts import ServerRollouts
@@ -105,7 +105,7 @@ def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path,
 
 
 def test_processes_that_share_weights_must_keep_step():
-    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2, source: Any = OwnModel) -> bool:
+    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2, source: Any = LocalRollouts) -> bool:
         trainer: Any = SimpleNamespace(
             _dist=SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3),
             weights_are_split=fsdp or zero3,

@@ -462,6 +462,7 @@ def test_a_run_killed_within_an_episode_resumes_bit_for_bit(tiny_model_dir, tmp_
         ({"objective": "reinforce", "beta": 0.1, "kl": "k2_sequence"}, "the penalty k2_sequence"),
         ({"importance_sampling_level": "sequence"}, "weighs whole rows"),
         ({"scored_tokens": "steps"}, "counts what follows a call"),
+        ({"scored_tokens": "drawn"}, "counts what follows a call, which is cut off: use ended, text$"),
         ({"truncate_prompts": True}, "truncate_prompts would cut"),
         (AHEAD, "rollout_staleness samples ahead of the trainer, which makes the calls"),
         ({"sampler": "parallel", "editing": "quality"}, "editing with tools is not supported"),

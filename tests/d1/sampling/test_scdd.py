@@ -250,3 +250,13 @@ def test_other_models_and_other_ways_to_sample_are_refused(model, tiny_model_dir
     ids = torch.tensor(PROMPTS[:1])
     with pytest.raises(ValueError, match="need a list of generators"):
         rollout(model, ids, torch.ones_like(ids), settings_of(), mask_token_id=MASK)
+
+
+@pytest.mark.parametrize("option", [{"stops": len}, {"cache_rows": [None]}])
+def test_ends_within_a_completion_and_an_earlier_cache_are_refused(model, option):
+    ids = torch.tensor([[5, 9, 7]])
+    generators = [keyed_generator(1)]
+    with pytest.raises(
+        ValueError, match="the sampler scdd has no stops within a completion and no cache of an earlier"
+    ):
+        rollout(model, ids, torch.ones_like(ids), settings_of(), mask_token_id=MASK, generator=generators, **option)
