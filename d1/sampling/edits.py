@@ -23,13 +23,13 @@ NEVER = 2.0  # no probability is above it
 class EditingSampler(Sampler):
     """The steps of rows with `edit_threshold`; in a stream, other rows may be at work with them."""
 
-    def thresholds(self, progress: Sequence[Row]) -> list[float]:
-        """The probability above which each row edits."""
+    def edit_thresholds(self, batch: Batch, progress: Sequence[Row]) -> Tensor:
+        """(rows, 1) the probability above which each row edits."""
         thresholds = []
         for row in progress:
             edits = self.settings_of(row).edits
             thresholds.append(NEVER if edits is None else edits)
-        return thresholds
+        return torch.tensor(thresholds).to(batch.hidden.device, non_blocking=True).unsqueeze(1)
 
     def positions_to_predict(
         self, batch: Batch, progress: Sequence[Row], hidden: Tensor
@@ -39,17 +39,13 @@ class EditingSampler(Sampler):
         predicted, counts = super().positions_to_predict(batch, progress, hidden)
         # Rows with edits predict their whole block.
         inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(counts).unsqueeze(1)
-        return torch.where(self.limits(batch, progress) < NEVER, inside, predicted), counts
-
-    def limits(self, batch: Batch, progress: Sequence[Row]) -> Tensor:
-        """`thresholds` (rows, 1) on the device."""
-        return torch.tensor(self.thresholds(progress)).to(batch.hidden.device, non_blocking=True).unsqueeze(1)
+        return torch.where(self.edit_thresholds(batch, progress) < NEVER, inside, predicted), counts
 
     def choose(self, batch: Batch, active: list[int], targets: Targets, states: Tensor, due: Tensor) -> Choice:
         choice = super().choose(batch, active, targets, states, due)
-        limits = self.limits(batch, [batch.rows[row] for row in active])
+        thresholds = self.edit_thresholds(batch, [batch.rows[row] for row in active])
         differs = choice.ids != batch.canvas.ids[targets.rows.unsqueeze(1), targets.positions]
-        edited = targets.is_target & ~targets.hidden & differs & (choice.logps.exp() > limits)
+        edited = targets.is_target & ~targets.hidden & differs & (choice.logps.exp() > thresholds)
         return choice._replace(chosen=choice.chosen | edited, edited=edited)
 
     def advance(self, batch: Batch, active: list[int], hidden: Tensor, choice: Choice) -> None:

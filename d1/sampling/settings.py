@@ -155,10 +155,13 @@ class SamplingSettings:
             if value and not SMALLEST <= float(value) <= LARGEST:
                 span = f"from {SMALLEST:g} to {LARGEST:g}, for 32 bits"
                 raise ValueError(f"{name} must be {allowed}, and if it is not 0 {span}; got {value!r}")
-        for one in fields(self):
-            value, known = getattr(self, one.name), one.metadata.get("choices", (getattr(self, one.name),))
-            if value not in known and (value is not None or one.default is not None):
-                raise ValueError(f"{one.name} must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            choices = field.metadata.get("choices", (value,))
+            if value not in choices and (value is not None or field.default is not None):
+                raise ValueError(
+                    f"{field.name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}"
+                )
         orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None
@@ -196,8 +199,11 @@ class SamplingSettings:
         """The settings that `source` holds as attributes. `called` maps a field to its other name there. A
         `block_length` of None becomes the block size of the model with this config, or 32; `steps` of None become
         `default_steps`."""
-        names = {one.name: called.get(one.name, one.name) for one in fields(cls)}
-        values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            name = called.get(field.name, field.name)
+            if hasattr(source, name):
+                values[field.name] = getattr(source, name)
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
         if values["steps"] is None:
@@ -249,8 +255,11 @@ class SamplingSettings:
         """The level of the rule in use; 0 without one."""
         if self.rule is None:
             return 0.0
-        own = EDITING[self.editing][0] if self.editing else RULES[self.rule].level
-        return own if self.reveal_level is None else self.reveal_level
+        if self.reveal_level is not None:
+            return self.reveal_level
+        if self.editing:
+            return EDITING[self.editing][0]
+        return RULES[self.rule].level
 
     @property
     def nucleus(self) -> float:
@@ -476,11 +485,11 @@ class ModelFlags:
 def sampling_flag(name: str, **changes: Any) -> Any:
     """A flag with the range, default, help and choices of a field of `SamplingSettings`, except for `changes`. The
     default of a field without one is None."""
-    one = SamplingSettings.__dataclass_fields__[name]
-    options: dict[str, Any] = {"default": None if one.default is MISSING else one.default}
+    field = SamplingSettings.__dataclass_fields__[name]
+    options: dict[str, Any] = {"default": None if field.default is MISSING else field.default}
     if name in RANGES:
         options["type"] = RANGES[name]
-    return setting(**options | one.metadata | changes)
+    return setting(**options | field.metadata | changes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -79,8 +78,12 @@ def rollout_stream(
         guided=settings.cfg_scale > 0,
         noise_dtype=noise_dtype,
     )
-    # `map` asks again after an iterator has ended once.
-    requests = map(partial(row_request, settings, ends), prompts, count())
+    waiting, numbers = iter(prompts), count()
+
+    def next_requests(room: int) -> Iterator[RowRequest]:
+        """Of the next prompts, which are asked for again after they have ended once."""
+        for ids, generator, *options in islice(waiting, room):
+            yield RowRequest(next(numbers), ids, settings, generator, ends, *options)
 
     def sample_all() -> Iterator[Finished]:
         while True:
@@ -93,10 +96,7 @@ def rollout_stream(
 
             # The next prompts take their places.
             room = batch_size - len(stream)
-            new: list[RowRequest] = []
-            if room:
-                new = list(islice(requests, room))
-            stream.add_rows(new)
+            stream.add_rows(list(next_requests(room)))
             if not len(stream):
                 return
             for _ in stream.steps():
@@ -116,12 +116,6 @@ class RowRequest:
     ends: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
     stops: Stops | None = None
     cache_rows: KVCacheRows | None = None
-
-
-def row_request(settings: SamplingSettings, ends: tuple[int, ...], prompt: Any, number: int) -> RowRequest:
-    """The row of prompt `number` of `rollout_stream`."""
-    ids, generator, *options = prompt
-    return RowRequest(number, ids, settings, generator, ends, *options)
 
 
 class PerRowSampler(Sampler):

@@ -81,7 +81,9 @@ def draw_edges(sampled: SampledRows, random: Randomness, settings: ViewSettings)
         if random.of_rollout is not None:
             order = torch.randperm(len(parents), generator=random.of_rollout).tolist()
             chosen = parents_of_update(order, random.update, random.updates)
-        edges = sum(children * len({*chosen} & {*own}) for children, own in zip(branches, numbers, strict=True))
+        edges = 0
+        for children, of_level in zip(branches, numbers, strict=True):
+            edges += children * len({*chosen} & {*of_level})
     is_end = torch.zeros_like(sampled.scored) if sampled.is_end is None else sampled.is_end
     leaf = (torch.arange(rows, device=reveal_steps.device) + random.first_row) % leaves
     hidden, weights = [], []

@@ -59,16 +59,16 @@ class Method:
     def deviation(self, run: Trained, num_generations: int, learning_rate: float) -> str:
         """What a run with these weights, prompts and completions per prompt does instead of the authors' run, as a
         sentence; "" if nothing differs or the authors' run is not known."""
-        own, group = self.trained, self.scale.get("num_generations")
-        if own is None or (own == run and group == num_generations):
+        authors, group = self.trained, self.scale.get("num_generations")
+        if authors is None or (authors == run and group == num_generations):
             return ""
-        prompts = round(own.prompts, 2)
+        prompts = round(authors.prompts, 2)
         text = (
-            f"its authors trained {own.weights} with {prompts:g} prompts x {group} completions per optimizer step; "
+            f"its authors trained {authors.weights} with {prompts:g} prompts x {group} completions per optimizer step; "
             f"this run trains {run.weights} with {run.prompts:g} x {num_generations}"
         )
-        if (own.lora_r > 0) != (run.lora_r > 0) and learning_rate == self.scale.get("learning_rate"):
-            text += f", and --learning_rate {learning_rate:g} is the authors' for {own.weights}"
+        if (authors.lora_r > 0) != (run.lora_r > 0) and learning_rate == self.scale.get("learning_rate"):
+            text += f", and --learning_rate {learning_rate:g} is the authors' for {authors.weights}"
         return text
 
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
