@@ -28,7 +28,9 @@ from smollm.report import ARMS, write_report
 BLOCK = 8
 CONVERSION = ("--block_size", BLOCK, "--causal_context", "--keep_shift")
 PARAMETERS = 134_515_584
-EPOCHS, ROLLOUTS, UPDATES, COMPLETIONS = 2, 100, 2, 64  # of SFT; of RL, per rollout
+EPOCHS, SFT_ROWS = 2, 32  # of SFT: rows per optimizer step
+ROLLOUTS, UPDATES, COMPLETIONS = 100, 2, 64  # of RL: updates and completions per rollout
+CPU_BATCH = 8  # rows per forward pass of training on a CPU
 SHARE = 0.35  # of the speed of large products that a run reaches, an assumption
 
 
@@ -95,11 +97,17 @@ def phases_of(folder: Path, problems: Problems, name: str, seed: int, limit: int
     rl += ["--max_completion_length", problems.completion, "--diffusion_steps", problems.completion]
     rl += ["--output_dir", folder / "rl", "--resume_from_checkpoint", "true", "--report_to", "none"]
     rl += [] if problems.train_file is None else ["--data_file", problems.train_file]
-    rl += [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+    # On a CPU: as many rows per optimizer step, but in batches that fit into 16 GB
+    if not torch.cuda.is_available():
+        sft += ["--batch_size", CPU_BATCH, "--grad_accum_steps", SFT_ROWS // CPU_BATCH]
+        rl += ["--use_cpu", "true", "--per_device_train_batch_size", CPU_BATCH]
+        rl += ["--gradient_accumulation_steps", COMPLETIONS // CPU_BATCH]
     if tiny:
-        sft += ["--max_steps", 4, "--eval_steps", 2, "--batch_size", 4, "--test_split", 0.1, "--num_proc", 1]
+        sft += ["--max_steps", 4, "--eval_steps", 2, "--batch_size", 4, "--grad_accum_steps", 1]
+        sft += ["--test_split", 0.1, "--num_proc", 1]
         sft += ["--max_length", 1024, "--logging_steps", 1]  # a token is a byte
         rl += ["--max_steps", 2, "--save_steps", 1, "--per_device_train_batch_size", 8, "--rollout_batch_size", 8]
+        rl += ["--gradient_accumulation_steps", 1]
         rl += ["--num_generations", 4, "--max_prompt_length", 1024, "--logging_steps", 1]
 
     def evaluation(arm: str, length: int) -> Phase:
