@@ -109,9 +109,9 @@ def score_setup(
                 row.errors.append(f"{problem.where}: {detail}")
                 continue
             if details:
-                error = compare_metrics(details[0], detail)
-                if error:
-                    row.errors.append(f"{problem.where}: {error}")
+                difference = compare_metrics(details[0], detail)
+                if difference is not None:
+                    row.errors.append(f"{problem.where}: {difference}")
                     continue
             details.append({"setup": setup.name, "where": problem.where, **detail})
             problems.append(problem.problem)
