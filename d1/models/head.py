@@ -362,7 +362,8 @@ def describe_fault(model: Any, name: str, module: nn.Module) -> str:
             continue
         count = int((~weight.isfinite()).sum())
         if count:
-            return f"{first}, whose {weight_name} has {count} non-finite values out of {weight.numel()}: {NEW_COPY}"
+            values = "value" if count == 1 else "values"
+            return f"{first}, whose {weight_name} has {count} non-finite {values} out of {weight.numel()}: {NEW_COPY}"
     if model.dtype == torch.float16:
         return f"{first}, whose weights are finite: float16 overflows there, so load the model in bfloat16 or float32"
     return f"{first}, whose weights are finite: numbers before it are too large for {model.dtype}, so {NEW_COPY}"
