@@ -159,7 +159,9 @@ def task_name(args: TaskFlags) -> str:
 
 
 def setup_name(args: EvalRun) -> str:
-    """`{task}_{model}_{gen_length}_{steps}`, where the model has the name of its folder."""
+    """`{task}_{model}_{gen_length}_{steps}`, where `model` is the name of the folder of the model or the adapter,
+    followed by the split (unless it is test), the prompt protocol (unless it is d1), `fs` and the number of worked
+    examples (unless it is 0), and the suffix."""
     path = Path(args.checkpoint_path or args.model_path)
     if path.name.startswith("checkpoint-") or path.name == "merged":
         parts = [path.resolve().parent.name, path.name]
@@ -338,6 +340,14 @@ class Journal:
             write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
             write_atomically(self.record, json.dumps(record, indent=1, default=str))
         shutil.rmtree(self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's journal and release the lock, so that another run, also of this process, may continue.
+        Without it, both would stay open as long as an error's traceback refers to the journal."""
+        if self.lines is not None:
+            self.lines.close()
+            self.lines = None
         self.lock.release()
 
     def writing(self) -> AbstractContextManager[None]:
@@ -490,7 +500,11 @@ def generate_rows(
                 for number, entry in entries:
                     yield number, entry | {"seconds": seconds}
     except NotFiniteError as error:
-        raise error.named(f"problem {rows.at_work[error.number][0].key}") from error
+        prompt, _ = rows.at_work[error.number]
+        problem = f"problem {prompt.index}"
+        if prompt.samples > 1:
+            problem += f", sample {prompt.sample}"
+        raise error.named(problem) from error
 
 
 class SingleTurn:

@@ -257,9 +257,9 @@ def main(args: HarnessFlags) -> None:
     length = args.gen_length or 1024  # the task's own length is not known yet
     longest = replace(args, gen_length=length, diffusion_steps=args.diffusion_steps or length)
     flags = {}
-    for one in fields(args):
-        if one.metadata and one.name != "batch_size":  # the others are no flags
-            flags[one.name] = getattr(args, one.name)
+    for flag in fields(args):
+        if flag.metadata and flag.name != "batch_size":  # the others are no flags
+            flags[flag.name] = getattr(args, flag.name)
     flags["block_length"] = sampling_settings(longest, config).block_length
     check_compile(args.compile, config, kernel=args.attn_implementation)
     register()

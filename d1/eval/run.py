@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from d1.eval.files import generation_file, read_setups
 from d1.eval.flags import EvalFlags, EvalRun
@@ -37,6 +37,9 @@ from d1.runs.record import run_record
 from d1.runs.turns import check_turn_flags
 from d1.sampling.settings import GEN_LENGTH, sampling_settings
 from d1.tasks import TASKS, load_task, shots_of, under_protocol
+
+if TYPE_CHECKING:
+    from d1.eval.completions import Journal
 
 logger = logging.getLogger("eval")
 
@@ -63,7 +66,7 @@ def evaluate(model_path: str | Path, dataset: str | Path, **settings: Any) -> li
         model_path: folder or hub name of a model, or an adapter's folder.
         dataset: name of a task, or path of a task file.
         settings: flags of `d1 eval` by name, e.g. `gen_length=[128, 256]`, `split="validation"`, `dont_save=True`. None
-            stands for the default.
+            stands for the default; False turns a switch off.
 
     Returns:
         One row per length: accuracies and intervals in percent. Empty on every process but the first.
@@ -82,14 +85,25 @@ def parse_settings(parser: SettingsParser[T], settings: Mapping[str, Any]) -> T:
         TypeError: a setting is not a flag.
         ValueError: a value is not allowed for its flag.
     """
+    # The flags that also exist as --no-NAME: their default may be True
+    switches: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            switches.update(action.option_strings)
+
     typed: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             typed += [f"--{name}", *map(str, value)]
         elif isinstance(value, dict):
             typed.append(f"--{name}={json.dumps(value)}")
-        elif value is not None and value is not False:
-            typed.append(f"--{name}" if value is True else f"--{name}={value}")
+        elif value is True:
+            typed.append(f"--{name}")
+        elif value is False:
+            if f"--{name}" in switches:
+                typed.append(f"--no-{name}")
+        elif value is not None:
+            typed.append(f"--{name}={value}")
     parser.exit_on_error = parser.allow_abbrev = False
     try:
         known, unknown = parser.parse_known_args(typed)
@@ -123,35 +137,54 @@ def run(args: EvalFlags) -> list[Row]:
     args = replace(args, gen_length=lengths, dtype=args.dtype or completions.default_dtype(config))
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
-    tokenizer = completions.load_tokenizer_for(args)
-    check_chat_template(tokenizer, args.model_path)
-    prompts = completions.read_prompts(runs[0], task, tokenizer, config)
-    check_room(config, max(len(prompt.ids) for prompt in prompts), max(lengths))
-    output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
-    # Rank 0 checks all setups before the model is loaded; an error there ends every process.
-    journals = [completions.Journal(output_dir, completions.setup_name(one), rank) for one in runs]
-    identities = from_rank_0(lambda: [completions.run_identity(one, prompts) for one in runs])
-    setups = zip(journals, identities, strict=True)
-    incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
-    model = functools.cache(lambda: completions.load_model_for(args, folder))
-    for one, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):
-        if to_do:
-            completions.complete(one, model, tokenizer, prompts, journal)
-            if rank == 0:
-                results = generation_file(one, completions.task_name(one), prompts, journal.read())
-                paths = {"model_path": one.model_path, "checkpoint_path": one.checkpoint_path}
-                journal.finish(results, {**paths, "settings": vars(one), "identity": identity, **run_record()})
-        elif rank == 0:
-            logger.info("%s is already complete; use --overwrite to start again", journal.results)
+    journals: list[Journal] = []
+    temporary_dir: str | None = None
     scored = []
-    if rank == 0:
-        found = {setup.name: setup for setup in read_setups(output_dir)}
-        own_tasks = {} if args.dataset in TASKS else {completions.task_name(args): as_d1}
-        scored = [score_setup(found[journal.setup], "strict", own_tasks)[0] for journal in journals]
+    try:
+        tokenizer = completions.load_tokenizer_for(args)
+        check_chat_template(tokenizer, args.model_path)
+        prompts = completions.read_prompts(runs[0], task, tokenizer, config)
+        check_room(config, max(len(prompt.ids) for prompt in prompts), max(lengths))
+        output_dir = args.output_dir
         if args.dont_save:
-            shutil.rmtree(output_dir)
-        else:
-            logger.info("Completions: %s", ", ".join(str(journal.results) for journal in journals))
+            temporary_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
+            output_dir = temporary_dir
+
+        # Rank 0 checks all setups before the model is loaded; an error there ends every process.
+        for length_run in runs:
+            journals.append(completions.Journal(output_dir, completions.setup_name(length_run), rank))
+        identities = from_rank_0(lambda: [completions.run_identity(length_run, prompts) for length_run in runs])
+        setups = zip(journals, identities, strict=True)
+        incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
+
+        model = functools.cache(lambda: completions.load_model_for(args, folder))
+        for length_run, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):
+            if to_do:
+                completions.complete(length_run, model, tokenizer, prompts, journal)
+                if rank == 0:
+                    task_name = completions.task_name(length_run)
+                    results = generation_file(length_run, task_name, prompts, journal.read())
+                    paths = {"model_path": length_run.model_path, "checkpoint_path": length_run.checkpoint_path}
+                    record = {**paths, "settings": vars(length_run), "identity": identity, **run_record()}
+                    journal.finish(results, record)
+            elif rank == 0:
+                logger.info("%s is already complete; use --overwrite to start again", journal.results)
+
+        if rank == 0:
+            setups_by_name = {setup.name: setup for setup in read_setups(output_dir)}
+            user_task_modules = {} if args.dataset in TASKS else {completions.task_name(args): as_d1}
+            for journal in journals:
+                row, _ = score_setup(setups_by_name[journal.setup], "strict", user_task_modules)
+                scored.append(row)
+            if not args.dont_save:
+                logger.info("Completions: %s", ", ".join(str(journal.results) for journal in journals))
+    finally:
+        for journal in journals:
+            journal.close()
+        if temporary_dir is not None and rank == 0:
+            shutil.rmtree(temporary_dir, ignore_errors=True)
+    # Not after an error: the other processes, which may wait for this one, would fail at once, and the launcher would
+    # end this one before it has printed its message.
     completions.leave_processes()
     return scored
 

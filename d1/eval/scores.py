@@ -68,14 +68,14 @@ class Row:
 
 
 def score_setup(
-    setup: GeneratedSetup, scoring: str, own_tasks: Mapping[str, ModuleType]
+    setup: GeneratedSetup, scoring: str, user_task_modules: Mapping[str, ModuleType]
 ) -> tuple[Row, list[dict[str, Any]]]:
     """The row of a setup, and the score of each of its problems.
 
     Args:
         scoring: "strict" (`d1.tasks`; each problem counts once) or "published" (d1's released rules; repeats count
             again).
-        own_tasks: the user's task modules, by the task's name in the files.
+        user_task_modules: the user's tasks, by the task's name in the files.
     """
     row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
     row.missing_ranks, row.errors = setup.missing_ranks, list(setup.errors)
@@ -84,9 +84,9 @@ def score_setup(
     task = None
     try:
         if scoring == "strict":
-            if setup.task not in {**TASKS, **own_tasks}:  # a file must not name code to run
+            if setup.task not in {**TASKS, **user_task_modules}:  # a file must not name code to run
                 raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
-            task = under_protocol(own_tasks.get(setup.task) or load_task(setup.task), setup.protocol)
+            task = under_protocol(user_task_modules.get(setup.task) or load_task(setup.task), setup.protocol)
         elif setup.protocol != "d1":
             raise ValueError(f"the published rules are for d1's prompts, but these files have {setup.protocol}'s")
     except ValueError as error:
@@ -107,16 +107,21 @@ def score_setup(
         for problem, detail in zip(completions, results, strict=True):
             if isinstance(detail, str):
                 row.errors.append(f"{problem.where}: {detail}")
-            else:
-                details.append({"setup": setup.name, "where": problem.where, **detail})
-                problems.append(problem.problem)
+                continue
+            if details:
+                difference = compare_metrics(details[0], detail)
+                if difference is not None:
+                    row.errors.append(f"{problem.where}: {difference}")
+                    continue
+            details.append({"setup": setup.name, "where": problem.where, **detail})
+            problems.append(problem.problem)
 
     row.duplicates = len(setup.problems) - len(by_key)
     if details:
         summarise(row, setup, details, problems)
     if row.expected is not None and len(by_key) > row.expected:
         row.errors.append(
-            f"{setup.name}: {len(by_key)} problems instead of {row.expected}: problems of another run are mixed in"
+            f"{setup.name}: {len(by_key)} completions instead of {row.expected}: those of another run are mixed in"
         )
     has_all = len(details) > 0 and len(by_key) >= (row.expected or 0)
     row.complete = has_all and not row.errors and not row.missing_ranks
@@ -140,6 +145,18 @@ def score_completion(setup: GeneratedSetup, task: ModuleType | None, problem: Ge
         return {**row, **scores}
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def compare_metrics(first: dict[str, Any], detail: dict[str, Any]) -> str | None:
+    """The error if a completion's score has other metrics than that of the first completion; None if it has not."""
+    names = sorted(detail.get("metrics", {}))
+    first_names = sorted(first.get("metrics", {}))
+    if names == first_names:
+        return None
+    return (
+        f"score() of the task returns the metrics {names} after its first one, but {first_names} for {first['where']}: "
+        "return the same names for every completion"
+    )
 
 
 def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
@@ -476,12 +493,12 @@ def main(args: ParseFlags) -> int:
     """Print the table; return the exit code, 1 if a setup is incomplete or has errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
         raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout")
-    own_tasks = user_tasks(*args.task_file)
+    user_task_modules = user_tasks(*args.task_file)
     if args.compare:
         setups = [find_setup(name, args.folder) for name in args.compare]
     else:
         setups = read_setups(args.folder)
-    scored = [score_setup(setup, args.scoring, own_tasks) for setup in setups]
+    scored = [score_setup(setup, args.scoring, user_task_modules) for setup in setups]
     rows = [row for row, _ in scored]
     if args.details:
         lines = []
@@ -490,6 +507,9 @@ def main(args: ParseFlags) -> int:
                 lines.append(json.dumps(detail, default=str) + "\n")
         Path(args.details).write_text("".join(lines), encoding="utf-8")
     if args.compare:
+        for row, details in scored:
+            if row.errors and not details:
+                raise ValueError(row.errors[0])
         (row_a, details_a), (row_b, details_b) = scored
         result: Any = compare(row_a.setup, details_a, row_b.setup, details_b)
         table = "".join(f"{name:<10}  {value}\n" for name, value in result.items())
@@ -523,10 +543,10 @@ def row_reports(row: Row) -> list[str]:
             line += f" and {len(row.missing_ranks) - 1} others"
         lines.append(line)
     if row.expected is not None and row.n < row.expected:
-        lines.append(f"ERROR {row.setup}: {row.n} of {row.expected} problems scored")
+        lines.append(f"ERROR {row.setup}: {row.n} of {row.expected} completions scored")
     if row.duplicates:
         treatment = "counted again, as d1 does" if row.scoring == "published" else "counted once"
-        lines.append(f"note  {row.setup}: {row.duplicates} problems occur more than once, {treatment}")
+        lines.append(f"note  {row.setup}: {row.duplicates} completions occur more than once, {treatment}")
     return lines
 
 

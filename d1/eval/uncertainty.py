@@ -29,6 +29,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The probability that one of `k` of a problem's samples, drawn without replacement, is right (arXiv 2107.03374,
-    section 2.1). Its mean over draws of the samples is the probability that one of `k` new samples is right."""
+    """The probability that at least one of `k` of a problem's samples, drawn without replacement, is right (arXiv
+    2107.03374, section 2.1). Its mean over draws of the samples is the probability that at least one of `k` new samples
+    is right."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)

@@ -105,6 +105,8 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         check_model_path(folder)
         if find_adapter_config_file(folder) is None:
             raise ValueError(f"{folder} has no adapter_config.json: it is not an adapter")
+    if path in adapters:
+        raise ValueError(f"{path} is given as the model and as an adapter: name its base, or leave the adapter out")
     while find_adapter_config_file(path) is not None:
         if path in adapters:
             raise ValueError(f"adapter {path} names itself as its base")

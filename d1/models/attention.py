@@ -62,7 +62,10 @@ class Attention:
         blocks: Blocks | None = None,
         opened: Tensor | None = None,
     ) -> Tensor:
-        """The mask over the last `queries` of the tokens `visible`, followed by copies of the last `noised` of them.
+        """The mask (rows, 1, queries, keys), true where a query sees a key.
+
+        The keys are the tokens `visible`, followed by copies of the last `noised` of them; the queries are the last
+        `queries` of these keys.
 
         Padding among the queries sees what a token at its position sees. A copy sees the copies of its own block and
         the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv 2503.09573, section 3.2).

@@ -144,7 +144,10 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
             if name in config and config[name] is None:
                 config[name] = getattr(tokenizer, name)
     elif config.get("mask_token_id", 0) is None:
-        raise ValueError(f"{source} names no mask token, which the format {kind} needs: run `python -m d1 a2d` first")
+        raise ValueError(
+            f"{source} names no mask token, which the format {kind} needs: set "
+            "mask_token_id in its config.json, or put its tokenizer into the folder"
+        )
     return config
 
 
@@ -169,7 +172,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
 
 
 @contextmanager
-def merged(model: Any) -> Iterator[dict[str, Tensor]]:
+def merged_state_dict(model: Any) -> Iterator[dict[str, Tensor]]:
     """The state dict of `model` with its adapter folded in, which then leaves the weights as they were, to the bit. An
     adapter on tied weights unties them."""
     if not isinstance(model, PeftModel):
@@ -229,7 +232,7 @@ class ReadRecorder(Mapping[str, Tensor]):
 
 
 def learnt_names(model: Any, state: Mapping[str, Tensor]) -> set[str]:
-    """Names in `state`, as `merged` gives it, of the weights that training changes."""
+    """Names in `state`, as `merged_state_dict` gives it, of the weights that training changes."""
     base = unwrapped(model)
     trained = {name for name, weight in base.named_parameters() if weight.requires_grad}
     layers = tuple(f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
@@ -245,7 +248,7 @@ def write_weights(
     its class: what a server takes as an update.
 
     Args:
-        learnt: only what training changes (True), or only the rest.
+        learnt: True: only what training changes; False: only the rest; None: everything.
         weights: the state dict of a model without an adapter; each weight is read when it is written.
     """
     released = getattr(model.config, "released", None)
@@ -274,7 +277,7 @@ def write_weights(
             if learnt is None or learnt == is_changed:
                 yield from written
 
-    with merged(model) if weights is None else nullcontext(weights) as state:
+    with merged_state_dict(model) if weights is None else nullcontext(weights) as state:
         save_shards(chosen_weights(state), folder)
     if released is None:
         config = model.config.to_dict()
@@ -316,7 +319,7 @@ def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def in_shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The weights of each file; who gets them clears the dictionary."""
+    """The weights of each file. The caller must clear each dictionary before it asks for the next one."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, weight in weights:
@@ -326,17 +329,6 @@ def in_shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
         part[name] = weight.contiguous()
         size += weight.nbytes
     yield part
-
-
-def check_autoregressive(source: str, mask_token: str) -> None:
-    """Raise ValueError for a model that attends both ways already, or has another mask token than `mask_token`."""
-    path, _ = adapter_chain(source, None)
-    config, kind = native_config(path)
-    raw = raw_config(path)
-    tokenizer_mask = None
-    if has_tokenizer(path):
-        tokenizer_mask = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
-    refuse_masked_model(source, config, kind, raw, tokenizer_mask, mask_token)
 
 
 def refuse_masked_model(
@@ -364,7 +356,13 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
     unpacked to fp32; ValueError if it is a masked model."""
     file = gguf_file(source)
     if file is None:
-        check_autoregressive(source, mask_token)
+        # A masked model is refused before its weights are read.
+        path, _ = adapter_chain(source, None)
+        config, kind = native_config(path)
+        tokenizer_mask = None
+        if has_tokenizer(path):
+            tokenizer_mask = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
+        refuse_masked_model(source, config, kind, raw_config(path), tokenizer_mask, mask_token)
         model = load_whole(source)
         return model, AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     gguf_types(file)  # raises first: the errors of Transformers for a damaged file are less clear

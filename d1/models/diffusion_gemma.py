@@ -105,7 +105,7 @@ class Context:
         return Context(cache, self.visible[rows])
 
     def forget(self, config: Any) -> None:
-        """Drop keys and values that no later token sees, if all rows go on after the last token."""
+        """Drop keys and values that no later token sees; valid if every row continues after its last token."""
         for layer, kind in zip(self.cache.layers, config.text_config.layer_types, strict=True):
             visible_keys = config.text_config.sliding_window - 1
             if kind == "sliding_attention" and layer.keys.shape[2] > visible_keys:

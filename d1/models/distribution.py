@@ -50,10 +50,10 @@ class Distribution:
         return logits / self.temperature
 
 
-OWN = Distribution()
+MODEL_DISTRIBUTION = Distribution()  # of the logits as they are
 
 
-def falling(first: float, last: float | None, number: int, passes: int) -> float:
+def linear_temperature(first: float, last: float | None, number: int, passes: int) -> float:
     """The temperature of pass `number`, from 0, of `passes`: `first`, and then linearly towards `last`, which would be
     that of the pass after them (`generation_diffusion_gemma.py` of Transformers 5.24); None: always `first`."""
     if last is None:

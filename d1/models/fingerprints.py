@@ -122,8 +122,8 @@ def model_files(folder: str) -> list[str]:
 
 
 def warn_of_other_base(base: str, adapters: Sequence[str]) -> None:
-    """Log a warning for each of the `adapters`, which are put on `base` in order, that was trained on another model by
-    the record of its run. Only the first process compares. An adapter without a record is not compared."""
+    """Log a warning for each adapter that, according to the record of its run, was trained on another model. `adapters`
+    are put on `base` in this order. Only the first process compares. An adapter without a record is not compared."""
     if os.environ.get("RANK", "0") != "0":
         return
     for number, adapter in enumerate(adapters):

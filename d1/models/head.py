@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.distribution import OWN, Distribution
+from d1.models.distribution import MODEL_DISTRIBUTION, Distribution
 from d1.models.kinds import is_encoder, kind_of, vocabulary
 from d1.transformers_bridge import CACHE, attention_kernel, recomputes_activations, rotate_half
 
@@ -179,7 +179,7 @@ def target_logps(
     targets: Tensor,
     *,
     with_entropies: bool = False,
-    distribution: Distribution = OWN,
+    distribution: Distribution = MODEL_DISTRIBUTION,
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `targets`, with the logits of at most one chunk of positions in memory at once.
@@ -356,13 +356,14 @@ def find_fault(model: Any, text: Tensor) -> tuple[str, nn.Module] | None:
 
 def describe_fault(model: Any, name: str, module: nn.Module) -> str:
     """What is wrong with the module `name`, on one line."""
-    first = f"the first output that is not comes from {name}"
+    first = f"the first non-finite output comes from {name}"
     for weight_name, weight in module.named_parameters():
         if not weight.is_floating_point():
             continue
         count = int((~weight.isfinite()).sum())
         if count:
-            return f"{first}, whose {weight_name} has {count} of {weight.numel()} values that are not: {NEW_COPY}"
+            values = "value" if count == 1 else "values"
+            return f"{first}, whose {weight_name} has {count} non-finite {values} out of {weight.numel()}: {NEW_COPY}"
     if model.dtype == torch.float16:
         return f"{first}, whose weights are finite: float16 overflows there, so load the model in bfloat16 or float32"
     return f"{first}, whose weights are finite: numbers before it are too large for {model.dtype}, so {NEW_COPY}"

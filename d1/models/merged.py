@@ -33,11 +33,11 @@ class MergedCopy:
         model: in eval mode, with the weights of the last `refresh`; before the first one, without the adapter.
 
     Raises:
-        ValueError: the adapter cannot be folded into a copy (`against_copy`).
+        ValueError: the adapter cannot be folded into a copy (`why_not_mergeable`).
     """
 
     def __init__(self, trained: PeftModel) -> None:
-        reason = against_copy(trained)
+        reason = why_not_mergeable(trained)
         if reason is not None:
             raise ValueError(reason)
         base = trained.get_base_model()
@@ -91,7 +91,7 @@ def copied_bytes(model: nn.Module) -> int:
     return sum(weight.nbytes for weight in adapted_weights(adapted_layers(model)).values())
 
 
-def against_copy(model: Any) -> str | None:
+def why_not_mergeable(model: Any) -> str | None:
     """Why no `MergedCopy` can be made of a model; None if it can."""
     if not isinstance(model, PeftModel):
         return "the model has no adapter to merge"

@@ -59,21 +59,32 @@ class Texts(NamedTuple):
 
 def enable_packed_rows(model: Any) -> None:
     """Let a prepared model (or an adapter on one) take packed rows, with their `segments`; nothing else changes.
-    ValueError if the model's kernel cannot keep texts apart."""
+    ValueError, before anything has changed, if the model has windows, or its kernel cannot keep texts apart."""
     require_prepared(model)
     inner = unwrapped(model)
+    refuse_windows(inner.config, type(inner).__name__)
     kernel = attention_kernel(inner.config)
     if kernel in ("sdpa", "eager"):
         inner.set_attn_implementation(PACKED + kernel)
     check_packed(inner.config, type(inner).__name__)
 
 
+def refuse_windows(config: Any, name: str) -> None:
+    """Raise ValueError if some layers of this config attend only within a window."""
+    if windowed(config):
+        raise ValueError(
+            f"{name}: rows of several texts need layers without windows, and some of its layers attend only within "
+            "one: leave --packing out"
+        )
+
+
 def check_packed(config: Any, name: str) -> None:
     """Raise ValueError if the attention of this config would ignore where the texts of a row end."""
+    refuse_windows(config, name)
     kernel = attention_kernel(config) or ""
-    if windowed(config) or not (takes_packed_rows(config) or kernel.startswith("flash_attention")):
+    if not (takes_packed_rows(config) or kernel.startswith("flash_attention")):
         raise ValueError(
-            f"{name}: rows of several texts need layers without windows, and flash attention or, after "
+            f"{name}: rows of several texts need flash attention or, after "
             f"d1.models.packing.enable_packed_rows(model), sdpa or eager: not {kernel}"
         )
 

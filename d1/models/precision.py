@@ -83,7 +83,7 @@ def bf16_speedup(size: int = 1024, repeats: int = 5) -> float:
 
 
 def number_of_parameters(config: Any) -> int:
-    """The parameters of the model that a config describes, which takes no memory."""
+    """The number of parameters of the model that a config describes; allocates no weights."""
     from d1.models.load import auto_class
 
     with torch.device("meta"):
@@ -103,8 +103,8 @@ def why_not_bf16() -> str | None:
 
 def cpu_runs_bf16(config: Any) -> bool:
     """Whether a model of this config computes in bf16 on this CPU by default: the model is large enough to gain, the
-    processor has instructions for it, and a check gives the numbers of fp64 up to rounding, faster than in fp32. A log
-    line says what was found, if the processor has the instructions."""
+    processor has instructions for it, and a check gives the numbers of fp64 up to rounding, faster than in fp32. If
+    the model is large enough and the processor has the instructions, a log line gives the result of the check."""
     instructions = bf16_instructions()
     if instructions is None or number_of_parameters(config) < MIN_PARAMETERS:
         return False

@@ -291,8 +291,8 @@ def check_no_mask(tokenizer: Any, ids: Collection[int], mask_token_id: int | Non
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text, which may have mask tokens; ValueError for a word without a token where none is for unknown
-    words."""
+    """The ids of a text, which may have mask tokens. ValueError if the tokenizer has no token for a word, and none for
+    unknown words."""
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises no other class

@@ -19,7 +19,7 @@ from d1.masking import keyed_generator
 from d1.preference import rows as preference_rows
 from d1.preference.rows import answer_columns, tokenize_row
 from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import BatchRow, tokenised, usable_rows
+from d1.runs.data import BatchRow, tokenize_rows, usable_rows
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.inputs import canvas_blocks
 
@@ -54,7 +54,7 @@ def token_rows(
     pairs = len(columns) == 2
     options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
     options |= {"max_completion_length": max_completion_length, "columns": columns}
-    rows = tokenised(data, tokenize_row, preference_rows, options, FEATURES, num_proc)
+    rows = tokenize_rows(data, tokenize_row, preference_rows, options, FEATURES, num_proc)
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows, data))
     if pairs and not paired:
         rows = rows.map(unpaired, batched=True, remove_columns=["status", "problem"])

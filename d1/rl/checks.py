@@ -26,7 +26,7 @@ from trl import GRPOConfig, ModelConfig
 from d1.lazy import module_in
 from d1.masking import keyed_generator
 from d1.models.attention import has_causal_context
-from d1.models.distribution import OWN
+from d1.models.distribution import MODEL_DISTRIBUTION
 from d1.models.kinds import block_size, check_room, has_masks, vocabulary
 from d1.ranges import nearest
 from d1.rl.batch import LOSS_MASKS
@@ -800,7 +800,7 @@ def unused_settings(settings: Settings) -> Iterator[tuple[str, str]]:
             yield name, f"{settings.estimator} scores every step unless num_views says how many to draw"
     elif settings.draw_steps == "top":
         yield "mean_step", "the steps of highest entropy are not drawn, so there is no probability to divide by"
-    if settings.sampling_settings().draw_distribution == OWN:
+    if settings.sampling_settings().draw_distribution == MODEL_DISTRIBUTION:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if settings.max_compute_tokens is None:
         yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"

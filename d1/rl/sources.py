@@ -20,7 +20,7 @@ from torch import Tensor
 
 from d1 import extensions
 from d1.masking import keyed_generator
-from d1.models.merged import MergedCopy, against_copy, copied_bytes
+from d1.models.merged import MergedCopy, copied_bytes, why_not_mergeable
 from d1.rl.batch import Batch, RankView, evaluating
 from d1.sampling import Rollout, RolloutStart, SamplingSettings, rollout
 from d1.sampling.loop import Stops
@@ -227,7 +227,7 @@ def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:
     cannot."""
     asked, device = trainer.args.merged_rollouts, trainer.accelerator.device
     model = trainer.accelerator.unwrap_model(trainer.model)
-    against = against_copy(model)
+    against = why_not_mergeable(model)
     if trainer.weights_are_split:
         against = "each process holds only a part of the weights (ZeRO-3, FSDP)"
     if asked and against:

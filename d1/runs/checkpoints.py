@@ -159,7 +159,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 def broken_checkpoint_error(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
     """The error for a checkpoint whose file `name` "is missing" or "is damaged"; it names the checkpoint to resume."""
     step = checkpoint_step(checkpoint)
-    earlier = [path for path in checkpoint.parent.glob("checkpoint-*") if checkpoint_step(path) < step]
+    earlier = [path for path in checkpoint.parent.glob("checkpoint-*") if 0 <= checkpoint_step(path) < step]
     advice = "no earlier checkpoint is left: start the run again in another folder"
     if earlier:
         advice = f"continue from the checkpoint before it with --resume {max(earlier, key=checkpoint_step)}"

@@ -43,8 +43,8 @@ MESSAGES = {  # logger -> the beginning of such a message
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
 
-# Seconds that a process other than the first waits before it prints: if the first failed, too, a launcher stops it.
-PATIENCE = 3.0
+# A process other than the first waits this long before it prints: if the first failed, too, a launcher stops it.
+RANK_0_WAIT_SECONDS = 3.0
 
 
 class RunError(RuntimeError):
@@ -77,10 +77,6 @@ def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     parser.exit(2, f"{parser.prog}: {message} (--help lists what there is)\n")
 
 
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    return [flag for action in parser._actions for flag in action.option_strings]
-
-
 def show_defaults(parser: argparse.ArgumentParser) -> None:
     """Add each flag's default to its help, unless the help states it, it is None or empty, or the flag is a switch."""
     for action in parser._actions:
@@ -107,8 +103,10 @@ class OneLineParser(argparse.ArgumentParser):
         values = {}
         for action in self._actions:
             if isinstance(action.type, Range):
-                one = replace(action.type, many=action.nargs == "+")
-                values[action.dest] = one if action.default is not None or None in one else one | None
+                flag_range = replace(action.type, many=action.nargs == "+")
+                if action.default is None and None not in flag_range:
+                    flag_range = flag_range | None
+                values[action.dest] = flag_range
         return values
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -121,7 +119,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         known, rest = self.parse_known_args(args, namespace)
         if rest:
-            commands = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+            commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
             parser = commands[0].choices[getattr(known, commands[0].dest)] if commands else self
             refuse_flags(parser, f"unrecognized arguments: {' '.join(rest)}{hints_of_flags(rest, parser)}")
         return known
@@ -130,7 +128,10 @@ class OneLineParser(argparse.ArgumentParser):
         """Refuse a command line; the message also names the flags in it that do not exist, because a flag that is
         missing may be there under another name."""
         flags = dict.fromkeys(word.partition("=")[0] for word in self.words if word.startswith("--") and len(word) > 2)
-        unknown = [flag for flag in flags if flag not in flags_of(self)]
+        known: set[str] = set()
+        for action in self._actions:
+            known.update(action.option_strings)
+        unknown = [flag for flag in flags if flag not in known]
         if unknown and not self.passes_unknown:
             message += f"; unrecognized: {' '.join(unknown)}{hints_of_flags(unknown, self)}"
         refuse_flags(self, message)
@@ -175,7 +176,7 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
         exit_process(0)
     except MISTAKES as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(PATIENCE)
+            time.sleep(RANK_0_WAIT_SECONDS)
         sys.stderr.write(f"{name}: {one_line(error)}\n")
         exit_process(1)
     except KeyboardInterrupt:
@@ -224,14 +225,15 @@ OptionalCount = Annotated[int | None, COUNT | None]
 def check_settings(config: Any) -> None:
     """Check the ranges and choices that the fields of a dataclass declare; ValueError names what is wrong."""
     check_ranges(vars(config), ranges_of(type(config)))
-    for one in fields(config):
-        value, choices = getattr(config, one.name), one.metadata.get("choices")
-        if choices and value != one.default and value not in choices:
+    for setting_field in fields(config):
+        value = getattr(config, setting_field.name)
+        choices = setting_field.metadata.get("choices")
+        if choices and value != setting_field.default and value not in choices:
             hint = nearest(value, choices)
-            raise ValueError(f"--{one.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+            raise ValueError(f"--{setting_field.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def of_methods(name: str, methods: Mapping[str, Any]) -> str:
+def method_defaults(name: str, methods: Mapping[str, Any]) -> str:
     """For a flag's help: the setting's default in each method that has one; empty if none has."""
     values = {method: entry.values[name] for method, entry in methods.items() if name in entry.values}
     if len(values) == len(methods) and len({*values.values()}) == 1:
@@ -249,26 +251,30 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, methods: Mapping[
     """
     hints, ranges = get_type_hints(settings), ranges_of(settings)
     group: Any = parser
-    for one in fields(settings):
-        if "help" not in one.metadata:
+    for setting_field in fields(settings):
+        if "help" not in setting_field.metadata:
             continue
-        options = dict(one.metadata)
+        name = setting_field.name
+        options = dict(setting_field.metadata)
         title = options.pop("group", None)
         if title is not None:
             group = parser.add_argument_group(title) if title else parser
-        required = one.default is MISSING and one.default_factory is MISSING
+        required = setting_field.default is MISSING and setting_field.default_factory is MISSING
         if options.pop("positional", False):
-            names = [one.name]
+            names = [name]
         else:
-            names = [options.pop("flag", f"--{one.name}"), *options.pop("aliases", [])]
-            options |= {"dest": one.name, "required": required}
-        if hints[one.name] is bool and "action" not in options:
+            names = [options.pop("flag", f"--{name}"), *options.pop("aliases", [])]
+            options |= {"dest": name, "required": required}
+        if hints[name] is bool and "action" not in options:
             options["action"] = "store_true"
         elif not required:
-            options["default"] = one.default if one.default_factory is MISSING else one.default_factory()
+            if setting_field.default_factory is MISSING:
+                options["default"] = setting_field.default
+            else:
+                options["default"] = setting_field.default_factory()
         if options.get("action", "append") == "append":
-            options.setdefault("type", ranges.get(one.name, str))
-            options["help"] += of_methods(one.name, methods or {})
+            options.setdefault("type", ranges.get(name, str))
+            options["help"] += method_defaults(name, methods or {})
         group.add_argument(*names, **options)
 
 

@@ -33,11 +33,11 @@ ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
-    A message suggests the closest file, or of the other names that the caller accepts (`known`).
+    An error message suggests the closest name: of a file, or of the other names that the caller accepts (`known`).
 
     Raises:
         FileNotFoundError: there is no such file or folder, and the hub gives no such data set.
-        ValueError: the file cannot be read, or has no rows.
+        ValueError: the file or the folder cannot be read, or has no rows, or the folder has splits but no train.
     """
     path = Path(train_data)
     hub_problem = ""
@@ -56,17 +56,28 @@ def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
             data = load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client have their own errors
         reason = hub_problem or f"{type(error).__name__}: {error}"
+        if path.is_dir():
+            raise ValueError(
+                f"--train_data {train_data}: the folder cannot be read as a data set of datasets.save_to_disk "
+                f"({reason}): name a file in it, or a folder saved so"
+            ) from error
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file{closest(train_data, known)} nor a data set that the hub "
             f"gives ({reason}). Download it elsewhere and pass a local file of such columns: --train_data rows.jsonl"
         ) from error
-    rows = data["train"] if isinstance(data, DatasetDict) else data
+    rows = data
+    if isinstance(data, DatasetDict):
+        if "train" not in data:
+            raise ValueError(
+                f"--train_data {train_data} has no split train, only {', '.join(data)}: save that split alone"
+            )
+        rows = data["train"]
     if not len(rows):
         raise ValueError(f"--train_data {train_data} has no rows")
     return rows
 
 
-def tokenised(
+def tokenize_rows(
     data: Dataset,
     tokenize_row: Callable[..., dict[str, Any]],
     source: ModuleType,
@@ -99,11 +110,11 @@ def tokenised(
 
 
 def describe_row_error(error: Exception) -> str:
-    """The line that says what is wrong with a row that raised this error."""
+    """The line that says what is wrong with a row that raised this error; never empty."""
     if isinstance(error, KeyError):
         return f"there is no {error}"
     if isinstance(error, ValueError):
-        return str(error)
+        return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"
 
 
@@ -113,10 +124,12 @@ def usable_rows(
     """Indices of the rows to train on. The others are counted and reported, or raise ValueError.
 
     Args:
+        status: of each row: "ok", "truncated", "dropped" or "bad".
+        problems: what is wrong with each bad row.
         data: the rows; those of a file are reported by their lines in it, others by their numbers from 0.
     """
     counts = Counter(status)
-    bad = [index for index, problem in enumerate(problems) if problem]
+    bad = [index for index, kind in enumerate(status) if kind == "bad"]
 
     # The first bad rows, each with its location and its problem.
     lines: dict[int, str] = {}

@@ -153,7 +153,8 @@ def matching_names(word: str, known: Iterable[str], table: Table) -> list[str] |
 
 
 def hint_of_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    """For a message about a flag that a parser has not: " (the nearest is --X)", or the nearest flag, or nothing."""
+    """For a message about a flag that the parser does not have: " (the nearest is --X)", or the nearest flag, or
+    nothing."""
     name = normalized(word)
     descriptions: dict[str, str] = {}  # each flag or argument of the parser, as a message names it
     all_flags: list[str] = []
@@ -189,7 +190,8 @@ def hints_of_flags(words: Iterable[str], parser: argparse.ArgumentParser) -> str
 
 
 def hint_of_choice(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    """For a message about a value that is no choice of a flag: the flag that others call so, such as --output_dir."""
+    """For a message about a value that is no choice of a flag: another flag of this parser, for which other programs
+    use this flag's name, such as --output_dir; or nothing."""
     other_flags = []
     for other in parser._actions:
         if other is not action:
@@ -204,7 +206,7 @@ def normalized(flag: str) -> str:
 
 
 def hint_of_command(word: object, commands: Iterable[str]) -> str:
-    """The same for a command."""
+    """For a message about a command that does not exist: the command that was probably meant, or nothing."""
     commands = list(commands)
     names = matching_names(str(word), commands, COMMANDS)
     if not names:

@@ -295,6 +295,9 @@ def cap_batch(training: TrainingArguments, rows: int) -> None:
 def prepare_model(args: TrainingSettings, folder: ModelFolder, lora_dropout: float = 0.0) -> Any:
     """The model in `folder`, to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA
     adapter. If the folder is itself an adapter, it is merged first."""
+    if args.load_in_4bit and folder.adapters:
+        todo = f"run `python -m d1 merge` on {args.model_name}"
+        raise ValueError(f"an adapter cannot be merged into 4-bit weights: {todo}")
     dtype = "float32"
     if not args.full_finetuning:
         dtype = args.dtype or ("bfloat16" if on_gpu() else "float32")
@@ -305,9 +308,6 @@ def prepare_model(args: TrainingSettings, folder: ModelFolder, lora_dropout: flo
         quantization="nf4" if args.load_in_4bit else None,
     )
     if isinstance(model, PeftModel):
-        if args.load_in_4bit:
-            todo = f"run `python -m d1 merge` on {args.model_name}"
-            raise ValueError(f"an adapter cannot be merged into 4-bit weights: {todo}")
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model

@@ -49,7 +49,7 @@ class TurnSettings:
     def from_attributes(cls, source: Any, gen_length: int, config: Any) -> TurnSettings:
         """The limits that `source` has as attributes; those that are None become 2 turns, and the room that canvases of
         `gen_length` leave in a model of this config."""
-        values = {one.name: getattr(source, one.name) for one in fields(cls)}
+        values = {limit.name: getattr(source, limit.name) for limit in fields(cls)}
         positions = getattr(config, "max_position_embeddings", None)
         if values["max_turn_prompt"] is None and positions is not None:
             values["max_turn_prompt"] = max(positions - gen_length, 1)

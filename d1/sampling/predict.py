@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.models import head
-from d1.models.distribution import OWN
+from d1.models.distribution import MODEL_DISTRIBUTION
 from d1.models.kinds import vocabulary
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import SamplingSettings
@@ -177,7 +177,7 @@ def predict_from(
     # `logits` changes from here on; a distribution to record is made from the logits with the mask token.
     record_distribution, draw_distribution = settings.record_distribution, settings.draw_distribution
     logits_with_mask = logits
-    if record_distribution != OWN:
+    if record_distribution != MODEL_DISTRIBUTION:
         logits_with_mask = logits.clone()
 
     # Draw. A mask token must never be drawn, not even when few are left.
@@ -190,6 +190,6 @@ def predict_from(
     # Log-probabilities, and those to record.
     logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
     record_logps = logps
-    if record_distribution != OWN:
+    if record_distribution != MODEL_DISTRIBUTION:
         record_logps = head.token_logps(record_distribution.logits(logits_with_mask, ids), ids)
     return ids, logps, entropies, record_logps

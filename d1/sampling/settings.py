@@ -12,7 +12,7 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Annotated, Any
 
-from d1.models.distribution import OWN, Distribution, falling
+from d1.models.distribution import MODEL_DISTRIBUTION, Distribution, linear_temperature
 from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of, setting
 from d1.sampling.caches import CACHES
@@ -238,12 +238,12 @@ class SamplingSettings:
     @property
     def draw_distribution(self) -> Distribution:
         """The distribution that tokens are drawn from; at temperature 0, the model's own."""
-        return Distribution(self.temperature, self.top_k, self.top_p) if self.temperature else OWN
+        return Distribution(self.temperature, self.top_k, self.top_p) if self.temperature else MODEL_DISTRIBUTION
 
     @property
     def record_distribution(self) -> Distribution:
         """The distribution whose log-probabilities a rollout records."""
-        return self.draw_distribution if self.record_as_sampled else OWN
+        return self.draw_distribution if self.record_as_sampled else MODEL_DISTRIBUTION
 
     @property
     def rule(self) -> str | None:
@@ -297,7 +297,7 @@ class SamplingSettings:
 
     def temperature_of(self, number: int) -> float:
         """The temperature of pass `number`, from 0, of a block of a model with uniform noise."""
-        return falling(self.temperature, self.end_temperature, number, self.passes_per_block)
+        return linear_temperature(self.temperature, self.end_temperature, number, self.passes_per_block)
 
     @property
     def stops_below(self) -> float:

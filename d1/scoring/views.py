@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask, require_prepared
-from d1.models.distribution import OWN, Distribution
+from d1.models.distribution import MODEL_DISTRIBUTION, Distribution
 from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, target_logps, token_entropies
 from d1.models.kinds import vocabulary
 from d1.scoring.forward import hidden_states, noised_tokens
@@ -160,7 +160,7 @@ def score(
     gen_length: int,
     with_entropies: bool = False,
     views_at_once: int = 1,
-    distribution: Distribution = OWN,
+    distribution: Distribution = MODEL_DISTRIBUTION,
     blocks: CanvasBlocks | None = None,
     padded: bool | None = None,
 ) -> Scores:

@@ -30,7 +30,7 @@ from d1.models.messages import (
 )
 from d1.models.tokenizer import CUT_OFF, encode_turns
 from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import BatchRow, describe_row_error, tokenised, usable_rows
+from d1.runs.data import BatchRow, describe_row_error, tokenize_rows, usable_rows
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.data import load_rows as load_rows
 from d1.sft import columns
@@ -214,7 +214,7 @@ def preprocess_dataset(
         "template": template,
         "assistant_only_loss": assistant_only_loss,
     }
-    rows = tokenised(
+    rows = tokenize_rows(
         data,
         tokenize_row,
         source=sys.modules[__name__],

@@ -16,8 +16,8 @@ What differs from TRL:
 - t'. Here it is uniform on [.001, 1], as in the script's first version; later versions draw it from [.0001, .9999].
 - The router of the experts. Later versions of the script freeze it always. Here LoRA leaves it as it is, also with
   `--lora_target_modules all-linear`, and a full fine-tune trains it.
-- Layers with a window see the text as `generate` does, counted from the canvas's start (TRL: 1e-7 off below the window,
-  up to 0.28 beyond).
+- Layers with a window see the text as `generate` does, counted from the canvas's start. TRL encodes the whole text and
+  keeps its end, so its logits are off by up to 0.28 where the text is longer than the window (by 1e-7 elsewhere).
 - The EOS after an answer that was cut off is not trained on (TRL's first version trains on it).
 - Means are over the step, not over a micro-batch. Draws come from the row's own generator.
 
@@ -201,11 +201,13 @@ class CanvasTrainer(dLLMTrainer):
         return loss
 
     def nonfinite_rows(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Text (ids without a tokenizer), time and loss of the rows whose loss is not finite."""
         tokenizer: Any = self.processing_class
         rows = []
         for row in (~torch.isfinite(row_losses)).nonzero().flatten().tolist():
             visible = inputs["attention_mask"][row].bool()
-            text = tokenizer.decode(inputs["input_ids"][row][visible].tolist())
+            ids = inputs["input_ids"][row][visible].tolist()
+            text = ids if tokenizer is None else tokenizer.decode(ids)
             rows.append({"text": text, "t": inputs["t"][row].item(), "loss": row_losses[row].item()})
         return rows
 

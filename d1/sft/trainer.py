@@ -24,7 +24,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from d1.models.attention import Blocks, has_causal_context, require_prepared
 from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, run_inside, target_logps
-from d1.models.kinds import block_size
+from d1.models.kinds import block_size, require_masks
 from d1.models.packing import enable_packed_rows, packed_two_stream_states, two_stream_states
 from d1.runs.data import IGNORED
 from d1.runs.trainer import RunTrainer, check_arguments, loaded_model, tokenizer_of
@@ -55,7 +55,8 @@ def check_data(data_collator: Any, datasets: dict[str, Any]) -> None:
 
 
 def default_collator(tokenizer: Any, config: Any) -> dLLMDataCollator:
-    """The collator with its defaults for a model of this config."""
+    """The collator with its defaults for a model of this config. ValueError if the model has no mask token."""
+    require_masks(config, "dLLMDataCollator")
     causal = CausalLoss() if has_causal_context(config) else None
     return dLLMDataCollator(tokenizer, block_size=block_size(config), causal=causal)
 
@@ -158,8 +159,8 @@ class dLLMTrainer(RunTrainer, Trainer):
         return self.weighted_losses(model, inputs, masked, weights)
 
     def context_losses(self, model: Any, inputs: dict[str, Any], masked: Tensor, weights: Tensor) -> Tensor:
-        """Sum over each row's `masked` tokens of their weights x cross-entropy, and over its answer of that of the
-        clean text, where the state of a token predicts the next one: no state predicts the first token of a text."""
+        """For each row: the weighted cross-entropy of its `masked` tokens, plus that of its answer in the clean text.
+        There the state of a token predicts the next token, so the first token of a text has no loss."""
         labels = inputs["labels"]
         predicts = torch.zeros_like(masked)
         predicts[:, :-1] = (labels != IGNORED)[:, 1:].cpu()

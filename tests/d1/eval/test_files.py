@@ -69,11 +69,11 @@ def test_more_problems_than_expected_repeated_indices_and_foreign_rows_are_error
     write(tmp_path, "sudoku_many_32_16_0", [item("sudoku", RIGHT["sudoku"], index=i) for i in range(120)], **ours)
     write(tmp_path, "sudoku_d1s_32_16_0", [item("sudoku", "", i) for i in range(257)])
     errors = {
-        "many": "sudoku_many_32_16: 120 problems instead of 3",
+        "many": "sudoku_many_32_16: 120 completions instead of 3",
         "twice": "sudoku_twice_32_16: index 1 occurs 2 times",
         "mixed": "sudoku_mixed_32_16: some problems have an index and others have none",
         "seeds": "sudoku_seeds_32_16_1_generations.json: not read, because it is from another run (here seed 1)",
-        "d1s": "sudoku_d1s_32_16: 257 problems instead of 256",
+        "d1s": "sudoku_d1s_32_16: 257 completions instead of 256",
     }
     for scoring in ("strict", "published"):
         rows = {row.model: row for row, _ in score_all(tmp_path, scoring).values()}

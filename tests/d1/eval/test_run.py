@@ -430,6 +430,32 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
     evaluation.main(evaluation.make_parser().parse_args(arguments))
     assert "2/2" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(completions, "load_model_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.main(evaluation.make_parser().parse_args(arguments))
+    assert not list(tmp_path.iterdir())
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_call_leaves_nothing_open(tiny_model_dir, tmp_path, monkeypatch):
+    append, journals = Journal.append, []
+
+    def append_one(journal: Journal, entry: dict[str, Any]) -> None:
+        if journals:
+            raise KeyboardInterrupt
+        journals.append(journal)
+        append(journal, entry)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", append_one)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            evaluate(tiny_model_dir, tmp_path, "--limit", "3")
+    assert stopped.tb is not None  # refers to the journal, which is nevertheless closed
+    assert (journals[0].lines, journals[0].lock.file) == (None, None)
+    assert len(evaluate(tiny_model_dir, tmp_path, "--limit", "3")["generations"]) == 3
 
 
 # ---- refusals
@@ -538,6 +564,10 @@ def test_weights_that_are_not_finite_end_an_evaluation_with_the_problem_and_the_
     with pytest.raises(NotFiniteError, match=r"^problem \d+: .*comes from model\.layers\.0\.mlp\.up_proj, whose"):
         evaluate(model, tmp_path / "results", "--limit", "5")
     assert not [*(tmp_path / "results").glob("*_generations.json")]
+    samples = ("--limit", "1", "--temperature", "1", "--num_samples", "3")
+    (prompt, *_) = prompts(tiny_model_dir, *samples)
+    with pytest.raises(NotFiniteError, match=rf"^problem {prompt.index}, sample 0: "):
+        evaluate(model, tmp_path / "samples", *samples)
 
 
 # ---- several completions per problem
@@ -611,6 +641,14 @@ def test_evaluate_returns_in_silence_the_rows_that_the_commands_print(tiny_model
         else:
             texts = [[item["generations"] for item in file["generations"]] for file in (one, two)]
             assert texts[0] == texts[1]
+
+
+def test_false_turns_a_switch_off_and_none_is_the_default():
+    parser = evaluation.make_parser()
+    required = {"model_path": "m", "dataset": "sudoku"}
+    for value, expected in ((False, False), (None, True), (True, True)):
+        assert evaluation.parse_settings(parser, {**required, "self_conditioning": value}).self_conditioning is expected
+    assert evaluation.parse_settings(parser, {**required, "eos_stop": False}).eos_stop is False
 
 
 @pytest.mark.parametrize(

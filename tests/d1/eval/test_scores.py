@@ -71,7 +71,7 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     done = run(tmp_path)
     assert done.returncode == 1
     assert "5/8 (!)" in done.stdout
-    assert "5 of 8 problems" in done.stderr
+    assert "5 of 8 completions scored" in done.stderr
     assert "no file of rank 0" in done.stderr
     assert run(tmp_path, "--allow-partial").returncode == 0
     write_sudoku(tmp_path / "sudoku_base_32_16_0_generations.json", 2, of=12, expected=8)
@@ -79,7 +79,7 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     done = run(tmp_path)
     assert done.returncode == 1
     assert "12/8 (!)" in done.stdout
-    assert "ERROR sudoku_base_32_16: 12 problems instead of 8" in done.stderr
+    assert "ERROR sudoku_base_32_16: 12 completions instead of 8" in done.stderr
     for rank in (2, 6, 9999):
         write_sudoku(tmp_path / f"sudoku_ranks_32_16_{rank}_generations.json", 2, of=5)
     assert "ERROR sudoku_ranks_32_16: no file of rank 0 and 9996 others\n" in run(tmp_path).stderr
@@ -106,6 +106,15 @@ def test_comparison(folder):
     assert "no setup 'nothing'" in missing.stderr
 
 
+def test_a_comparison_names_why_a_setup_could_not_be_scored(folder, tmp_path, write_sudoku):
+    path = tmp_path / "mine_m_32_16_0_generations.json"
+    write_sudoku(path, 1, of=2)
+    path.write_text(path.read_text().replace('"task": "sudoku"', '"task": "mine"'))
+    done = run(folder, "--compare", "sudoku_base_32_16", tmp_path / "mine_m_32_16")
+    assert done.returncode == 1
+    assert "mine_m_32_16: unknown task 'mine': name its file with --task_file" in done.stderr
+
+
 def test_without_a_folder_it_scores_the_shipped_generations():
     done = run("--format", "json")
     assert done.returncode == 0, done.stderr
@@ -129,6 +138,15 @@ def test_an_answer_is_what_the_tasks_extract_returns(tmp_path, write_sudoku):
     assert (row["accuracy"], row["metrics"]) == (50, {"some": 50})
     details = [json.loads(line) for line in (tmp_path / "details.jsonl").read_text().splitlines()]
     assert [detail["answer"] for detail in details] == ["1", None]
+    # The second text has no answer, so its score lacks a metric.
+    task.write_text(
+        task.read_text().replace("'some': float(bool(extract(text)))}", "**({'some': 1.0} if extract(text) else {})}")
+    )
+    done = run(tmp_path, "--task_file", task, "--format", "json")
+    (row,) = json.loads(done.stdout)
+    assert (done.returncode, row["n"], row["accuracy"], row["metrics"]) == (1, 1, 100, {"some": 100})
+    (error,) = row["errors"]
+    assert error.startswith("mine_m_32_16_0_generations.json, item 1: score() of the task returns the metrics [] after")
 
 
 # ---- several completions per problem

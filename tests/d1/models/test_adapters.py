@@ -83,6 +83,16 @@ def test_an_adapter_folder_loads_with_its_base(kind_dirs, kind, tmp_path):
         assert_near(logits_of(model), expected)
 
 
+def test_an_adapter_that_is_given_twice_is_named(kind_dirs, tmp_path):
+    train_adapter(load_model(kind_dirs["llama"]), tmp_path / "a")
+    message = "a is given as the model and as an adapter: name its base, or leave the adapter out$"
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "a", adapter=tmp_path / "a")
+    edit_json(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=str(tmp_path / "a"))
+    with pytest.raises(ValueError, match=r"adapter .*a names itself as its base"):
+        load_model(tmp_path / "a")
+
+
 def remote_adapter(folder: Path, base: Path, modules: dict[str, tuple[int, int]], rank: int = 4) -> dict[str, Tensor]:
     """An adapter as PEFT saves it on LLaDA's own classes; returns the change of each weight, by original name."""
     torch.manual_seed(7)

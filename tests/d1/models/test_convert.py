@@ -365,7 +365,10 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, t
             ["export", tmp_path / "adapter", out, "--format", "sdar"],
             "is on a llama, which has no released format 'sdar'",
         ),
-        (["export", kind_dirs["llama"], out, "--format", "llada"], "llama names no mask token, which the format llada"),
+        (
+            ["export", kind_dirs["llama"], out, "--format", "llada"],
+            "set mask_token_id in its config.json, or put its tokenizer into",
+        ),
         (["export", kind_dirs["qwen3"], out, "--format", "sdar"], "only a model that was read from this format"),
         (["export", kind_dirs["sdar"], out, "--format", "sdar_moe"], "was released as 'sdar', not as 'sdar_moe'"),
         *((["export", kind_dirs[k], out, "--format", "llada"], "only a Llama") for k in ("qwen2", "gemma", "bert")),

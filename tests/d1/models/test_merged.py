@@ -1,4 +1,4 @@
-"""A copy of a model with its adapter merged: equal to a model merged by `convert.merged`, next to untouched weights."""
+"""A copy of a model with its adapter merged: equal to one merged by `merged_state_dict`, next to untouched weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from d1.models import load_model
 from d1.models.adapters import lora_targets
-from d1.models.convert import merged
-from d1.models.merged import MergedCopy, against_copy, copied_bytes
+from d1.models.convert import merged_state_dict
+from d1.models.merged import MergedCopy, copied_bytes, why_not_mergeable
 from tests.d1.released import IDS
 
 
@@ -50,13 +50,13 @@ def test_the_copy_is_the_merged_model_and_the_trained_weights_stay(kind_dirs, ki
     for _ in range(2):
         twin.refresh()
         assert_equal(bits(model), before)
-        with merged(model) as state:
+        with merged_state_dict(model) as state:
             assert_equal(bits(twin.model), {name: weight.clone() for name, weight in state.items()})
         disturb(model)  # as an optimizer step does
         before = bits(model)
     twin.refresh()
     expected = load_model(kind_dirs[kind], dtype)
-    with merged(model) as state:
+    with merged_state_dict(model) as state:
         expected.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(twin.model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
@@ -84,7 +84,7 @@ def test_other_forms_of_lora_are_merged_by_peft(kind_dirs, options):
     model = adapted(kind_dirs["Dream"], targets=["q_proj", "v_proj"], **options)  # layers with a bias
     twin = MergedCopy(model)
     twin.refresh()
-    with merged(model) as state:
+    with merged_state_dict(model) as state:
         assert_equal(bits(twin.model), {name: weight.clone() for name, weight in state.items()})
 
 
@@ -98,19 +98,19 @@ def test_other_forms_of_lora_are_merged_by_peft(kind_dirs, options):
 )
 def test_adapters_that_cannot_be_copied_are_named(kind_dirs, kind_, options, reason):
     model = adapted(kind_dirs[kind_], **options)
-    assert reason in against_copy(model)
+    assert reason in why_not_mergeable(model)
     with pytest.raises(ValueError, match=reason):
         MergedCopy(model)
-    assert against_copy(load_model(kind_dirs[kind_])) == "the model has no adapter to merge"
+    assert why_not_mergeable(load_model(kind_dirs[kind_])) == "the model has no adapter to merge"
 
 
 def test_weights_of_two_modules_and_weights_of_4_bits_are_refused(kind_dirs):
     model = adapted(kind_dirs["llama"], targets=["q_proj", "lm_head"])
-    assert against_copy(model) is None
+    assert why_not_mergeable(model) is None
     head = model.get_base_model().lm_head.base_layer
     head.weight = model.get_base_model().model.embed_tokens.weight
-    assert against_copy(model) == "the adapter is on weights that another module shares"
+    assert why_not_mergeable(model) == "the adapter is on weights that another module shares"
     model = adapted(kind_dirs["llama"])
     layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
     layer.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
-    assert against_copy(model) == "4-bit weights cannot absorb an adapter"
+    assert why_not_mergeable(model) == "4-bit weights cannot absorb an adapter"

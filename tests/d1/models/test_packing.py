@@ -45,8 +45,10 @@ def test_a_text_is_what_it_is_alone(kind_dirs, kind, attention):
     """All positions, chosen positions of the last layer, and a noised copy after each text."""
     model: Any = load_model(kind_dirs[kind], attn_implementation=attention)
     if kind in WINDOWED:
-        with pytest.raises(ValueError, match="rows of several texts need layers without windows"):
+        message = "need layers without windows, and some of its layers attend only within one: leave --packing out$"
+        with pytest.raises(ValueError, match=message):
             enable_packed_rows(model)
+        assert model.config._attn_implementation == attention
         return
     expected, at = one_by_one(model), HIDDEN.nonzero().T
     enable_packed_rows(model)

@@ -25,7 +25,7 @@ from transformers import (
 
 import d1.models.head
 from d1.models import prepare
-from d1.models.distribution import OWN, Distribution
+from d1.models.distribution import MODEL_DISTRIBUTION, Distribution
 from d1.models.head import backbone_and_head, run_inside, target_logps, token_logps
 from tests.d1.sampling.reference import left_of
 
@@ -203,5 +203,5 @@ def test_chunks_of_the_head_score_in_the_distribution_and_entropies_stay_the_mod
 
 def test_the_default_is_the_models_own_and_copies_nothing():
     given = logits()
-    assert OWN.logits(given, torch.zeros(12, dtype=torch.long)) is given
-    assert Distribution(1.0, 0, 1.0) == OWN
+    assert MODEL_DISTRIBUTION.logits(given, torch.zeros(12, dtype=torch.long)) is given
+    assert Distribution(1.0, 0, 1.0) == MODEL_DISTRIBUTION

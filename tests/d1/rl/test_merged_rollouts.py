@@ -14,7 +14,7 @@ from d1.commands.footprint import activation_bytes, resident_bytes
 from d1.commands.rl_memory import fit_settings, has_room_for_copy
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.models.convert import merged
+from d1.models.convert import merged_state_dict
 from d1.rl.checks import check_model_settings
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.sources import RolloutRequest, merges_rollouts
@@ -35,7 +35,8 @@ def make(model_dir, folder, dtype=torch.bfloat16, **changes):
 def merged_model(model_dir, trained):
     """A model without an adapter, merged by the function of `d1 merge`'s weights."""
     expected = load_model(str(model_dir), torch.bfloat16)
-    with torch.autocast("cpu", enabled=False), merged(deepcopy(trained)) as state:  # a rollout runs under autocast
+    # A rollout runs under autocast.
+    with torch.autocast("cpu", enabled=False), merged_state_dict(deepcopy(trained)) as state:
         expected.load_state_dict(state)
     return expected
 

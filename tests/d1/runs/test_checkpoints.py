@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, rotate
+from d1.runs.checkpoints import broken_checkpoint_error, check_checkpoint, checkpoint_to_resume, rotate
 
 
 def test_where_a_run_continues(tmp_path: Path) -> None:
@@ -27,6 +27,16 @@ def test_where_a_run_continues(tmp_path: Path) -> None:
     for resume in ("ture", str(tmp_path)):
         with pytest.raises(ValueError, match="it must be true, false or the folder of a checkpoint"):
             checkpoint_to_resume(str(folder), resume)
+
+
+def test_a_broken_checkpoint_names_the_one_before_it_and_no_folder_without_a_step(tmp_path: Path) -> None:
+    for name in ("mine", "4", "12"):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+    (tmp_path / "checkpoint-4").rename(tmp_path / "away")
+    broken = tmp_path / "checkpoint-12"
+    assert "; no earlier checkpoint is left" in str(broken_checkpoint_error(broken, "x", "is missing"))
+    (tmp_path / "away").rename(tmp_path / "checkpoint-4")
+    assert str(broken_checkpoint_error(broken, "x", "is missing")).endswith(f"--resume {tmp_path / 'checkpoint-4'}")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from d1.models.folder import ModelFolder
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
+from d1.runs import stage
 from d1.runs.checkpoints import SUMS
 from d1.runs.record import hash_file, hash_model
 from d1.sft.train import main as sft_main
@@ -227,3 +230,16 @@ def test_another_reward_under_the_same_path_is_recorded(tiny_model_dir: Path, tm
     run(tmp_path / "run", *own, "--resume", max_steps=2)
     changed = {"step": 1, "max_steps": [1, 2], "contents of reward_file": [before, hash_file(rewards)]}
     assert json.loads((tmp_path / "run/run.json").read_text())["changes"] == [changed]
+
+
+def test_an_adapter_below_4_bit_weights_is_refused_before_a_model_is_loaded(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_model(*args: Any, **options: Any) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(stage, "load_model", load_model)
+    args = sft_parser().parse_args(["--model_name", "me/adapter", "--load_in_4bit"])
+    folder = replace(ModelFolder.read(tiny_model_dir), adapters=("me/adapter",))
+    with pytest.raises(ValueError, match=r"merged into 4-bit weights: run `python -m d1 merge` on me/adapter$"):
+        stage.prepare_model(args, folder)

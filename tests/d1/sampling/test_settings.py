@@ -9,7 +9,7 @@ import sys
 import pytest
 from transformers import BertConfig, LlamaConfig
 
-from d1.models.distribution import OWN, Distribution
+from d1.models.distribution import MODEL_DISTRIBUTION, Distribution
 from d1.runs.cli import SettingsParser
 from d1.sampling import SamplingSettings
 from d1.sampling.caches import CACHES, Cache
@@ -80,8 +80,16 @@ def test_what_is_not_said_is_the_tables_default(changes, in_use):
 def test_settings_know_whether_they_draw_from_what_and_what_they_record():
     """At temperature 0 nothing is drawn, and the model's own log-probability is recorded."""
     greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)
-    assert (greedy.draws, greedy.draw_distribution, greedy.record_distribution) == (False, OWN, OWN)
-    assert (warm.draws, warm.draw_distribution, warm.record_distribution) == (True, Distribution(0.5, 2, 0.9), OWN)
+    assert (greedy.draws, greedy.draw_distribution, greedy.record_distribution) == (
+        False,
+        MODEL_DISTRIBUTION,
+        MODEL_DISTRIBUTION,
+    )
+    assert (warm.draws, warm.draw_distribution, warm.record_distribution) == (
+        True,
+        Distribution(0.5, 2, 0.9),
+        MODEL_DISTRIBUTION,
+    )
     assert dataclasses.replace(warm, record_as_sampled=True).record_distribution == warm.draw_distribution
 
 

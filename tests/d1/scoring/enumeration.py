@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.masking import keyed_generator
 from d1.models import prepare
-from d1.models.distribution import OWN, Distribution
+from d1.models.distribution import MODEL_DISTRIBUTION, Distribution
 from d1.models.kinds import block_size
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score
 from d1.scoring.inputs import canvas_blocks
@@ -207,7 +207,7 @@ def scores(
     views: Views,
     sampled: SampledRows = SAMPLED,
     views_at_once: int = 8,
-    distribution: Distribution = OWN,
+    distribution: Distribution = MODEL_DISTRIBUTION,
 ) -> Any:
     """`score` of a batch."""
     given = (sampled.prompt_ids, sampled.attention_mask, sampled.canvas_ids, views)

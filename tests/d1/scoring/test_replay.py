@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.masking import keyed_generator
 from d1.models import prepare
-from d1.models.distribution import OWN
+from d1.models.distribution import MODEL_DISTRIBUTION
 from d1.models.kinds import block_size
 from d1.rl.checks import ESTIMATORS
 from d1.sampling import SamplingSettings, eos_cut, rollout
@@ -399,7 +399,7 @@ def sample(model, eos_stop=False, **options):
     return SampledRows(PROMPTS, visible, visible.bool(), ids, eos_cut(ids, ENDS), *record, *writes), taken
 
 
-def replayed(model, sampled, views, distribution=OWN):
+def replayed(model, sampled, views, distribution=MODEL_DISTRIBUTION):
     """`score`; this model's mask token is the tiny one's, too."""
     with torch.no_grad():
         return scores(model, views, sampled, views_at_once=4, distribution=distribution)

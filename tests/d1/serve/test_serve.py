@@ -656,8 +656,8 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(damaged, sampler):
         damaged.post("/continue_generation")
         assert [one.result()["output_ids"] for one in good] == [one.ids[0, -8:].tolist() for one in expected]
     message = bad.result()["error"]["message"]
-    assert message.startswith("row bad: the model's logits are not finite: the first output that is not comes from ")
-    assert "model.embed_tokens, whose weight has 32 of" in message
+    assert message.startswith("row bad: the model's logits are not finite: the first non-finite output comes from ")
+    assert "model.embed_tokens, whose weight has 32 non-finite values out of" in message
 
 
 def test_a_stream_of_such_a_row_has_no_text(damaged):

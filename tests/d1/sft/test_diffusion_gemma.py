@@ -15,7 +15,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.diffusion_gemma import canvas_states
 from d1.models.kinds import native_config
 from d1.runs.data import IGNORED
-from d1.sft import dLLMSFTDataset
+from d1.sft import dLLMSFTDataset, dLLMTrainer
 from d1.sft.config import SFTConfig
 from d1.sft.diffusion_gemma import CanvasCollator, CanvasTrainer, next_tokens
 from d1.sft.stage import check_noise
@@ -242,6 +242,26 @@ def test_a_run_lowers_the_loss_and_saves_one_adapter(tiny_canvas_dir, tmp_path):
     adapted, plain = load_model(str(tmp_path / "job")), load_model(str(tiny_canvas_dir))
     ids, canvas = torch.arange(8, 20)[None], torch.arange(20, 24)[None]
     assert (canvas_states(adapted, ids, canvas, None) - canvas_states(plain, ids, canvas, None)).abs().max() > 1e-4
+
+
+def test_the_trainer_of_masks_refuses_the_model_when_it_is_made(tiny_canvas_dir):
+    model, tokenizer = load_model(str(tiny_canvas_dir)), load_tokenizer(str(tiny_canvas_dir))
+    with pytest.raises(ValueError, match=r"^dLLMDataCollator hides tokens by a mask token, and diffusion_gemma has"):
+        dLLMTrainer(model=model, processing_class=tokenizer)
+
+
+def test_rows_to_blame_are_ids_without_a_tokenizer(tiny_canvas_dir, tmp_path):
+    trainer = trainer_of(tiny_canvas_dir, tmp_path)
+    batch = batch_of(trainer)
+    losses = torch.tensor([0.0, torch.nan, *[0.0] * 6])
+    (with_text,) = trainer.nonfinite_rows(losses, batch)
+    trainer.processing_class = None
+    (with_ids,) = trainer.nonfinite_rows(losses, batch)
+    assert with_ids["text"] == trainer.train_dataset[1]["input_ids"]
+    assert (with_text["t"], with_text["text"]) == (
+        with_ids["t"],
+        load_tokenizer(str(tiny_canvas_dir)).decode(with_ids["text"]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""Rows to train on: folders of `datasets`, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from d1.runs.data import describe_row_error, load_rows, usable_rows
+
+ROWS = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "completion": ["2", "4"]})
+
+
+def test_a_saved_folder_gives_its_rows_or_those_of_its_split_train(tmp_path: Path) -> None:
+    ROWS.save_to_disk(tmp_path / "rows")
+    assert load_rows(str(tmp_path / "rows")).to_list() == ROWS.to_list()
+    DatasetDict({"train": ROWS, "test": ROWS.select([0])}).save_to_disk(tmp_path / "splits")
+    assert load_rows(str(tmp_path / "splits")).to_list() == ROWS.to_list()
+    DatasetDict({"a": ROWS, "b": ROWS}).save_to_disk(tmp_path / "others")
+    message = f"--train_data {tmp_path / 'others'} has no split train, only a, b: save that split alone"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_rows(str(tmp_path / "others"))
+
+
+def test_a_folder_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r": the folder cannot be read as a data set of datasets\.save_to_disk \(File"):
+        load_rows(str(tmp_path))
+
+
+def test_an_error_without_a_message_is_named_by_its_class() -> None:
+    assert describe_row_error(ValueError()) == "ValueError"
+    assert describe_row_error(ValueError("too long")) == "too long"
+
+
+def test_bad_rows_are_those_with_this_status_whatever_their_problem_says() -> None:
+    with pytest.raises(ValueError, match="1 of 2 rows cannot be trained on"):
+        usable_rows(["ok", "bad"], ["", ""], "error")
+    assert usable_rows(["ok", "bad"], ["", ""], "skip") == [0]
