@@ -4,7 +4,8 @@
     python -m studies.smollm2.run --model runs/tiny --tiny --workers 1                                # all jobs, tiny
 
 $D1_FILES names the folder with svamp/. Jobs are taken in the order of the protocol; none starts that is not expected to
-end in the time that is left. If the command is killed, run it again: finished jobs are skipped.
+end in the time that is left. If the command is killed, run it again: finished jobs are skipped. On another machine,
+those whose models are needed are done again; of two lines of a job, the last one counts.
 """
 
 from __future__ import annotations
@@ -520,10 +521,25 @@ def jobs() -> list[Job]:
     return every
 
 
+def lost_jobs(study: Study) -> set[str]:
+    """Jobs with a line whose files are not in `study.folder`, because another machine did them, and on which later jobs
+    build: the problems, the source, and the best arm so far with its conversion. They are done again."""
+    lines = study.lines()
+    files = {"rows": "test.jsonl", "source": "ar/model.safetensors"}
+    for arm in DIFFUSION:
+        if f"sft-{arm}-0" not in lines:
+            files[f"convert-{arm}"] = f"{arm}-base/model.safetensors"
+    if any(f"sft-{arm}-0" in lines for arm in DIFFUSION):
+        arm = best_arm(study)
+        files[f"convert-{arm}"] = f"{arm}-base/model.safetensors"
+        files[f"sft-{arm}-0"] = f"{arm}-0/model.safetensors"
+    return {job for job, file in files.items() if job in lines and not study.path(file).is_file()}
+
+
 def work(study: Study, until: float | None, only: str | None = None) -> None:
     """Does jobs that nobody else does, until none is left or startable in the time that is left; `only` names one."""
     while True:
-        done = study.lines()
+        done = study.lines().keys() - lost_jobs(study)
         missing = [job for job in jobs() if job.name not in done and job.name not in study.failed()]
         if only is not None:
             missing = [job for job in missing if job.name == only]
@@ -547,7 +563,8 @@ def try_job(study: Study, job: Job) -> bool:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if job.name in study.lines() or job.name in study.failed():
+        done = study.lines().keys() - lost_jobs(study)
+        if job.name in done or job.name in study.failed():
             return False
         logger.info("%s: %s starts", time.strftime("%H:%M:%S"), job.name)
         began = time.monotonic()
@@ -602,7 +619,7 @@ def main(args: argparse.Namespace) -> None:
     study = Study(args.model, folder, data, args.tiny)
     if args.job is not None:
         (job,) = (job for job in jobs() if job.name == args.job)
-        ended = {*study.lines(), *study.failed()}
+        ended = (study.lines().keys() - lost_jobs(study)) | study.failed()
         absent = [name for name in job.needs if name not in ended]
         if absent:
             raise ValueError(f"--job {job.name} needs the lines of {', '.join(absent)} in {data}: do these jobs first")

@@ -78,6 +78,33 @@ def test_a_failed_job_does_not_stop_those_that_need_it_and_is_not_tried_again(tm
     assert list(study.lines()) == ["second"]
 
 
+def test_another_machine_makes_again_what_later_jobs_build_on(tmp_path, monkeypatch):
+    """The lines of a finished pilot are there, its models are not: only the best arm is trained again."""
+    done = []
+
+    def make(study, name, file):
+        done.append(name)
+        study.path(file).parent.mkdir(exist_ok=True, parents=True)
+        study.path(file).write_text("")
+        return {"validation": {"right": "0110"}}
+
+    def job(name, file, *needs):
+        return run.Job(name, lambda study: make(study, name, file), needs)
+
+    arms = {"shift": "0110", "in_place": "0100", "full": "0000"}
+    every = [job("rows", "test.jsonl"), job("source", "ar/model.safetensors")]
+    every += [job(f"convert-{arm}", f"{arm}-base/model.safetensors", "source") for arm in arms]
+    every += [job(f"sft-{arm}-0", f"{arm}-0/model.safetensors", f"convert-{arm}") for arm in arms]
+    every.append(job("rl", "rl/model.safetensors", *(f"sft-{arm}-0" for arm in arms)))
+    monkeypatch.setattr(run, "jobs", lambda: every)
+    study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
+    for one in every[:-1]:
+        arm = one.name.removeprefix("sft-").removesuffix("-0")
+        run.append_line(study.data, {"job": one.name, "validation": {"right": arms.get(arm, "")}})
+    run.work(study, until=None)
+    assert done == ["rows", "source", "convert-shift", "sft-shift-0", "rl"]
+
+
 def test_no_job_starts_that_does_not_fit_into_the_time_that_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "jobs", lambda: [run.Job("long", lambda study: {}, minutes=5)])
     study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
