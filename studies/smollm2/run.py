@@ -1,6 +1,7 @@
 """A real language model, from conversion to RL: PROTOCOL.md says what is run. A line per job in data/runs.jsonl.
 
     python -m studies.smollm2.run --model SmolLM2-135M-Instruct.Q4_1.gguf --minutes 10 --workers 8    # on a GPU
+    python -m smollm.model tiny runs/tiny
     python -m studies.smollm2.run --model runs/tiny --tiny --workers 1                                # all jobs, tiny
 
 $D1_FILES names the folder with svamp/. Jobs are taken in the order of the protocol; none starts that is not expected to
@@ -104,6 +105,11 @@ class Study:
     data: Path
     tiny: bool = False
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a row of SFT; the tokens of the tiny model of `smollm.model` are bytes."""
+        return 1024 if self.tiny else 384
+
     def path(self, name: str) -> Path:
         return self.folder / name
 
@@ -191,7 +197,7 @@ def sft_flags(study: Study, name: str, seed: int, out: str, rate: float) -> list
     flags: list[object] = ["--full_finetuning", "--output_dir", study.folder, "--job_name", out, "--seed", seed]
     flags += ["--batch_size", 4 if study.tiny else ROWS_PER_STEP, "--grad_accum_steps", 1, "--learning_rate", rate]
     flags += ["--lr_scheduler_type", "cosine", "--warmup_steps", 0.05, "--weight_decay", 0, "--max_grad_norm", 1]
-    flags += ["--eos_padding", LENGTH, "--max_length", 384, "--test_split", 0, "--logging_steps", 10]
+    flags += ["--eos_padding", LENGTH, "--max_length", study.longest, "--test_split", 0, "--logging_steps", 10]
     flags += ["--eval_steps", 100_000, "--num_proc", 1, "--debugging", *ARMS[name].sft]
     if study.tiny:
         flags += ["--max_steps", 2]
@@ -239,7 +245,7 @@ def train_ar(study: Study, seed: int) -> dict[str, Any]:
         "warmup_steps": 0.05,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "max_length": 384,
+        "max_length": study.longest,
         "completion_only_loss": True,
         "bf16": on_gpu(),
         "gradient_checkpointing": False,
@@ -436,7 +442,7 @@ def train_rl(study: Study, name: str, seed: int, rate: float | None = None, **ch
     task = Path(__file__).with_name("shuffled_svamp.py") if changes.get("shuffled") else TASK
     flags: list[object] = ["--model_path", start, "--dataset", task, "--data_file", study.path("rl.jsonl")]
     flags += ["--output_dir", out, "--seed", seed, "--learning_rate", chosen, "--num_iterations", MU]
-    flags += ["--num_generations", GROUP, "--max_prompt_length", 320, "--max_completion_length", LENGTH]
+    flags += ["--num_generations", GROUP, "--max_prompt_length", study.longest - 64, "--max_completion_length", LENGTH]
     flags += ["--per_device_train_batch_size", 16 if study.tiny else GROUP * PROMPTS, "--block_length", ARMS[arm].block]
     flags += ["--diffusion_steps", LENGTH, "--temperature", 0.9, "--max_steps", MU * (1 if study.tiny else ROLLOUTS)]
     flags += ["--gradient_checkpointing", "false", "--eval_strategy", "no", "--save_strategy", "no"]
