@@ -145,7 +145,7 @@ class LocalRollouts:
                     trainer.sampling,
                     mask_token_id=trainer.mask_token_id,
                     generator=generators[part],
-                    eos_token_ids=trainer.ends or None,
+                    eos_token_ids=trainer.stop_token_ids or None,
                     stops=request.stops,
                     cache_rows=cache_rows,
                     start=start,

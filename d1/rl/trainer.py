@@ -303,7 +303,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return CanvasBlocks.from_config(self.model.config, self.sampling.block_length, self.sampling.first_token)
 
     @property
-    def ends(self) -> Sequence[int]:
+    def stop_token_ids(self) -> Sequence[int]:
         """The tokens that stop sampling; empty without the EOS stop."""
         return self.eos_token_ids if self.eos_stop else ()
 

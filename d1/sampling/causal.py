@@ -44,11 +44,11 @@ def end_blocks(batch: Batch, active: list[int]) -> None:
     groups: dict[tuple[int, ...], list[int]] = {}
     for index in active:
         row = batch.rows[index]
-        if row.first_token is not None and row.ends and row.remaining:
-            groups.setdefault(row.ends, []).append(index)
+        if row.first_token is not None and row.eos_token_ids and row.remaining:
+            groups.setdefault(row.eos_token_ids, []).append(index)
     canvas = batch.canvas
     in_block = torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
-    for ends, indices in groups.items():
+    for eos_token_ids, indices in groups.items():
         # The tokens of their blocks, (n, block); rows, filled and sizes are (n, 1).
         numbers = batch.upload([[index, batch.rows[index].filled, batch.rows[index].size] for index in indices])
         rows, filled, sizes = numbers.T.unsqueeze(2)
@@ -56,9 +56,9 @@ def end_blocks(batch: Batch, active: list[int]) -> None:
         ids, hidden = canvas.ids[rows, positions], batch.hidden[rows.squeeze(1)]
 
         # An EOS before which nothing is hidden ends the block.
-        is_end = torch.isin(ids, batch.upload(ends)) & (hidden.cumsum(1) == 0) & (in_block < sizes)
+        is_end = torch.isin(ids, batch.upload(eos_token_ids)) & (hidden.cumsum(1) == 0) & (in_block < sizes)
         ended = is_end.any(1, keepdim=True)
-        canvas.ids[rows, positions] = torch.where(hidden & ended, ends[0], ids)
+        canvas.ids[rows, positions] = torch.where(hidden & ended, eos_token_ids[0], ids)
         batch.hidden[rows.squeeze(1)] = hidden & ~ended
         for index in compress(indices, ended.squeeze(1).tolist()):  # the step's host sync
             batch.rows[index].remaining = 0

@@ -57,7 +57,7 @@ class Row:
     lengths: list[int] | None = None
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
-    ends: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
+    eos_token_ids: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
     first_token: str | None = None  # of the settings; not None: the model has a causal context
     offset: int = 0  # by how much the batch's longest completion is longer: this row's prompt ends that much later
 
@@ -170,7 +170,7 @@ class Batch:
             blocks.append(block)
         return blocks
 
-    def finish_rows(self, active: list[int], ends: Sequence[int]) -> list[int]:
+    def finish_rows(self, active: list[int], eos_token_ids: Sequence[int]) -> list[int]:
         """The rows of `active` that are complete or ended by the EOS stop, which fills the later blocks of a row."""
         complete, between_blocks = list[int](), list[int]()
         for index in active:
@@ -178,11 +178,11 @@ class Batch:
                 complete.append(index)
             elif self.rows[index].remaining == 0:
                 between_blocks.append(index)
-        if not ends or not between_blocks:
+        if not eos_token_ids or not between_blocks:
             return complete
 
         # Rows between two blocks: an EOS in what they have filled ends them.
-        rows, end_ids = self.upload(between_blocks), self.upload(ends)
+        rows, stop_ids = self.upload(between_blocks), self.upload(eos_token_ids)
         waiting = [self.rows[index] for index in between_blocks]
         filled = self.upload([row.filled + row.size for row in waiting]).unsqueeze(1)
         firsts = self.upload([row.offset for row in waiting]).unsqueeze(1)
@@ -190,7 +190,7 @@ class Batch:
         completions = all_completions[rows]
         positions = torch.arange(completions.shape[1], device=completions.device)
         hidden = positions >= filled
-        ended = (torch.isin(completions, end_ids) & ~hidden & (positions >= firsts)).any(1)
+        ended = (torch.isin(completions, stop_ids) & ~hidden & (positions >= firsts)).any(1)
 
         # So does a stop of the row itself, which is asked on the host.
         if any(row.stops for row in waiting):
@@ -200,7 +200,7 @@ class Batch:
             ended = ended | torch.tensor(stopped).to(ended.device, non_blocking=True)
 
         # Fill their later blocks.
-        all_completions[rows] = completions.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
+        all_completions[rows] = completions.masked_fill(ended.unsqueeze(1) & hidden, eos_token_ids[0])
         has_ended = ended.tolist()  # the block's one host sync
         return sorted(complete + list(compress(between_blocks, has_ended)))
 
@@ -415,16 +415,20 @@ class Sampler:
                 active = [active[i] for i in working]
 
     @torch.no_grad()
-    def fill_canvas(self, batch: Batch, rows: list[int], passes: Passes, ends: Sequence[int] = ()) -> Iterator[Step]:
-        """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of `ends`."""
+    def fill_canvas(
+        self, batch: Batch, rows: list[int], passes: Passes, eos_token_ids: Sequence[int] = ()
+    ) -> Iterator[Step]:
+        """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of
+        `eos_token_ids`."""
         active, kept = rows, list[int]()
-        if ends and any(batch.rows[row].block >= 0 for row in active):  # an EOS in blocks that were full at the start
-            done = batch.finish_rows(active, ends)
+        # An EOS may be in blocks that were full at the start.
+        if eos_token_ids and any(batch.rows[row].block >= 0 for row in active):
+            done = batch.finish_rows(active, eos_token_ids)
             active = [row for row in active if row not in done]
         while active:
             passes.begin_blocks(batch.open_blocks(active), kept)
             yield from self.fill_blocks(batch, active, passes, together=True)
-            done = batch.finish_rows(active, ends)
+            done = batch.finish_rows(active, eos_token_ids)
             batch.evict_rows(active, done, passes)
             kept = [index for index, row in enumerate(active) if row not in done]
             active = [active[index] for index in kept]

@@ -36,7 +36,7 @@ def stream_in_batches(
     prompts: Iterable[Any],
     settings: SamplingSettings,
     batch_size: int,
-    ends: Sequence[int],
+    eos_token_ids: Sequence[int],
     mask_token_id: int | None,
 ) -> Iterator[tuple[list[int], Rollout]]:
     """`rollout_stream`: `batch_size` prompts after the other. ValueError for a prompt with `stops`."""
@@ -62,7 +62,7 @@ def stream_in_batches(
         # Their rollout
         padded_ids, mask = left_pad(prompt_ids, pad_id)
         padded_ids, mask = padded_ids.to(model.device), mask.to(model.device)
-        filling = steps(model, padded_ids, mask, settings, generators, ends, mask_token_id)
+        filling = steps(model, padded_ids, mask, settings, generators, eos_token_ids, mask_token_id)
         try:
             sampled = rollout_of(filling, padded_ids.shape[1])
         except NotFiniteError as error:

@@ -114,8 +114,7 @@ def rollout_steps(
             sampler_name = f"the sampler {settings.sampler}" if settings.sampler == "scdd" else "uniform noise"
             raise ValueError(f"{sampler_name} has no stops within a completion and no cache of an earlier text")
         generators = generator if isinstance(generator, Sequence) else []
-        ends = eos_token_ids or ()
-        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, ends, mask_token_id)
+        return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
 
     masked = not bool(attention_mask.all())
     sampler = make_sampler(model, settings, mask_token_id, noise_dtype)
@@ -145,7 +144,7 @@ def rollout_steps(
             schedule=schedule,
             stops=stops,
             cache_rows=row_cache,
-            ends=tuple(eos_token_ids or ()),
+            eos_token_ids=tuple(eos_token_ids or ()),
             first_token=settings.first_token,
         )
         rows.append(row)

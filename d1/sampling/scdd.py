@@ -167,7 +167,7 @@ def scdd_steps(
     attention_mask: Tensor,
     settings: SamplingSettings,
     generators: Sequence[Generator],
-    ends: Sequence[int],
+    eos_token_ids: Sequence[int],
     mask_token_id: int,
 ) -> Iterator[Step]:
     """One `Step` per forward pass over the whole canvas. All rows fill their blocks together; a row leaves with the EOS
@@ -194,10 +194,10 @@ def scdd_steps(
 
         # The EOS stop: rows that have ended leave.
         first = at.stop
-        if not ends or first == canvas.ids.shape[1]:
+        if not eos_token_ids or first == canvas.ids.shape[1]:
             continue
-        ended = torch.isin(canvas.ids[rows, at], torch.tensor(ends, device=rows.device)).any(1)
-        canvas.ids[rows[ended], first:] = ends[0]
+        ended = torch.isin(canvas.ids[rows, at], torch.tensor(eos_token_ids, device=rows.device)).any(1)
+        canvas.ids[rows[ended], first:] = eos_token_ids[0]
         active = rows[~ended].tolist()  # the block's host sync
         if not active:
             break

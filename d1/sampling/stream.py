@@ -67,10 +67,10 @@ def rollout_stream(
     check_sampler(settings, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    ends = tuple(eos_token_ids or ())
+    stop_ids = tuple(eos_token_ids or ())
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
-        return stream_in_batches(steps_of_all, model, prompts, settings, batch_size, ends, mask_token_id)
+        return stream_in_batches(steps_of_all, model, prompts, settings, batch_size, stop_ids, mask_token_id)
     stream = Stream(
         model,
         mask_token_id=mask_token_id,
@@ -83,7 +83,7 @@ def rollout_stream(
     def next_requests(room: int) -> Iterator[RowRequest]:
         """Of the next prompts, which are asked for again after they have ended once."""
         for ids, generator, *options in islice(waiting, room):
-            yield RowRequest(next(numbers), ids, settings, generator, ends, *options)
+            yield RowRequest(next(numbers), ids, settings, generator, stop_ids, *options)
 
     def sample_all() -> Iterator[Finished]:
         while True:
@@ -113,7 +113,7 @@ class RowRequest:
     ids: Sequence[int]  # of the prompt
     settings: SamplingSettings
     generator: Generator | None = None  # None where nothing is drawn
-    ends: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
+    eos_token_ids: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
     stops: Stops | None = None
     cache_rows: KVCacheRows | None = None
 
@@ -236,7 +236,7 @@ class Stream:
         # Which rows ended: one call for all rows with the same EOS stop.
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(batch.rows):
-            groups.setdefault(row.ends, []).append(index)
+            groups.setdefault(row.eos_token_ids, []).append(index)
         done: list[int] = []
         for end_ids, indices in groups.items():
             done += batch.finish_rows(indices, end_ids)
@@ -340,7 +340,7 @@ class Stream:
             cache_rows=request.cache_rows,
             # Rows with other lengths but the same way to draw tokens are drawn together.
             settings=replace(settings, gen_length=1, block_length=1, steps=1),
-            ends=request.ends,
+            eos_token_ids=request.eos_token_ids,
             first_token=settings.first_token,
         )
 

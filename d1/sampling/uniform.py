@@ -103,7 +103,7 @@ def uniform_steps(
     attention_mask: Tensor,
     settings: SamplingSettings,
     generators: Sequence[Generator],
-    ends: Sequence[int],
+    eos_token_ids: Sequence[int],
     mask_token_id: None = None,
 ) -> Iterator[Step]:
     """One `Step` per pass of the decoder, and one before the first pass of each canvas, which writes its noise."""
@@ -125,10 +125,10 @@ def uniform_steps(
         yield from fill_canvas(model, canvas, rows, at, context, settings, active_generators)
 
         # The EOS stop: rows that have ended leave.
-        if not ends or at.stop == length:
+        if not eos_token_ids or at.stop == length:
             continue
-        done = torch.isin(canvas.ids[rows, at], torch.tensor(ends, device=rows.device)).any(1)
-        canvas.ids[rows[done], at.stop :] = ends[0]
+        done = torch.isin(canvas.ids[rows, at], torch.tensor(eos_token_ids, device=rows.device)).any(1)
+        canvas.ids[rows[done], at.stop :] = eos_token_ids[0]
         working = (~done).nonzero().squeeze(1)  # the canvas's one more host sync
         if not len(working):
             break

@@ -315,7 +315,7 @@ class ServerRollouts:
             request.prompt_mask.cpu(),
             request.keys,
             trainer.sampling,
-            trainer.ends,
+            trainer.stop_token_ids,
             aligned=block_size(config) is not None,
             vocabulary=vocabulary(config),
             mask_token_id=trainer.mask_token_id,

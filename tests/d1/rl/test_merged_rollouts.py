@@ -54,7 +54,7 @@ def test_tokens_are_those_of_a_merged_model_and_the_weights_stay(tiny_model_dir,
         keys = [(step, row) for row in range(4)]
         found = trainer.source.sample(RolloutRequest(ids, mask, keys))
         assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
-        options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": trainer.ends or None}
+        options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": trainer.stop_token_ids or None}
         expected = merged_model(tiny_model_dir, trainer.model)
         for rows in (slice(0, 2), slice(2, 4)):
             own = [keyed_generator(*key) for key in keys[rows]]

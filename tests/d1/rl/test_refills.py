@@ -31,7 +31,8 @@ def kept_prompts(trainer, model, number, refill):
     rows = trainer.rows_of(number)
     ids, mask = trainer.left_pad(trainer.encoded([row["prompt"] for row in rows]))
     draws = [keyed_generator(trainer.args.seed, 1 + 4 * refill, 0, row) for row in range(len(rows))]
-    options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": trainer.ends or None, "generator": draws}
+    options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": trainer.stop_token_ids or None}
+    options |= {"generator": draws}
     canvas = rollout(model, ids, mask, trainer.sampling, **options).ids[:, ids.shape[1] :]
     texts = trainer.text_tokenizer.batch_decode(
         completion_ids_of(canvas, trainer.eos_token_ids), skip_special_tokens=True

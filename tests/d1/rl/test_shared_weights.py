@@ -86,7 +86,7 @@ def test_servers_get_the_weights_that_processes_share(tiny_model_dir, folder, tm
     for rank in range(2):
         rows = load_file(run / f"{rank}.safetensors")
         draws = [keyed_generator(*KEY, 4 * rank + row) for row in range(4)]
-        options = {"mask_token_id": here.mask_token_id, "eos_token_ids": here.ends, "generator": draws}
+        options = {"mask_token_id": here.mask_token_id, "eos_token_ids": here.stop_token_ids, "generator": draws}
         own = rollout(model, rows["prompt"], rows["mask"], here.sampling, **options)
         assert torch.equal(rows["ids"], own.ids)
         assert torch.equal(rows["logps"], own.logps)

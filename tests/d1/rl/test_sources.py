@@ -24,7 +24,7 @@ def test_the_trainers_own_model_continues_rollouts_in_batches(tiny_model_dir, tm
     found = trainer.source.sample(RolloutRequest(ids, mask, keys, start=start))
     for row in range(3):
         own = [keyed_generator(7, row)]
-        options = {"mask_token_id": mask_id, "generator": own, "eos_token_ids": trainer.ends or None}
+        options = {"mask_token_id": mask_id, "generator": own, "eos_token_ids": trainer.stop_token_ids or None}
         alone = rollout(
             trainer.model,
             ids[[row]],

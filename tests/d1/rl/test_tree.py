@@ -117,7 +117,7 @@ def test_the_rows_of_a_prompt_share_the_passes_of_their_nodes(tiny_model_dir, tm
             trainer.sampling,
             mask_token_id=trainer.mask_token_id,
             generator=[keyed_generator(*key, first)],
-            eos_token_ids=trainer.ends or None,
+            eos_token_ids=trainer.stop_token_ids or None,
         )
         assert torch.equal(alone.ids[:, -8:], canvases[[first]])
         # Its neighbour has its first half, and goes another way then.

@@ -160,7 +160,7 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(load, kind, cache, guida
     assert {*range(len(asked))} - {*found} <= dropped
     for number, (part, index) in found.items():
         one, own = asked[number], [keyed_generator(3, number)]
-        options = {"mask_token_id": MASK, "generator": own, "eos_token_ids": one.ends or None}
+        options = {"mask_token_id": MASK, "generator": own, "eos_token_ids": one.eos_token_ids or None}
         prompt = torch.tensor([one.ids])
         alone = rollout(model, prompt, torch.ones_like(prompt), one.settings, **options)
         assert_row(part, index, alone, 0)
