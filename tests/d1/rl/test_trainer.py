@@ -13,7 +13,7 @@ from transformers import AddedToken
 
 from d1.models import load_model
 from d1.models.head import NotFiniteError
-from d1.rl.batch import special_tokens
+from d1.rl.batch import sampled_rows, special_tokens
 from d1.rl.bridge import rollout_buffer
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import mean_field_logps
@@ -179,6 +179,12 @@ def test_special_tokens_are_masked_unless_protected(tiny_model_dir, tmp_path):
         assert not hidden[padding].any()
         assert hidden[~special & ~padding].any()
         assert hidden[special & ~padding].any().item() is not protect
+
+    # With tools, the batch says which tokens are maskable: it stays as it is.
+    maskable = batch["prompt_mask"].bool()
+    rows = sampled_rows(batch | {"maskable": maskable}, trainer.blocks, trainer.processing_class)
+    assert torch.equal(rows.maskable, maskable & ~special)
+    assert torch.equal(maskable, batch["prompt_mask"].bool())
 
 
 METRICS = {"reward", "reward_std", "frac_reward_zero_std", "kl", "ratio_max", "entropy", "prompt_masked"}
