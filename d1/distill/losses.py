@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask
 from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, token_entropies, token_logps
-from d1.scoring.forward import hidden_states, noised_tokens
+from d1.scoring.forward import hidden_states, tokens_of_pass
 from d1.scoring.views import pairs_to_score
 
 # --- Logits at chosen positions of chosen states ----------------------------------------------------------------------
@@ -77,8 +77,7 @@ def read_positions(
     # A backward pass costs two forward passes; the pair of a batch without positions costs nothing.
     each, paid = 3 if torch.is_grad_enabled() else 1, pairs[:, 0] if total else pairs[:0, 0]
     computed = seen.visible[paid.to(seen.visible.device)]
-    again = noised_tokens(model, canvas)  # a block-causal model also reads the clean text
-    return joined, each * (computed.sum() + (computed[:, -again:].sum() if again else 0))
+    return joined, each * tokens_of_pass(model, computed, canvas)
 
 
 def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:

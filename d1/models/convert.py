@@ -145,8 +145,8 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
                 config[name] = getattr(tokenizer, name)
     elif config.get("mask_token_id", 0) is None:
         raise ValueError(
-            f"{source} names no mask token, which the format {kind} needs: set "
-            "mask_token_id in its config.json, or put its tokenizer into the folder"
+            f"{source} names no mask token, which the format {kind} needs: set mask_token_id in its "
+            "config.json, or put its tokenizer into the folder"
         )
     return config
 

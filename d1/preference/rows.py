@@ -295,15 +295,16 @@ def check_plain(messages: list[Message], tokenizer: Any) -> None:
     special tokens."""
     # The tokens that the template puts around a user's message. A template may refuse a message that is none of its
     # task, so the sample is the conversation's own.
-    sample = text = ""
+    sample = user_text = ""
     users = [message for message in messages if message["role"] == "user"]
     if users:
         sample = render_prompt(tokenizer, users[:1], add_generation_prompt=False)
-        _, text, _ = spoken(users[0])
+        _, user_text, _ = spoken(users[0])
     ends = (tokenizer.bos_token, tokenizer.eos_token, getattr(tokenizer, "eot_token", None))
-    tokens = [
-        token for token in tokenizer.all_special_tokens if token in ends or sample.count(token) > text.count(token)
-    ]
+    tokens = []
+    for token in tokenizer.all_special_tokens:
+        if token in ends or sample.count(token) > user_text.count(token):
+            tokens.append(token)
     for message in messages:
         role, text, _ = spoken(message)
         for token in tokens:

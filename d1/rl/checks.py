@@ -469,17 +469,16 @@ def about_staleness(settings: Settings) -> Iterator[str]:
         views = settings.view_settings()
         exact = ", ".join(name for name, entry in ESTIMATORS.items() if entry.as_sampled(views))
         yield (
-            f"--rollout_staleness {settings.rollout_staleness} needs a correction: set --sampling_weight_cap (3, "
-            "say), which "
-            f"{readers('sampling_weight_cap')} read, or --estimator {exact} with an objective that reads old log-probs"
+            f"--rollout_staleness {settings.rollout_staleness} needs a correction: set --sampling_weight_cap (3, say), "
+            f"which {readers('sampling_weight_cap')} read, or --estimator {exact} with an objective that reads old "
+            "log-probs"
         )
 
 
 def about_estimator(settings: Settings) -> Iterator[str]:
     """An estimator, and the objective that reads its log-probabilities."""
-    if (
-        settings.score_as_sampled and not settings.temperature
-    ):  # before the sampler's own check, which has another name for it
+    # Before the sampler's own check, which has another name for it.
+    if settings.score_as_sampled and not settings.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator = ESTIMATORS[settings.estimator]
     objective = OBJECTIVES[settings.objective]
@@ -492,8 +491,7 @@ def about_estimator(settings: Settings) -> Iterator[str]:
                 able.append(name)
         yield (
             f"{settings.objective} would raise each ratio to the power of a draw's weight, the inverse of its "
-            "probability: "
-            f"{settings.estimator} needs --objective {', '.join(able)}"
+            f"probability: {settings.estimator} needs --objective {', '.join(able)}"
         )
     if estimator.linear != objective.linear:
         estimators = names_where(ESTIMATORS, linear=False)
@@ -519,8 +517,7 @@ def about_updates(settings: Settings) -> Iterator[str]:
     if objective.over_group and settings.gradient_accumulation_steps % settings.steps_per_generation:
         yield (
             f"{settings.objective} weighs a row against the others of its prompt, all under the same weights of the "
-            "model: "
-            f"gradient_accumulation_steps ({settings.gradient_accumulation_steps}) must be a multiple of "
+            f"model: gradient_accumulation_steps ({settings.gradient_accumulation_steps}) must be a multiple of "
             f"steps_per_generation ({settings.steps_per_generation})"
         )
     averaged: list[tuple[str, Objective | Penalty]] = [(settings.objective, objective)]
@@ -530,10 +527,9 @@ def about_updates(settings: Settings) -> Iterator[str]:
         over_views = entry.by_view and ("loss_type" not in (entry.settings or ()) or settings.loss_type == "views")
         if settings.split_views and not over_views:
             yield (
-                f"split_views gives each update some of a row's views, but {name} with loss_type "
-                f"{settings.loss_type} needs "
-                f"all of them: use --objective {names_where(OBJECTIVES, by_view=True)} (with --loss_type views where "
-                f"it is read), and --kl {names_where(PENALTIES, by_view=True)}"
+                f"split_views gives each update some of a row's views, but {name} with loss_type {settings.loss_type} "
+                f"needs all of them: use --objective {names_where(OBJECTIVES, by_view=True)} (with --loss_type views "
+                f"where it is read), and --kl {names_where(PENALTIES, by_view=True)}"
             )
     reads_state_reward = objective.settings is None or "state_reward" in objective.settings
     # It costs forward passes and rewards, so even the method's own value is refused; `unused_settings` refuses a value
@@ -541,8 +537,8 @@ def about_updates(settings: Settings) -> Iterator[str]:
     if settings.state_reward and not reads_state_reward and not set_by_user(settings, "state_reward"):
         yield (
             f"state_reward {settings.state_reward:g} of method {settings.method} finishes and rewards every state, "
-            "and the objective "
-            f"{settings.objective} reads none of it: set --state_reward 0 or --objective {readers('state_reward')}"
+            f"and the objective {settings.objective} reads none of it: set --state_reward 0 or --objective "
+            f"{readers('state_reward')}"
         )
     if settings.state_reward and settings.num_iterations > 1 and not settings.split_views:
         yield "state_reward needs one draw of views for all updates: set --split_views true or --num_iterations 1"
@@ -562,8 +558,8 @@ def about_trees(settings: Settings) -> Iterator[str]:
     if settings.num_generations != leaves:
         yield (
             f"--branches {text} gives each prompt {leaves} completions, and num_generations is "
-            f"{settings.num_generations}: "
-            f"set --num_generations {leaves}, or branches whose product is {settings.num_generations}"
+            f"{settings.num_generations}: set --num_generations {leaves}, or branches whose product is "
+            f"{settings.num_generations}"
         )
     if settings.sampling_settings().steps < levels:
         yield f"--branches {text} has {levels} levels, and diffusion_steps is {settings.diffusion_steps}: raise it"
@@ -627,8 +623,7 @@ def about_advantages(settings: Settings) -> Iterator[str]:
     if ADVANTAGES[settings.advantage].centred and scaling != ("none", "sum_then_normalize"):
         yield (
             f"the advantage {settings.advantage} is computed from rewards minus their group's mean: set "
-            "--scale_rewards none "
-            "--multi_objective_aggregation sum_then_normalize"
+            "--scale_rewards none --multi_objective_aggregation sum_then_normalize"
         )
     if settings.right_share is not None and (
         len(settings.right_share) != 2 or settings.right_share[0] > settings.right_share[1]

@@ -81,7 +81,7 @@ from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views
-from d1.scoring.forward import hidden_states, noised_tokens
+from d1.scoring.forward import hidden_states, tokens_of_pass
 from d1.scoring.inputs import CanvasBlocks
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ logger = logging.getLogger(__name__)
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
 
+SHARED_USES = ("prompt_share", "mini_batches", "views")  # of random numbers that all rows of a rollout share
 BOUNDS = 1  # the last part of a row's key, after its number, in a draw of views for advantages
 
 REFERENCE = "reference.safetensors"  # of a checkpoint whose run syncs the reference
@@ -217,11 +218,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
         """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
-        over processes and micro-batches.
-
-        Rows add their numbers, 0 to total_rows - 1 (`row_keys`). In the stream of views, what the rows share adds the
-        next ones: total_rows for `prompt_share`, + 1 for mini-batches, + 2 for draws of views.
-        """
+        over processes and micro-batches."""
         seed, stream = self.args.seed, STREAMS[purpose, self.mode]
         if self.mode == "eval":
             return seed, stream, self.evaluation_rollouts
@@ -242,6 +239,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """One generator per row, by `row_keys`."""
         device = "cpu" if purpose == "views" else self.accelerator.device
         return [keyed_generator(*key, device=device) for key in self.row_keys(purpose, rows)]
+
+    def shared_generator(self, use: str, rows: int) -> torch.Generator:
+        """The generator of what all rows of a rollout share, with `rows` per process, for a use of `SHARED_USES`. Rows
+        add their numbers to the key of the rollout (`row_keys`); these uses add the numbers after the last row's."""
+        total_rows = rows * self.accelerator.num_processes
+        return keyed_generator(*self.key("views"), total_rows + SHARED_USES.index(use))
 
     def first_row(self, rows: int) -> int:
         """The number over all processes of this process's first row: TRL assigns rows in the order of the ranks."""
@@ -390,8 +393,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             kept = filter_groups(batch, self.prompts_to_keep(batch, ranks), self.group, ranks)
             self.log_metric("prompts_kept", kept)
         if args.prompt_share < 1 and self.mode == "train":
-            total_rows = len(batch["advantages"]) * self.accelerator.num_processes
-            generator = keyed_generator(*self.key("views"), total_rows)
+            generator = self.shared_generator("prompt_share", len(batch["advantages"]))
             kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator)
             self.log_metric("prompts_kept", kept)
 
@@ -465,19 +467,19 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def randomness(self, rows: int, ranks: RankView, *purpose: int) -> Randomness:
         """The random numbers of a draw of views for `rows` rows of this process. A `purpose` gives other numbers than
         those of the updates' views."""
-        key, total_rows = self.key("views"), self.accelerator.num_processes * rows
+        total_rows = self.accelerator.num_processes * rows
         if purpose:
             generators = [keyed_generator(*row_key, *purpose) for row_key in self.row_keys("views", rows)]
-            shared = keyed_generator(*key, total_rows, *purpose)
+            shared = keyed_generator(*self.key("views"), total_rows, *purpose)
         else:
             generators = self.generators("views", rows)
-            shared = keyed_generator(*key, total_rows + 2)
+            shared = self.shared_generator("views", rows)
         return Randomness(generators=generators, shared=shared, first_row=ranks.rank_offset, total_rows=total_rows)
 
     def draw_mini_batches(self, ranks: RankView, rows: int) -> Tensor:
         """(rows,) the number of the mini-batch to which each row of this process belongs."""
         total_rows = self.accelerator.num_processes * rows
-        generator = keyed_generator(*self.key("views"), total_rows + 1)
+        generator = self.shared_generator("mini_batches", rows)
         chosen = draw_mini_batches(total_rows, self.mini_batches, generator)
         return ranks.local_slice(chosen, rows).to(self.accelerator.device)
 
@@ -809,13 +811,8 @@ def finished_in_one_pass(
         generator=None,
         noise_dtype=torch.float32,
     )
-
-    # The tokens processed, with those of a second stream.
-    tokens = visible.sum()
-    noised = noised_tokens(model, gen_length)
-    if noised:
-        tokens = tokens + visible[:, -noised:].sum()
-    return torch.where(hidden[:, -gen_length:], ids, shown_canvas), tokens
+    finished = torch.where(hidden[:, -gen_length:], ids, shown_canvas)
+    return finished, tokens_of_pass(model, visible, gen_length)
 
 
 # --- Checkpoint state, before there is a trainer ----------------------------------------------------------------------

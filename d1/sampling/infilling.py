@@ -126,7 +126,7 @@ def infill_steps(
     def all_steps() -> Iterator[Step]:
         for sizes, rows in groups.items():
             passes = samplers[sizes].passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
-            yield from samplers[sizes].fill_canvas(batch, rows, passes)
+            yield from samplers[sizes].unmask_rows(batch, rows, passes)
 
     # Any of the samplers can check the canvas: they share the model.
     sampler = next(iter(samplers.values()))

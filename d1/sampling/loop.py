@@ -182,7 +182,7 @@ class Batch:
             return complete
 
         # Rows between two blocks: an EOS in what they have filled ends them.
-        rows, stop_ids = self.upload(between_blocks), self.upload(eos_token_ids)
+        rows, stop_token_ids = self.upload(between_blocks), self.upload(eos_token_ids)
         waiting = [self.rows[index] for index in between_blocks]
         filled = self.upload([row.filled + row.size for row in waiting]).unsqueeze(1)
         firsts = self.upload([row.offset for row in waiting]).unsqueeze(1)
@@ -190,7 +190,7 @@ class Batch:
         completions = all_completions[rows]
         positions = torch.arange(completions.shape[1], device=completions.device)
         hidden = positions >= filled
-        ended = (torch.isin(completions, stop_ids) & ~hidden & (positions >= firsts)).any(1)
+        ended = (torch.isin(completions, stop_token_ids) & ~hidden & (positions >= firsts)).any(1)
 
         # So does a stop of the row itself, which is asked on the host.
         if any(row.stops for row in waiting):
@@ -415,7 +415,7 @@ class Sampler:
                 active = [active[i] for i in working]
 
     @torch.no_grad()
-    def fill_canvas(
+    def unmask_rows(
         self, batch: Batch, rows: list[int], passes: Passes, eos_token_ids: Sequence[int] = ()
     ) -> Iterator[Step]:
         """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of

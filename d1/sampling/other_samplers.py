@@ -30,6 +30,13 @@ def other_sampler(model_config: Any, settings: SamplingSettings) -> StepFunction
     return None
 
 
+def sampler_name(settings: SamplingSettings) -> str:
+    """Of one of these samplers, for a message."""
+    if settings.sampler == "scdd":
+        return "the sampler scdd"
+    return "a model with uniform noise"
+
+
 def stream_in_batches(
     steps: StepFunction,
     model: Any,
@@ -40,9 +47,8 @@ def stream_in_batches(
     mask_token_id: int | None,
 ) -> Iterator[tuple[list[int], Rollout]]:
     """`rollout_stream`: `batch_size` prompts after the other. ValueError for a prompt with `stops`."""
-    sampler_name, pad_id = f"the sampler {settings.sampler}", mask_token_id
+    pad_id = mask_token_id
     if pad_id is None:
-        sampler_name = "a model with uniform noise"
         pad_id = int(model.config.pad_token_id or 0)
     waiting = enumerate(prompts)
     while True:
@@ -50,7 +56,7 @@ def stream_in_batches(
         numbers, prompt_ids, generators = [], [], []
         for number, (ids, generator, *stops) in islice(waiting, batch_size):
             if any(stops):
-                raise ValueError(f"{sampler_name} has no stops within a completion, which tools need")
+                raise ValueError(f"{sampler_name(settings)} has no stops within a completion, which tools need")
             if generator is None:
                 raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
             numbers.append(number)

@@ -14,7 +14,7 @@ from d1.models.attention import has_causal_context, require_prepared
 from d1.models.kinds import block_size
 from d1.sampling.caches import cache_of
 from d1.sampling.loop import Batch, Row, Stops
-from d1.sampling.other_samplers import other_sampler
+from d1.sampling.other_samplers import other_sampler, sampler_name
 from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import Generators
 from d1.sampling.record import Rollout, RolloutStart, Step, rollout_of, start_canvas
@@ -111,8 +111,8 @@ def rollout_steps(
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
         if stops is not None or cache_rows is not None:
-            sampler_name = f"the sampler {settings.sampler}" if settings.sampler == "scdd" else "uniform noise"
-            raise ValueError(f"{sampler_name} has no stops within a completion and no cache of an earlier text")
+            name = sampler_name(settings)
+            raise ValueError(f"{name} has no stops within a completion and no cache of an earlier text")
         generators = generator if isinstance(generator, Sequence) else []
         return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
 
@@ -170,7 +170,7 @@ def rollout_steps(
             yield empty_step(canvas)
         for group in sorted(groups):
             passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
-            yield from sampler.fill_canvas(batch, groups[group], passes, eos_token_ids or ())
+            yield from sampler.unmask_rows(batch, groups[group], passes, eos_token_ids or ())
 
     return sampler.check_finite(all_steps(), canvas)
 

@@ -489,7 +489,9 @@ def sampling_flag(name: str, **changes: Any) -> Any:
     options: dict[str, Any] = {"default": None if field.default is MISSING else field.default}
     if name in RANGES:
         options["type"] = RANGES[name]
-    return setting(**options | field.metadata | changes)
+    options.update(field.metadata)
+    options.update(changes)
+    return setting(**options)
 
 
 @dataclass(frozen=True, kw_only=True)

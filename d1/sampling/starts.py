@@ -41,7 +41,7 @@ def continue_rows(rows: list[Row], start: RolloutStart, unfilled: Tensor, has_ru
         if steps and len(first_steps):
             passes_over_first = steps - int(first_steps.min())
 
-        # What is left of the schedule. It ends with the last block that has a mask.
+        # The rest of the schedule, up to the last block with a mask.
         end = open_blocks[-1] + 1
         schedule: list[list[int]] = []
         for block in range(end):

@@ -67,10 +67,10 @@ def rollout_stream(
     check_sampler(settings, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    stop_ids = tuple(eos_token_ids or ())
+    stop_token_ids = tuple(eos_token_ids or ())
     steps_of_all = other_sampler(model.config, settings)
     if steps_of_all is not None:
-        return stream_in_batches(steps_of_all, model, prompts, settings, batch_size, stop_ids, mask_token_id)
+        return stream_in_batches(steps_of_all, model, prompts, settings, batch_size, stop_token_ids, mask_token_id)
     stream = Stream(
         model,
         mask_token_id=mask_token_id,
@@ -83,7 +83,7 @@ def rollout_stream(
     def next_requests(room: int) -> Iterator[RowRequest]:
         """Of the next prompts, which are asked for again after they have ended once."""
         for ids, generator, *options in islice(waiting, room):
-            yield RowRequest(next(numbers), ids, settings, generator, stop_ids, *options)
+            yield RowRequest(next(numbers), ids, settings, generator, stop_token_ids, *options)
 
     def sample_all() -> Iterator[Finished]:
         while True:

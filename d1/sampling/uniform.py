@@ -122,7 +122,7 @@ def uniform_steps(
         # Fill this canvas.
         at = slice(first, first + size)
         active_generators = [generators[row] for row in active]
-        yield from fill_canvas(model, canvas, rows, at, context, settings, active_generators)
+        yield from denoise_canvas(model, canvas, rows, at, context, settings, active_generators)
 
         # The EOS stop: rows that have ended leave.
         if not eos_token_ids or at.stop == length:
@@ -141,7 +141,7 @@ def uniform_steps(
         raise NotFiniteError(finite.index(False), why)
 
 
-def fill_canvas(
+def denoise_canvas(
     model: Any,
     canvas: Canvas,
     rows: Tensor,

@@ -72,10 +72,15 @@ def hidden_states(
     return forward_of(model.config).states(model, text)
 
 
-def noised_tokens(model: Any, gen_length: int) -> int:
-    """For a model with blocks, how many of the last tokens of a text are processed again with noise: the canvas and,
-    without a causal context, prompt tokens that may share its first block; 0 for other models."""
-    return forward_of(model.config).noised_tokens(model.config, gen_length)
+def tokens_of_pass(model: Any, visible: Tensor, gen_length: int) -> Tensor:
+    """() the number of tokens that a pass over texts processes, `visible` (rows, tokens) of them. With blocks,
+    those of the second stream count, too: the canvas and, without a causal context, prompt tokens that may share its
+    first block."""
+    tokens = visible.sum()
+    noised = forward_of(model.config).noised_tokens(model.config, gen_length)
+    if noised:
+        tokens = tokens + visible[:, -noised:].sum()
+    return tokens
 
 
 def full_states(model: Any, text: ViewText) -> Tensor:

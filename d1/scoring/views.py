@@ -29,7 +29,7 @@ from d1.models.attention import padding_mask, require_prepared
 from d1.models.distribution import MODEL_DISTRIBUTION, Distribution
 from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, target_logps, token_entropies
 from d1.models.kinds import vocabulary
-from d1.scoring.forward import hidden_states, noised_tokens
+from d1.scoring.forward import hidden_states, tokens_of_pass
 from d1.scoring.inputs import CanvasBlocks
 
 
@@ -241,13 +241,9 @@ def score(
     if canvas_entropies[0] is not None:
         all_entropies = gather(canvas_entropies)
 
-    # The cost: the real tokens of each pair and, for a block-causal model, of its second stream. A pair that only gives
-    # the loss a path to the weights costs nothing.
+    # The cost: the tokens of each pair. A pair that only gives the loss a path to the weights costs nothing.
     paid = pairs[:, 0] if scored.any() else pairs[:0, 0]
-    tokens = visible[paid].sum()
-    noised = noised_tokens(model, gen_length)
-    if noised:
-        tokens = tokens + visible[paid, -noised:].sum()
+    tokens = tokens_of_pass(model, visible[paid], gen_length)
     cost_per_token = 3 if torch.is_grad_enabled() else 1
     return Scores(
         logps=weighted_logps,

@@ -13,7 +13,7 @@ from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import Interval, percent, points
-from studies.smollm2.run import ARMS, DATA, RATES, SEEDS, jobs
+from studies.smollm2.run import ARMS, DATA, RATES, SEEDS, Lines, best_rate, jobs
 
 TWIN = "ar"
 
@@ -32,7 +32,7 @@ def share(runs: Sequence[Mapping[str, Any]], split: str) -> str:
     return percent(Interval(value, *wilson_interval(value, right.size)))
 
 
-def conversion_table(lines: Mapping[str, Mapping[str, Any]]) -> str:
+def conversion_table(lines: Lines) -> str:
     """What each conversion solves after SFT with seed 0, compared with the twin on the same problems."""
     twin = lines.get(f"sft-{TWIN}-0")
     rows = []
@@ -53,13 +53,12 @@ def conversion_table(lines: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown_table([*head, "seconds of SFT", "peak, GB", "card"], rows)
 
 
-def runs_of_stages(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def runs_of_stages(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
     """Stage -> its runs that are done. Seed 0 of RL is the run of the search with the rate that was chosen."""
     arm = lines["base"]["arm"]
-    searched = [lines[f"rate-{rate:g}"] for rate in RATES if f"rate-{rate:g}" in lines]
     chosen = []
-    if len(searched) == len(RATES):
-        chosen = [max(searched, key=lambda line: line["validation"]["right"].count("1"))]
+    if all(f"rate-{rate:g}" in lines for rate in RATES):
+        chosen = [lines[f"rate-{best_rate(lines):g}"]]
 
     def done(*names: str) -> list[Mapping[str, Any]]:
         return [lines[name] for name in names if name in lines]
@@ -75,7 +74,7 @@ def runs_of_stages(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Map
     }
 
 
-def stages_table(lines: Mapping[str, Mapping[str, Any]]) -> str:
+def stages_table(lines: Lines) -> str:
     """What each stage solves, compared with the SFT that the later stages start from."""
     stages = runs_of_stages(lines)
     rows = []
@@ -95,7 +94,7 @@ def stages_table(lines: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown_table(head, rows)
 
 
-def texts_table(lines: Mapping[str, Mapping[str, Any]]) -> str:
+def texts_table(lines: Lines) -> str:
     """The first completions of test problems, by arm."""
     rows = []
     for arm in ARMS:

@@ -22,7 +22,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ ROLLOUTS, GROUP, PROMPTS, MU = 40, 8, 16, 4
 RATES = (3e-6, 1e-5, 3e-5)
 SEEDS = (0, 1, 2)
 SHOWN = 12  # completions that a line keeps as text
+
+Lines = Mapping[str, Mapping[str, Any]]  # of the results, by job
 
 logger = logging.getLogger(__name__)
 
@@ -412,16 +414,14 @@ def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
 # --- RL ---------------------------------------------------------------------------------------------------------------
 
 
-def best_arm(study: Study) -> str:
+def best_arm(lines: Lines) -> str:
     """The diffusion arm that solves most validation problems with seed 0, of those that ended without an error."""
-    lines = study.lines()
     trained = [name for name in DIFFUSION if f"sft-{name}-0" in lines]
     return max(trained, key=lambda name: lines[f"sft-{name}-0"]["validation"]["right"].count("1"))
 
 
-def best_rate(study: Study) -> float:
+def best_rate(lines: Lines) -> float:
     """The rate of RL that solves most validation problems with seed 0."""
-    lines = study.lines()
     return max(RATES, key=lambda rate: lines[f"rate-{rate:g}"]["validation"]["right"].count("1"))
 
 
@@ -434,8 +434,8 @@ def train_rl(study: Study, name: str, seed: int, rate: float | None = None, **ch
     """
     from d1.rl import train
 
-    arm = best_arm(study)
-    chosen = best_rate(study) if rate is None else rate
+    arm = best_arm(study.lines())
+    chosen = best_rate(study.lines()) if rate is None else rate
     start = study.path(f"{arm}-base" if changes.get("start") == "base" else f"{arm}-0")
     out = study.path(name)
     shutil.rmtree(out, ignore_errors=True)
@@ -461,9 +461,9 @@ def train_more(study: Study, seed: int) -> dict[str, Any]:
     """More SFT from the best arm's model, for the seconds that its RL with this seed took."""
     from d1.sft import train
 
-    arm = best_arm(study)
     lines = study.lines()
-    seconds_of_rl = lines[f"rl-{seed}"]["seconds"] if seed else lines[f"rate-{best_rate(study):g}"]["seconds"]
+    arm = best_arm(lines)
+    seconds_of_rl = lines[f"rl-{seed}"]["seconds"] if seed else lines[f"rate-{best_rate(lines):g}"]["seconds"]
     first = lines[f"sft-{arm}-0"]
     epochs = max(0.1, seconds_of_rl / first["seconds"] * epochs_of(arm, study))
     out = f"more-{seed}"
@@ -480,7 +480,7 @@ def train_more(study: Study, seed: int) -> dict[str, Any]:
 
 def judge_start(study: Study) -> dict[str, Any]:
     """The best arm's model before SFT."""
-    arm = best_arm(study)
+    arm = best_arm(study.lines())
     return {"arm": arm} | judge(study, study.path(f"{arm}-base"), ARMS[arm])
 
 
@@ -490,7 +490,8 @@ def judge_ar_start(study: Study) -> dict[str, Any]:
 
 
 def second_seed(study: Study) -> dict[str, Any]:
-    return train_sft(study, best_arm(study), seed=1) | {"arm": best_arm(study)}
+    arm = best_arm(study.lines())
+    return train_sft(study, arm, seed=1) | {"arm": arm}
 
 
 # --- The jobs and their workers ---------------------------------------------------------------------------------------
@@ -527,25 +528,26 @@ def jobs() -> list[Job]:
     return every
 
 
-def lost_jobs(study: Study) -> set[str]:
-    """Jobs with a line whose files are not in `study.folder`, because another machine did them, and on which later jobs
-    build: the problems, the source, and the best arm so far with its conversion. They are done again."""
+def done_jobs(study: Study) -> set[str]:
+    """Jobs with a line, without those to do again: later jobs build on their files (the problems, the source, the best
+    arm so far with its conversion), which are not in `study.folder`, because another machine did them."""
     lines = study.lines()
     files = {"rows": "test.jsonl", "source": "ar/model.safetensors"}
     for arm in DIFFUSION:
         if f"sft-{arm}-0" not in lines:
             files[f"convert-{arm}"] = f"{arm}-base/model.safetensors"
     if any(f"sft-{arm}-0" in lines for arm in DIFFUSION):
-        arm = best_arm(study)
+        arm = best_arm(lines)
         files[f"convert-{arm}"] = f"{arm}-base/model.safetensors"
         files[f"sft-{arm}-0"] = f"{arm}-0/model.safetensors"
-    return {job for job, file in files.items() if job in lines and not study.path(file).is_file()}
+    lost = {job for job, file in files.items() if not study.path(file).is_file()}
+    return lines.keys() - lost
 
 
 def work(study: Study, until: float | None, only: str | None = None) -> None:
     """Does jobs that nobody else does, until none is left or startable in the time that is left; `only` names one."""
     while True:
-        done = study.lines().keys() - lost_jobs(study)
+        done = done_jobs(study)
         missing = [job for job in jobs() if job.name not in done and job.name not in study.failed()]
         if only is not None:
             missing = [job for job in missing if job.name == only]
@@ -569,8 +571,7 @@ def try_job(study: Study, job: Job) -> bool:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        done = study.lines().keys() - lost_jobs(study)
-        if job.name in done or job.name in study.failed():
+        if job.name in done_jobs(study) or job.name in study.failed():
             return False
         logger.info("%s: %s starts", time.strftime("%H:%M:%S"), job.name)
         began = time.monotonic()
@@ -625,7 +626,7 @@ def main(args: argparse.Namespace) -> None:
     study = Study(args.model, folder, data, args.tiny)
     if args.job is not None:
         (job,) = (job for job in jobs() if job.name == args.job)
-        ended = (study.lines().keys() - lost_jobs(study)) | study.failed()
+        ended = done_jobs(study) | study.failed()
         absent = [name for name in job.needs if name not in ended]
         if absent:
             raise ValueError(f"--job {job.name} needs the lines of {', '.join(absent)} in {data}: do these jobs first")

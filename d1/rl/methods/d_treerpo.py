@@ -82,8 +82,8 @@ def draw_edges(sampled: SampledRows, random: Randomness, settings: ViewSettings)
             order = torch.randperm(len(parents), generator=random.of_rollout).tolist()
             chosen = parents_of_update(order, random.update, random.updates)
         edges = 0
-        for children, of_level in zip(branches, numbers, strict=True):
-            edges += children * len({*chosen} & {*of_level})
+        for children, level_parents in zip(branches, numbers, strict=True):
+            edges += children * len({*chosen} & {*level_parents})
     is_end = torch.zeros_like(sampled.scored) if sampled.is_end is None else sampled.is_end
     leaf = (torch.arange(rows, device=reveal_steps.device) + random.first_row) % leaves
     hidden, weights = [], []
