@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,8 @@ from d1.sampling.predict import predict
 from d1.scoring import mean_field_logps
 from d1.serve.engine import Completed, Engine, Row
 from d1.show.tables import markdown_table
+
+logger = logging.getLogger(__name__)
 
 MASK = 3
 # Vocabulary, hidden, feed-forward, layers, heads, key-value heads, tokens per block
@@ -439,7 +442,11 @@ def main(args: argparse.Namespace) -> None:
         if time.monotonic() > bench.ends:
             bench.left_out.append(part)
             continue
-        PARTS[part](bench)
+        try:
+            PARTS[part](bench)
+        except Exception as error:  # such as a model that does not fit: the parts after it are measured all the same
+            logger.exception("part %s", part)
+            bench.rows.append([f"ended in {type(error).__name__}", "", "", "", ""])
         bench.show(part)
         gc.collect()  # models with adapters are cycles
         if ON_GPU:

@@ -30,7 +30,7 @@ CONVERSION = ("--block_size", BLOCK, "--causal_context", "--keep_shift")
 PARAMETERS = 134_515_584
 EPOCHS, SFT_ROWS = 2, 32  # of SFT: rows per optimizer step
 ROLLOUTS, UPDATES, COMPLETIONS = 100, 2, 64  # of RL: updates and completions per rollout
-CPU_BATCH = 8  # rows per forward pass of training on a CPU
+CPU_SFT_BATCH, CPU_RL_BATCH = 16, 8  # rows per forward pass of training on a CPU
 SHARE = 0.35  # of the speed of large products that a run reaches, an assumption
 
 
@@ -97,11 +97,11 @@ def phases_of(folder: Path, problems: Problems, name: str, seed: int, limit: int
     rl += ["--max_completion_length", problems.completion, "--diffusion_steps", problems.completion]
     rl += ["--output_dir", folder / "rl", "--resume_from_checkpoint", "true", "--report_to", "none"]
     rl += [] if problems.train_file is None else ["--data_file", problems.train_file]
-    # On a CPU: as many rows per optimizer step, but in batches that fit into 16 GB
+    # On a CPU: as many rows per optimizer step, but in batches that fit into 16 GB, and without padding
     if not torch.cuda.is_available():
-        sft += ["--batch_size", CPU_BATCH, "--grad_accum_steps", SFT_ROWS // CPU_BATCH]
-        rl += ["--use_cpu", "true", "--per_device_train_batch_size", CPU_BATCH]
-        rl += ["--gradient_accumulation_steps", COMPLETIONS // CPU_BATCH]
+        sft += ["--packing", "--batch_size", CPU_SFT_BATCH, "--grad_accum_steps", SFT_ROWS // CPU_SFT_BATCH]
+        rl += ["--use_cpu", "true", "--per_device_train_batch_size", CPU_RL_BATCH]
+        rl += ["--gradient_accumulation_steps", COMPLETIONS // CPU_RL_BATCH]
     if tiny:
         sft += ["--max_steps", 4, "--eval_steps", 2, "--batch_size", 4, "--grad_accum_steps", 1]
         sft += ["--test_split", 0.1, "--num_proc", 1]

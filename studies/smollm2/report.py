@@ -13,7 +13,8 @@ from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import Interval, percent, points
-from studies.smollm2.run import ARMS, DATA, RATES, SEEDS, Lines, best_rate, jobs
+from studies.smollm2.run import DATA, jobs
+from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate
 
 TWIN = "ar"
 
@@ -23,9 +24,14 @@ def outcomes(line: Mapping[str, Any], split: str) -> np.ndarray:
     return np.array([[float(one) for one in line[split]["right"]]])
 
 
+def right_of(runs: Sequence[Mapping[str, Any]], split: str) -> np.ndarray:
+    """(runs, problems): 1 where a run's model solves a problem of the split."""
+    return np.concatenate([outcomes(line, split) for line in runs])
+
+
 def share(runs: Sequence[Mapping[str, Any]], split: str) -> str:
     """The share of a split's problems that runs solve: Wilson's interval of one run, t over the seeds of several."""
-    right = np.concatenate([outcomes(line, split) for line in runs])
+    right = right_of(runs, split)
     if len(runs) > 1:
         return percent(mean_of(right))
     value = float(right.mean())
@@ -54,44 +60,71 @@ def conversion_table(lines: Lines) -> str:
 
 
 def runs_of_stages(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
-    """Stage -> its runs that are done. Seed 0 of RL is the run of the search with the rate that was chosen."""
-    arm = lines["base"]["arm"]
+    """Stage -> its runs that are done, by seed. Seed 0 of RL is the run of the search with the rate that was chosen."""
+    arm = best_arm(lines)
     chosen = []
     if all(f"rate-{rate:g}" in lines for rate in RATES):
-        chosen = [lines[f"rate-{best_rate(lines):g}"]]
+        chosen = [f"rate-{best_rate(lines):g}"]
 
     def done(*names: str) -> list[Mapping[str, Any]]:
-        return [lines[name] for name in names if name in lines]
+        return [lines[name] for name in names if name in lines and lines[name].get("arm", arm) in (arm, TWIN)]
 
     return {
         "as released, autoregressive": done("ar-base"),
         f"converted (`{arm}`)": done("base"),
         "+ SFT": done(f"sft-{arm}-0"),
-        "+ SFT + RL": chosen + done(*(f"rl-{seed}" for seed in SEEDS)),
+        "+ SFT + RL": done(*chosen, *(f"rl-{seed}" for seed in SEEDS[1:])),
         "+ SFT + more SFT": done(*(f"more-{seed}" for seed in SEEDS)),
+        "+ SFT + rejection sampling": done(*(f"own-{seed}" for seed in SEEDS)),
         "+ SFT + RL, shuffled rewards": done("shuffled"),
         "+ RL": done("rl-base"),
+        "autoregressive + SFT": done(f"sft-{TWIN}-0"),
+        "autoregressive + SFT + GRPO": done(*(f"ar-rl-{seed}" for seed in SEEDS)),
     }
 
 
 def stages_table(lines: Lines) -> str:
-    """What each stage solves, compared with the SFT that the later stages start from."""
+    """What each stage solves, compared with the SFT that it starts from or that starts from it."""
     stages = runs_of_stages(lines)
     rows = []
     for stage, runs in stages.items():
         if not runs:
-            rows.append([stage, "0", *[""] * 4])
+            rows.append([stage, "0", *[""] * 5])
             continue
+        sft = "autoregressive + SFT" if stage.startswith("autoregressive") else "+ SFT"
         cells = [stage, str(len(runs))]
         for split in ("validation", "test"):
             gap = ""
-            if stage != "+ SFT":
-                right = np.concatenate([outcomes(line, split) for line in runs])
-                gap = points(mean_of(right - outcomes(stages["+ SFT"][0], split)))
+            if stage != sft and stages[sft]:
+                gap = points(mean_of(right_of(runs, split) - right_of(stages[sft], split)))
             cells += [share(runs, split), gap]
+        seconds = [line["seconds"] for line in runs if "seconds" in line]
+        cells.append(f"{sum(seconds) / len(seconds):.0f}" if seconds else "")
         rows.append(cells)
-    head = ["stage", "runs", "validation, % [95%]", "minus SFT [95%]", "test, % [95%]", "minus SFT [95%]"]
+    head = ["stage", "runs", "validation, % [95%]", "minus SFT [95%]", "test, % [95%]", "minus SFT [95%]", "seconds"]
     return markdown_table(head, rows)
+
+
+def contrasts_table(lines: Lines) -> str:
+    """The protocol's three contrasts on test problems, paired by problem, over the seeds with both runs."""
+    stages = runs_of_stages(lines)
+    first, rl, more = stages["+ SFT"], stages["+ SFT + RL"], stages["+ SFT + more SFT"]
+    seeds = [*zip(first, stages["autoregressive + SFT"], strict=False)]
+    if "sft-best-1" in lines and "sft-ar-1" in lines:
+        seeds.append((lines["sft-best-1"], lines["sft-ar-1"]))
+    contrasts = {
+        "1. best arm minus the twin, both after SFT": (2, seeds),
+        "2. SFT + RL minus SFT": (3, [(line, first[0]) for line in rl]),
+        "2. SFT + RL minus more SFT": (3, [*zip(rl, more, strict=False)]),
+    }
+    rows = []
+    for name, (planned, pairs) in contrasts.items():
+        difference = ""
+        if pairs:
+            a, b = (right_of(runs, "test") for runs in zip(*pairs, strict=True))
+            difference = points(mean_of(a - b))
+        rows.append([name, f"{len(pairs)} of {planned}", difference])
+    return markdown_table(["contrast", "seeds", "difference on test problems, points [95%]"], rows)
 
 
 def texts_table(lines: Lines) -> str:
@@ -107,10 +140,11 @@ def texts_table(lines: Lines) -> str:
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     lines = {line["job"]: line for line in read_lines(DATA)}
-    missing = [job.name for job in jobs() if job.name not in lines]
-    text = f"{len(lines)} of {len(jobs())} jobs are done; missing: {', '.join(missing) or 'none'}.\n"
+    names = [job.name for job in jobs(best_arm(lines))]
+    missing = [name for name in names if name not in lines]
+    text = f"{len(lines)} of {len(names)} jobs are done; missing: {', '.join(missing) or 'none'}.\n"
     text += f"\n## Conversion, seed 0\n\n{conversion_table(lines)}"
-    if "base" in lines:
-        text += f"\n## Stages\n\n{stages_table(lines)}"
+    text += f"\n## Stages\n\n{stages_table(lines)}"
+    text += f"\n## Registered contrasts\n\n{contrasts_table(lines)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

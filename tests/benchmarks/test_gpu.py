@@ -29,3 +29,15 @@ def test_no_measurement_starts_after_the_limit(capsys):
         gpu.main(gpu.make_parser().parse_args([]))
     gpu.main(gpu.make_parser().parse_args(["--tiny", "--minutes", "1e-9", "--parts", "flash", "head"]))
     assert capsys.readouterr().out.splitlines()[-1] == "Left out, after 1e-09 minutes: flash; head"
+
+
+def test_a_part_that_ends_in_an_error_does_not_stop_the_next(monkeypatch, capsys):
+    def fail(bench):
+        bench.rows.append(["first", "1.00", "1.00", "", ""])
+        raise MemoryError
+
+    monkeypatch.setitem(gpu.PARTS, "pass", fail)
+    monkeypatch.setitem(gpu.PARTS, "head", lambda bench: bench.rows.append(["second", "2.00", "2.00", "", ""]))
+    gpu.main(gpu.make_parser().parse_args(["--tiny", "--parts", "pass", "head"]))
+    out = capsys.readouterr().out
+    assert out.index("| first |") < out.index("| ended in MemoryError |") < out.index("| second |")

@@ -1,14 +1,18 @@
 """The study of a real language model: its problems, its order of jobs, and its table."""
 
 import hashlib
+import json
 import os
+import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from studies.smollm2 import run, svamp
-from studies.smollm2.report import conversion_table, stages_table
+from studies.json_lines import append_line, read_lines
+from studies.smollm2 import run, steps, svamp
+from studies.smollm2.report import contrasts_table, conversion_table, stages_table
 
 ROW = {
     "Question": "A has number0 books in each of number1 boxes , and gives number2 away . How many are left ?",
@@ -48,67 +52,114 @@ def test_a_division_that_leaves_a_part_is_no_problem():
     assert svamp.problem_of(row, [Fraction(12), Fraction(6), Fraction(1)])["ground_truth"] == 2
 
 
-def test_every_job_is_needed_after_it_is_there_and_pilots_come_first():
-    names = [job.name for job in run.jobs()]
+@pytest.mark.parametrize("arm", steps.DIFFUSION)
+def test_a_job_comes_after_those_that_it_needs_and_the_arm_is_chosen_before_rl(arm):
+    every = run.jobs(arm)
+    names = [job.name for job in every]
     assert len({*names}) == len(names)
-    for job in run.jobs():
-        assert set(job.needs) <= set(names[: names.index(job.name)]), job.name
-    pilots = [f"sft-{arm}-0" for arm in run.DIFFUSION]
-    assert max(map(names.index, pilots)) < min(names.index(name) for name in names if name.startswith("rate-"))
+    for job in every:
+        assert {*job.reads, *job.after} <= set(names[: names.index(job.name)]), job.name
+    assert names.index("best") < min(names.index(name) for name in names if name.startswith(("rate-", "rl-")))
 
 
-def test_a_failed_job_does_not_stop_those_that_need_it_and_is_not_tried_again(tmp_path, monkeypatch):
+def one_after_another(monkeypatch, *every):
+    monkeypatch.setattr(run, "jobs", lambda arm: every)
+
+
+def test_a_failed_job_stops_only_those_that_read_its_files_and_is_not_tried_again(tmp_path, monkeypatch):
     done = []
 
     def fail(study):
         raise ValueError("no memory")
 
-    def do(study):
-        done.append("second")
+    def refuse(study):
+        raise SystemExit(2)
+
+    def do(study, name):
+        done.append(name)
         return {}
 
-    monkeypatch.setattr(run, "jobs", lambda: [run.Job("first", fail), run.Job("second", do, ("first",))])
-    study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
+    first, refused = run.Job("first", fail), run.Job("refused", refuse)
+    after = run.Job("after", lambda study: do(study, "after"), after=("first", "refused"))
+    reader = run.Job("reader", lambda study: do(study, "reader"), reads=("first",))
+    one_after_another(monkeypatch, first, refused, after, reader)
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
     run.work(study, until=None)
-    assert done == ["second"]
-    assert study.failed() == {"first"}
+    assert done == ["after"]
+    assert study.failed() == {"first", "refused"}
     assert "no memory" in (tmp_path / "failed" / "first").read_text()
     run.work(study, until=None)
-    assert done == ["second"]
-    assert list(study.lines()) == ["second"]
+    assert done == ["after"]
+    assert list(study.lines()) == ["after"]
 
 
-def test_another_machine_makes_again_what_later_jobs_build_on(tmp_path, monkeypatch):
-    """The lines of a finished pilot are there, its models are not: only the best arm is trained again."""
+def line_of(name, right):
+    return {"job": name, "validation": {"right": right}}
+
+
+def test_another_machine_makes_again_what_later_jobs_read(tmp_path, monkeypatch):
+    """The lines of finished pilots are there, their models are not: only the best arm is trained again."""
     done = []
 
-    def make(study, name, file):
+    def make(study, name):
         done.append(name)
-        study.path(file).parent.mkdir(exist_ok=True, parents=True)
-        study.path(file).write_text("")
-        return {"validation": {"right": "0110"}}
+        return line_of(name, "0110")
 
-    def job(name, file, *needs):
-        return run.Job(name, lambda study: make(study, name, file), needs)
+    real = run.jobs
+    every = {}
+    for arm in steps.DIFFUSION:
+        every[arm] = [
+            run.Job(
+                job.name, steps.choose_arm if job.name == "best" else partial(make, name=job.name), job.reads, job.after
+            )
+            for job in real(arm)
+        ]
+    monkeypatch.setattr(run, "jobs", every.__getitem__)
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
+    first = ["rows", "source", *(f"convert-{arm}" for arm in steps.DIFFUSION)]
+    for name in [*first, "sft-ar-0", "base", "ar-base"]:
+        append_line(study.data, line_of(name, ""))
+    append_line(study.data, line_of("sft-shift-0", "0100"))
+    append_line(study.data, line_of("sft-full-0", "0000"))
+    assert [job.name for job in run.jobs_to_do(study)][:6] == [
+        "rows",
+        "source",
+        "convert-shift",
+        "convert-in_place",
+        "sft-shift-0",
+        "sft-in_place-0",
+    ]
+    append_line(study.data, line_of("sft-in_place-0", "0110"))
 
-    arms = {"shift": "0110", "in_place": "0100", "full": "0000"}
-    every = [job("rows", "test.jsonl"), job("source", "ar/model.safetensors")]
-    every += [job(f"convert-{arm}", f"{arm}-base/model.safetensors", "source") for arm in arms]
-    every += [job(f"sft-{arm}-0", f"{arm}-0/model.safetensors", f"convert-{arm}") for arm in arms]
-    every.append(job("rl", "rl/model.safetensors", *(f"sft-{arm}-0" for arm in arms)))
-    monkeypatch.setattr(run, "jobs", lambda: every)
-    study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
-    for one in every[:-1]:
-        arm = one.name.removeprefix("sft-").removesuffix("-0")
-        run.append_line(study.data, {"job": one.name, "validation": {"right": arms.get(arm, "")}})
+    # `in_place` is the best one now, and stays it, although another run of `shift` solves more.
+    assert "sft-shift-0" not in {job.name for job in run.jobs_to_do(study)}
+    append_line(study.data, {"job": "best", "arm": "in_place"})
+    append_line(study.data, line_of("sft-shift-0", "1111"))
+    append_line(study.data, {**line_of("rate-3e-06", "1111"), "arm": "shift"})
     run.work(study, until=None)
-    assert done == ["rows", "source", "convert-shift", "sft-shift-0", "rl"]
+    assert done[:4] == ["rows", "source", "convert-in_place", "sft-in_place-0"]
+    assert "rate-3e-06" in done  # its line was of another arm
+    assert not {"convert-shift", "sft-shift-0", "sft-full-0", "ar-base"} & {*done}
+    assert done.index("sft-ar-0") < done.index("ar-rl-0")
+    assert run.jobs_to_do(study) == []
+
+
+def test_right_answers_are_those_of_the_task_once_each(tmp_path):
+    prompt = [{"role": "user", "content": "?"}]
+    rows = [{"question": "a", "prompt": prompt}, {"question": "b", "prompt": prompt}]
+    texts = {"a": ["The answer is 4.", "The answer is 4. ", "2 + 2 = 4", "The answer is 5."], "b": ["none"]}
+    generations = [
+        {"question": question, "text": text, "ground_truth": 4.0} for question, of in texts.items() for text in of
+    ]
+    (tmp_path / "x_generations.json").write_text(json.dumps({"generations": generations}))
+    answers = [row["messages"][-1]["content"] for row in steps.right_answers(tmp_path, rows)]
+    assert answers == ["The answer is 4.", "2 + 2 = 4"]
 
 
 def test_no_job_starts_that_does_not_fit_into_the_time_that_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "jobs", lambda: [run.Job("long", lambda study: {}, minutes=5)])
-    study = run.Study("", tmp_path, tmp_path / "runs.jsonl")
-    run.work(study, until=run.time.time() + 60)
+    one_after_another(monkeypatch, run.Job("long", lambda study: {}, minutes=5))
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
+    run.work(study, until=time.time() + 60)
     assert study.lines() == {}
 
 
@@ -131,7 +182,7 @@ def test_stages_are_compared_with_sft_and_rl_has_the_rate_of_the_search():
         return {"validation": part, "test": part, **more}
 
     lines = {"base": line("0000", arm="shift"), "sft-shift-0": line("1000"), "rl-1": line("1110")}
-    for rate, right in zip(run.RATES, ("1000", "1111", "1100"), strict=True):
+    for rate, right in zip(steps.RATES, ("1000", "1111", "1100"), strict=True):
         lines[f"rate-{rate:g}"] = line(right)
     rows = {}
     for row in stages_table(lines).splitlines():
@@ -142,19 +193,37 @@ def test_stages_are_compared_with_sft_and_rl_has_the_rate_of_the_search():
     assert rows["+ SFT + RL"][0] == "2"
     assert rows["+ SFT + RL"][1].startswith("87.5 [")
     assert rows["+ SFT + RL"][2].startswith("+62.5 [")
-    assert rows["+ RL"] == ["0", "", "", "", ""]
+    assert rows["+ RL"] == ["0", "", "", "", "", ""]
+
+
+def test_contrasts_are_paired_by_seed_and_problem():
+    def line(right, **more):
+        return {"test": {"right": right}, "validation": {"right": right}, **more}
+
+    lines = {"best": {"arm": "in_place"}, "sft-in_place-0": line("1100"), "sft-ar-0": line("1110")}
+    lines |= {"sft-shift-0": line("1111"), "sft-best-1": line("1000"), "sft-ar-1": line("1000")}
+    lines |= {"rl-1": line("1110", arm="in_place"), "rl-2": line("1111", arm="shift"), "more-1": line("0010")}
+    rows = {}
+    for row in contrasts_table(lines).splitlines():
+        name, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        rows[name] = cells
+    assert rows["1. best arm minus the twin, both after SFT"][0] == "2 of 2"
+    assert rows["1. best arm minus the twin, both after SFT"][1].startswith("-12.5 [")  # of -25 and 0
+    assert rows["2. SFT + RL minus SFT"][0] == "1 of 3"  # rl-2 is of another arm
+    assert rows["2. SFT + RL minus SFT"][1].startswith("+25.0 [")
+    assert rows["2. SFT + RL minus more SFT"][1].startswith("+50.0 [")
 
 
 def test_one_job_can_be_named_and_needs_those_before_it(tmp_path, monkeypatch):
-    every = [run.Job("first", lambda study: {}), run.Job("second", lambda study: {"n": 2}, ("first",))]
-    monkeypatch.setattr(run, "jobs", lambda: every)
+    second = run.Job("second", lambda study: {"n": 2}, reads=("first",))
+    one_after_another(monkeypatch, run.Job("first", lambda study: {}), second)
     flags = ["--model", "m", "--output_dir", str(tmp_path), "--data", str(tmp_path / "runs.jsonl"), "--job"]
-    with pytest.raises(ValueError, match="--job second needs the lines of first"):
+    with pytest.raises(ValueError, match="--job second needs first"):
         run.main(run.make_parser().parse_args([*flags, "second"]))
     run.main(run.make_parser().parse_args([*flags, "first"]))
-    assert [line["job"] for line in run.read_lines(tmp_path / "runs.jsonl")] == ["first"]
+    assert [line["job"] for line in read_lines(tmp_path / "runs.jsonl")] == ["first"]
     run.main(run.make_parser().parse_args([*flags, "second"]))
-    assert [line["job"] for line in run.read_lines(tmp_path / "runs.jsonl")] == ["first", "second"]
+    assert [line["job"] for line in read_lines(tmp_path / "runs.jsonl")] == ["first", "second"]
 
 
 def test_the_files_of_problems_are_named_if_they_are_missing(monkeypatch):
@@ -174,7 +243,7 @@ DIGESTS = {  # of the files whose rows the committed results come from
 def test_the_rows_of_the_committed_results_stay_equal_to_the_byte(tmp_path):
     if not (Path(os.environ.get("D1_FILES", "/nowhere")) / "svamp" / "train.csv").is_file():
         pytest.skip("D1_FILES names no folder with svamp/train.csv")
-    rows = run.read_lines(run.DATA)[0]
-    counts = run.write_rows(run.Study("", tmp_path, tmp_path / "runs.jsonl"))
+    rows = read_lines(run.DATA)[0]
+    counts = steps.write_rows(steps.Study("", tmp_path, tmp_path / "runs.jsonl"))
     assert counts == {name: rows[name] for name in DIGESTS}
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()} == DIGESTS
