@@ -513,7 +513,7 @@ def read_rows(file: Path, digest: str, keep_in_memory: bool) -> Dataset:
         NoRowsError: the file has no rows.
         ValueError: the file cannot be read; the message names the line.
     """
-    builder = Rows(file, config_id=f"default-{digest}")
+    builder = Rows(file, config_id=f"default-{file.suffix[1:]}-{digest}")
     builder.download_and_prepare()
     rows = builder.as_dataset(split="train", in_memory=keep_in_memory)
     assert isinstance(rows, Dataset)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -69,6 +70,9 @@ ENTRY: dict[str, type | tuple[type, ...]] = {  # a line of a journal with all of
 }
 T = TypeVar("T")
 STORE: list[dist.Store] = []  # the processes' shared counters; empty for a single process
+OWN_GROUP: list[Any] = []  # their process group, if this evaluation made it
+EVALUATIONS = count()  # of this launch: each has counters of its own
+PATIENCE = timedelta(days=7)  # a rank may be hours behind another
 
 
 # --- What an evaluation's arguments ask for ---------------------------------------------------------------------------
@@ -366,23 +370,31 @@ def join_processes() -> tuple[int, int]:
     """(rank, number of processes), as torchrun or accelerate started them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        patience = timedelta(days=7)  # a rank may be hours behind another
-        store, rank, _ = next(dist.rendezvous("env://", timeout=patience))
-        STORE[:] = [dist.PrefixStore("eval", store)]
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world, timeout=patience
-        )
+        store, rank = launcher_store()
+        own = dist.PrefixStore(f"evaluation {next(EVALUATIONS)}", store)
+        STORE[:] = [dist.PrefixStore("eval", own)]
+        if not dist.is_initialized():  # a trainer of the same script may have joined them
+            group = dist.PrefixStore("gloo", own)
+            dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=PATIENCE)
+            OWN_GROUP.append(dist.group.WORLD)
     return int(os.environ.get("RANK", "0")), world
 
 
+@functools.cache
+def launcher_store() -> tuple[dist.Store, int]:
+    """The store of the processes that were started together, and the rank of this one."""
+    store, rank, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    return store, rank
+
+
 def leave_processes() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if OWN_GROUP:
+        dist.destroy_process_group(OWN_GROUP.pop())
     STORE.clear()
 
 
 def take_from_queue(parts: Sequence[T], name: str) -> Iterator[T]:
-    """`parts` in their order, each given to one process only: the next that asks. Use each name once per launch."""
+    """`parts` in their order, each given to one process only: the next that asks. Use each name once per evaluation."""
     if not STORE:
         yield from parts
         return

@@ -254,8 +254,10 @@ def make_parser() -> PassingParser:
 def main(args: HarnessFlags) -> None:
     """Register the model "d1" and run lm_eval's own command."""
     config = args.read_folder().config
-    length = args.gen_length or 1024  # the task's own length is not known yet
-    longest = replace(args, gen_length=length, diffusion_steps=args.diffusion_steps or length)
+    length, steps = args.gen_length, args.diffusion_steps
+    if length is None:  # the task's own length is not known yet, nor how many steps it can have
+        length = steps = 1024
+    longest = replace(args, gen_length=length, diffusion_steps=steps or length)
     flags = {}
     for flag in fields(args):
         if flag.metadata and flag.name != "batch_size":  # the others are no flags

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from d1.eval.files import generation_file, read_setups
 from d1.eval.flags import EvalFlags, EvalRun
-from d1.eval.scores import Row, as_table, score_setup
+from d1.eval.scores import Row, as_table, row_reports, score_setup
 from d1.files import check_output_dir
 from d1.models.kinds import check_room
 from d1.runs.cli import SettingsParser, quick_imports, run_script
@@ -51,10 +51,15 @@ def make_parser(prog: str | None = None) -> SettingsParser[EvalFlags]:
     return SettingsParser(EvalFlags, prog, __doc__)
 
 
-def main(args: EvalFlags) -> None:
-    """Run the evaluation and print its table."""
-    if rows := run(args):
+def main(args: EvalFlags) -> int:
+    """Run the evaluation and print its table; return the exit code, 1 if problems could not be scored."""
+    rows = run(args)
+    if rows:
         sys.stdout.write(as_table(rows))
+    for row in rows:
+        for line in row_reports(row):
+            sys.stderr.write(f"{line}\n")
+    return 0 if all(row.complete for row in rows) else 1
 
 
 def evaluate(model_path: str | Path, dataset: str | Path, **settings: Any) -> list[Row]:

@@ -130,7 +130,7 @@ def score_setup(
 
 def score_completion(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
     """The score of a completion by its task or, if that is None, by the published rules; an error as text, whatever the
-    task raises, so that the others are still scored."""
+    task raises, so that the others are still scored. Raises SandboxError if there is no sandbox for programs."""
     row = {"question": problem.question, "ground_truth": problem.ground_truth}
     try:
         if task is None:
@@ -144,6 +144,10 @@ def score_completion(setup: GeneratedSetup, task: ModuleType | None, problem: Ge
             scores["before_edits"] = first_scores["accuracy"]
         return {**row, **scores}
     except Exception as error:
+        from d1.sandbox import SandboxError
+
+        if isinstance(error, SandboxError):  # no verdict, for any completion
+            raise
         return f"{type(error).__name__}: {str(error)[:200]}"
 
 

@@ -306,7 +306,19 @@ def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
                 running, said, until = True, said[len(READY) :], time.monotonic() + seconds_now(limits)
         if not running:
             raise OSError(last_words([errors], SILENT))
-        return said.decode(errors="replace")[:most].strip()
+        text = said.decode(errors="replace")[:most].strip()
+        if len(said) > 4 * most:
+            return text
+        # The program has closed its output: it has ended, or it goes on in silence.
+        try:
+            status = process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"{text}\nTimeoutError: more than {limits.seconds:g} seconds".strip()
+        if status == 128 + signal.SIGKILL:
+            return f"{text}\nTimeoutError: more than {limits.cpu_seconds} seconds of processor time".strip()
+        if status != 0:
+            return f"{text}\nSystemExit: it ended with status {status}".strip()
+        return text
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

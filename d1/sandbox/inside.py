@@ -164,6 +164,7 @@ def show(limits: dict[str, Any]) -> None:
     output.write(READY)
     output.flush()
     os.dup2(output.fileno(), 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the kernel may end the process
     try:
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     except SystemExit:

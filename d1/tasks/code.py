@@ -52,7 +52,9 @@ KODCODE = ("question", "test")
 TRAIN, TEST = ("KodCode/KodCode-V1", None), ("openai/openai_humaneval", None)
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)  # the rest of its first line, and its text
+_PYTHON = ("python", "python3", "py")
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
 def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT) -> Dataset:
@@ -169,7 +171,7 @@ def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
         if always:
             return f"case {min(always) + 1} of its tests passes with every program"
     if row["solution"]:
-        program = prefix + row["solution"]
+        program = after_prefix(prefix, row["solution"])
         solved = passed(program, tests, limits)
         if len(solved) < tests.count:  # once more: the machine may have been busy
             solved = passed.__wrapped__(program, tests, limits)
@@ -468,12 +470,24 @@ def free_names(source: str) -> set[str]:
 
 
 def extract(text: str) -> str | None:
-    """The program of a completion: the last fenced block of its answer, else of the completion, else the answer."""
+    """The program of a completion: a fenced block of its answer, else of the completion, else the answer. Of several
+    blocks, it is the last one that is marked as Python, else the last one without a mark, else the last one."""
     answer = answer_block(text)
     blocks = _FENCE.findall(answer or "") or _FENCE.findall(text[-MAX_TEXT:])
-    if blocks:
-        return blocks[-1] or None
-    return answer or None
+    if not blocks:
+        return indented(answer, text) if answer else None
+    by_mark: dict[str, str] = {}
+    for first_line, program in blocks:
+        mark = first_line.split()[0].lower() if first_line.strip() else ""
+        by_mark["python" if mark in _PYTHON else mark] = program
+    last = blocks[-1][1]
+    return by_mark.get("python", by_mark.get("", last)) or None
+
+
+def indented(answer: str, text: str) -> str:
+    """The answer with the blanks that its first line has in the text: it may be the body of a function."""
+    before, found, _ = text.rpartition("<answer>")[2].partition(answer)
+    return before.rpartition("\n")[2] + answer if found else answer
 
 
 def demonstrate(row: dict[str, Any]) -> str:
@@ -486,8 +500,16 @@ def read_program(text: str, truth: Any) -> tuple[str | None, Cases]:
     tests, prefix = tests_of(truth)
     program = extract(text)
     if program:
-        program = prefix + program
+        program = after_prefix(prefix, program)
     return program, tests
+
+
+def after_prefix(prefix: str, program: str) -> str:
+    """A program after its prefix; its imports from `__future__` have to come first."""
+    imports = "".join(_FUTURE.findall(program))
+    if not imports:
+        return prefix + program
+    return imports + prefix + _FUTURE.sub("", program)
 
 
 def tests_of(truth: Any) -> tuple[Cases, str]:

@@ -96,7 +96,7 @@ def extract(text: str) -> str | None:
     expression = expression[: 4 * MAX_EXPRESSION]
     for pattern, plain in _LATEX:
         expression = pattern.sub(plain, expression)
-    return expression.partition("=")[0].strip() or None
+    return expression.partition("=")[0].strip().removesuffix(".").strip() or None
 
 
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:

@@ -28,7 +28,12 @@ _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\[,;: ]|\\!,|,\\!)(?=[0-9]{3}(?!
 _SPACED_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:[ ~][0-9]{3})+|(?:'[0-9]{3})+)(?![0-9])")
 _LAKHS = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9])")
 _NO_THOUSANDS = re.compile(r"(?<![0-9A-Za-z.,])0[0-9,]|[0-9]{4},")  # a leading zero, four digits before a comma
-_PUNCTUATION = re.compile(r"(?<=[A-Za-z.:;,)])\s+[–—―]\s+")  # a dash that is no minus
+# A dash that is no minus: behind a word ("Total - 18"), or before an item of a list ("- 18 eggs")
+_PUNCTUATION = re.compile(
+    r"(?<=[A-Za-z.:;,)])\s+[–—―]\s+|(?<=[A-Za-z]{2})(?<!\bis)\s+-\s+|"
+    r"^[ \t]*[-–—―]\s+(?=\\?[$€£¥]?\s*[0-9][0-9.,]*\s+[A-Za-z]{2})",
+    re.MULTILINE,
+)
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(
@@ -116,11 +121,7 @@ def number_in(text: str) -> float | None:
         if _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start()):
             return None  # another number to choose from
 
-    value = _value(number)
-    scale = _SCALE.match(text, number.end())
-    if value is None or scale is None:
-        return value
-    return value * _SCALES[scale[1].lower()]
+    return _scaled(number, text)
 
 
 def _is_part_of_more(number: re.Match[str], text: str) -> bool:
@@ -158,6 +159,15 @@ def _value(match: re.Match[str]) -> float | None:
     if not math.isfinite(value):
         return None
     return -value if match["sign"] else value
+
+
+def _scaled(number: re.Match[str], text: str) -> float | None:
+    """The number of a match of `_NUMBER` in a text, with the "million" that follows it."""
+    value = _value(number)
+    scale = _SCALE.match(text, number.end())
+    if value is None or scale is None:
+        return value
+    return value * _SCALES[scale[1].lower()]
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
@@ -229,9 +239,10 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a completion; a new "Question:" and what follows it do not count."""
-    numbers = list(_NUMBER.finditer(_plain(text[-MAX_TEXT:].partition("Question:")[0])))
-    return _value(numbers[-1]) if numbers else None
+    """The last number of a completion, such as "1.5 million"; a new "Question:" and what follows it do not count."""
+    text = _plain(text[-MAX_TEXT:].partition("Question:")[0])
+    numbers = list(_NUMBER.finditer(text))
+    return _scaled(numbers[-1], text) if numbers else None
 
 
 def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:

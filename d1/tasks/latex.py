@@ -209,6 +209,8 @@ _NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°")
+_IN_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?)\s*(?:{_DEGREES.pattern})")
+_ANGLE_OF = re.compile(rf"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])[^A-Za-z]*?{_IN_DEGREES.pattern}")
 _PERCENT = re.compile(rf"\s*(?:\\?%|(?:{_TEXT}\{{)?\s*per\s?cent(?:age)?\s*\}}?)\s*$", re.IGNORECASE)
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"(-?[0-9][0-9.,]*)\s*(?:{_TEXT}\{{)?\s*({'|'.join(_SCALES)})\s*\}}?(?![A-Za-z])", re.IGNORECASE)
@@ -236,6 +238,8 @@ def _without_unit(text: str) -> tuple[str, str | None]:
     if currency:
         unit = _UNITS.get(currency[0].strip().lower(), "dollar")
         text = _CURRENCY.sub("", text).strip()
+    if _ANGLE_OF.search(text):  # \sin 30^\circ: degrees belong to the expression
+        return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", text), unit
     degrees = _DEGREES.search(text)
     if degrees:
         scale = re.search(rf"(?:{_DEGREES.pattern})\s*(?:{_TEXT}\{{)?\s*([CF])\s*\}}?$", text)

@@ -13,9 +13,10 @@ import resource
 import signal
 import sys
 from dataclasses import replace
+from math import floor, log10
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Eq, Expr, N, Rational, solve
+from sympy import Eq, Expr, Float, N, Rational, solve
 
 _MEMORY = 4 << 30  # bytes
 # Without the library's units, for which "2t" is 2. Its other config passes text to Python's eval.
@@ -48,6 +49,8 @@ def _same(gold: str, answer: str) -> bool:
         return False
     if isinstance(gold_value, Eq) and isinstance(answer_value, Eq):
         return _same_equation(gold_value, answer_value)
+    if isinstance(gold_value, Expr) and isinstance(answer_value, Expr) and _is_rounded(gold_value, answer_value):
+        return True
     return verify(gold_value, answer_value, timeout_seconds=None)
 
 
@@ -58,6 +61,19 @@ def _differ(a: Expr, b: Expr, tolerance: float) -> bool:
         if x is not None and y is not None and abs(x - y) > tolerance * max(abs(x), abs(y)):
             return True
     return False
+
+
+def _is_rounded(a: Expr, b: Expr) -> bool:
+    """Whether one of two numbers is a decimal and the other one, which is irrational, has the same first six digits.
+    math-verify compares digits after the point, whatever the size of the numbers."""
+    exact = [number for number in (a, b) if not number.has(Float)]
+    if len(exact) != 1 or exact[0].is_rational or a.free_symbols or b.free_symbols:
+        return False
+    x, y = (_value(number, _POINTS[0]) for number in (a, b))
+    if x is None or y is None or not (x.is_real and y.is_real):
+        return False
+    place = floor(log10(max(abs(x), abs(y)))) - 5  # of the sixth digit
+    return bool(abs(x - y) <= 0.5000001 * 10**place)
 
 
 def _value(expression: Expr, point: tuple[int, int]) -> Expr | None:

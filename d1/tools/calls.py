@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Functions = Mapping[str, Callable[..., Any]]
 Call = tuple[str, dict[str, Any]]  # the name of a function and its arguments
@@ -67,15 +68,29 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def typed(text: str, kind: Any) -> Any:
-    """An argument that was written as text: a JSON value where the parameter is no text."""
+    """An argument that was written as text: a JSON value where the parameter is no text. A parameter that may be text
+    or something else gets the text, unless it is a JSON value of one of its other types."""
     if kind is str:
         return text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
+        if takes_text(kind, text):
+            return text
         raise ValueError(f"{text!r:.80} is not a JSON value") from None
+    if takes_text(kind, text) and type(value) not in get_args(kind):
+        return text
     check_depth(value)
     return value
+
+
+def takes_text(kind: Any, text: str) -> bool:
+    """Whether a parameter of this type may be the text: `str`, a union with it, or a `Literal` that has it."""
+    if get_origin(kind) is Literal:
+        return text in get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(takes_text(part, text) for part in get_args(kind))
+    return kind is str
 
 
 def check_depth(value: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from d1.files import valid_unicode
 from d1.hub import closest
 from d1.lazy import functions_in
-from d1.sandbox import Limits, output_of
+from d1.sandbox import Limits, output_of, working_python
 
 END_SECONDS = 0.1  # for a function that took too long to end, before the state of the process is restored
 ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>", re.DOTALL)  # Python's text of an object: it differs from run to run
@@ -120,10 +120,13 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
         ValueError: there is no such tool, a file has no function, two have the same name, or one has no type hints or
             docstring.
         FileNotFoundError: there is no such file.
+        SandboxError: the tool `python` has no sandbox here.
     """
     found: list[Callable[..., Any]] = []
     for name in names:
         if name in TOOLS:
+            if TOOLS[name] is python:
+                working_python()
             found.append(TOOLS[name])
             continue
         path = Path(name).resolve()

@@ -141,6 +141,13 @@ def test_forms_of_json(name: str, tmp_path: Path) -> None:
     assert cells(read(tmp_path, name, FORMS[name]), "a") == ["1", 1]
 
 
+def test_a_file_of_another_kind_is_read_anew(tmp_path: Path) -> None:
+    """A list in an object is found in a .json file; as the only line of a .jsonl file it is a column."""
+    content = '{"data": [{"a": "1"}, {"a": 1}]}'
+    assert read(tmp_path, "rows.jsonl", content).column_names == ["data"]
+    assert cells(read(tmp_path, "rows.json", content), "a") == ["1", 1]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
 def test_encodings(name: str, encoding: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from itertools import combinations
 from math import comb
 from pathlib import Path
@@ -262,6 +263,17 @@ def test_two_processes_answer_as_one_does(harness, tasks, tiny_model_dir, tmp_pa
 def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_block_dir, flags, message):
     with pytest.raises(ValueError, match=message):
         main(make_parser().parse_args(["--model_path", str(tiny_block_dir), "--tasks", "x", *flags]))
+
+
+def test_steps_are_not_compared_with_a_length_that_only_the_task_knows(harness, tiny_model_dir, monkeypatch):
+    """6 steps fit a task of 12 tokens in blocks of 4."""
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["harness.py"])
+    settings = ["--model_path", str(tiny_model_dir), "--block_length", "4", "--diffusion_steps", "6", "--tasks", "x"]
+    main(make_parser().parse_args(settings))
+    assert '"diffusion_steps": 6' in " ".join(sys.argv)
+    with pytest.raises(ValueError, match="64 tokens in 16 blocks need between 16 and 64 steps, got 6"):
+        main(make_parser().parse_args([*settings, "--gen_length", "64"]))
 
 
 def test_a_cache_of_another_model_or_settings_is_refused(tiny_model_dir, tmp_path):

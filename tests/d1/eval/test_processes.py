@@ -67,6 +67,31 @@ def test_one_and_two_processes_say_the_same(tiny_model_dir, tmp_path):
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
 
 
+TWO_EVALUATIONS = """
+import sys
+from d1.eval.run import evaluate
+
+model, folder = sys.argv[sys.argv.index("--model_path") + 1], sys.argv[sys.argv.index("--output_dir") + 1]
+settings = {"gen_length": 12, "block_length": 4, "limit": 6, "batch_size": 1, "temperature": 0.7}
+for seed in (0, 1):
+    rows = evaluate(model, "sudoku", output_dir=f"{folder}/{seed}", seed=seed, **settings)
+    print("rows", [row.n for row in rows])
+"""
+
+
+def test_a_script_evaluates_twice_on_two_processes(tiny_model_dir, tmp_path):
+    """The second one has the counters' names of the first one, in the store of the launcher, which outlives both."""
+    script, folder = tmp_path / "twice.py", tmp_path / "two"
+    script.write_text(TWO_EVALUATIONS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    words = ["--model_path", str(tiny_model_dir), "--output_dir", str(folder)]
+    subprocess.run([*launch, *words], check=True, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    for seed in (0, 1):
+        flags = ("--model_path", tiny_model_dir, "--limit", 6, "--temperature", 0.7, "--seed", seed)
+        evaluate(*flags, "--output_dir", tmp_path / f"one{seed}")
+        assert texts(folder / str(seed)) == texts(tmp_path / f"one{seed}")
+
+
 STANDS_STILL = f"""
 import os, runpy, sys, time
 from pathlib import Path

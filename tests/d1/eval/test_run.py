@@ -25,6 +25,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.folder import ModelFolder
 from d1.models.head import NotFiniteError
 from d1.sampling import Rollout, graphs, rollout
+from d1.sandbox import SandboxError
 from d1.tasks import load_task, under_protocol
 from tests import forks
 from tests.faults import edit_json, flip_bit, with_nan
@@ -291,6 +292,41 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
         with pytest.raises(ValueError, match=r"exceed the model's 512|out of range: --gen_length 8 0"):
             files("refused", *lengths)
     assert not (tmp_path / "refused").exists()
+
+
+FAILS = """
+from d1.tasks.sudoku import *
+from d1.tasks import load_task
+TASK = load_task("sudoku")
+REWARDS, load_rows, extract = TASK.REWARDS, TASK.load_rows, TASK.extract
+
+
+def score(text, row):
+    raise {error}
+"""
+
+
+def test_problems_that_cannot_be_scored_are_named_and_end_the_command_with_status_1(tiny_model_dir, tmp_path, capsys):
+    task = tmp_path / "fails.py"
+    task.write_text(FAILS.format(error='KeyError("level")'))
+    flags = ["--model_path", str(tiny_model_dir), "--output_dir", str(tmp_path / "out"), "--limit", "2", *LENGTHS]
+    args = evaluation.make_parser().parse_args([*flags, "--dataset", str(task)])
+    assert evaluation.main(args) == 1
+    printed = capsys.readouterr()
+    assert "0/2 (!)" in printed.out
+    assert "KeyError: 'level'" in printed.err
+    assert "0 of 2 completions scored" in printed.err
+    assert evaluation.main(evaluation.make_parser().parse_args([*flags, "--dataset", "sudoku"])) == 0
+    assert "ERROR" not in capsys.readouterr().err
+
+
+def test_a_sandbox_that_does_not_work_is_no_verdict(tiny_model_dir, tmp_path):
+    task = tmp_path / "fails.py"
+    task.write_text("from d1.sandbox import SandboxError\n" + FAILS.format(error='SandboxError("no bwrap")'))
+    with pytest.raises(SandboxError, match="no bwrap"):
+        d1.eval.evaluate(
+            tiny_model_dir, task, output_dir=str(tmp_path / "out"), limit=2, gen_length=[12], block_length=4
+        )
 
 
 # ---- resuming

@@ -31,6 +31,36 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "d1_code_rows.jsonl"
 
 
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python3\nA\n```\nThat is it.", "A\n"),
+        ("```Python\nA\n```\nDone.", "A\n"),
+        ("```bash\nls\n```\n```python\nA\n```\nThat works.", "A\n"),
+        ("```python\nA\n```\n```text\n4\n```\nBye", "A\n"),
+        ("```python\nA\n```\nOutput:\n```\n4\n```", "A\n"),
+        ("```python\nA\n```\n```python\nB\n```", "B\n"),
+        ("```\nA\n```\n```\nB\n```", "B\n"),
+        ("```python\nA", "A"),
+        ("```python\nA\n```<answer>```py\nB```</answer>", "B"),
+        ("<answer>\n    return 1\n</answer>", "    return 1"),
+        ("<answer>x = 1</answer>", "x = 1"),
+        ("no program", None),
+    ],
+)
+def test_the_program_of_a_completion(text: str, program: str | None) -> None:
+    assert code.extract(text) == program
+
+
+def test_imports_from_the_future_come_before_the_beginning_of_a_row(tmp_path: Path) -> None:
+    prompt = 'def square(x: int) -> int:\n    """The square."""\n'
+    check = "def check(candidate):\n    assert candidate(3) == 9\n"
+    row = {"prompt": prompt, "test": check, "entry_point": "square", "canonical_solution": "    return x * x\n"}
+    (problem,) = code.load_rows("test", written(tmp_path, row))
+    future = f"```python\nfrom __future__ import annotations\n\n{SQUARE}\n```"
+    assert code.score(future, problem)["accuracy"] == 1
+
+
 def written(folder: Path, *rows: dict[str, Any]) -> str:
     path = folder / "rows.jsonl"
     columns = {key for row in rows for key in row}

@@ -75,6 +75,8 @@ def test_a_task_file_may_have_protocols_of_its_own(tmp_path):
         (r"so \boxed{42}", 42.0),
         ("The answer is 7.\n\nQuestion: 8 + 8?\nAnswer: 16", 7.0),
         ("it costs $20", 20.0),
+        ("The answer is 1.5 million.", 1.5e6),
+        ("Total - 18", 18.0),
         ("none", None),
         ("", None),
     ],

@@ -1,10 +1,12 @@
 """Formats of calls: what is written is read, what is wrong is a text for the model, and who is told about tools."""
 
+from typing import Literal
+
 import pytest
 
 from d1.models import load_tokenizer
 from d1.runs.turns import TurnSettings
-from d1.tools.calls import FORMATS, format_of, instructions
+from d1.tools.calls import FORMATS, format_of, instructions, typed
 from d1.tools.turns import Toolbox
 
 CHATML = (
@@ -40,6 +42,25 @@ CASES = [
     (BOTH, "search", {"text": 'a: "b" {c} <d>'}),
     (ONE, "search", {"text": "37*46"}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (str | None, "celsius", "celsius"),
+        (str | None, "5", "5"),  # no number, as the parameter takes none
+        (str | None, "null", None),
+        (str | int, "5", 5),
+        (Literal["day", "night"], "night", "night"),
+        (Literal["day"] | None, "day", "day"),
+        (list[str], '["a"]', ["a"]),
+    ],
+)
+def test_text_is_read_by_the_type_of_its_parameter(kind, text, value):
+    assert typed(text, kind) == value
+    for wrong in (int, Literal["other"], list[str] | None):
+        with pytest.raises(ValueError, match="'no number' is not a JSON value"):
+            typed("no number", wrong)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
+from d1.sandbox import SandboxError, working_python
 from d1.tools.functions import MAX_TEXT, calculator, call, check_tools, load_tools, python
 from tests.sandbox import skip_without_sandbox
 
@@ -69,7 +70,8 @@ def test_the_calculator_computes_nothing_else_and_nothing_large(expression, said
         ("def f(:", "SyntaxError: invalid syntax (program.py, line 1)"),
         ("import sys\nprint(2)\nsys.exit(1)", "2"),
         ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
-        ("import os\nos._exit(3)", ""),
+        ("import os\nprint(1)\nos._exit(3)", "1\nSystemExit: it ended with status 3"),
+        ("import os\nprint(1)\nos.close(1)", "1"),
     ],
 )
 def test_python_returns_what_a_program_prints_and_its_error(program, said):
@@ -87,6 +89,18 @@ def test_python_ends_a_program_that_floods_or_hangs(monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     assert python("print(1)\nwhile True:\n    pass").endswith("TimeoutError: more than 0.3 seconds")
     assert time.perf_counter() - started < 10
+    monkeypatch.setattr("d1.tools.functions.PYTHON", type(python.__globals__["PYTHON"])(cpu_seconds=1))
+    assert python("print(1)\nwhile True:\n    pass") == "1\nTimeoutError: more than 1 seconds of processor time"
+    silent = "import os\nprint(1)\nos.close(1)\nwhile True:\n    pass"
+    assert python(silent) == "1\nTimeoutError: more than 1 seconds of processor time"
+
+
+def test_a_run_with_python_does_not_start_without_a_sandbox(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    working_python.cache_clear()
+    assert load_tools(["calculator"]) == [calculator]
+    with pytest.raises(SandboxError, match="there is no `bwrap` here"):
+        load_tools(["calculator", "python"])
 
 
 def loops(x: int) -> str:
