@@ -240,11 +240,12 @@ def test_the_recipe_of_sft_has_the_losses_and_the_rate_of_the_protocol():
 
 
 def test_hours_are_the_operations_divided_by_a_share_of_the_measured_speed(monkeypatch):
-    """SVAMP: 8,737 rows of 80 + 23 tokens; 100 rollouts of 64 completions of 48 tokens in blocks of 8, two updates."""
+    """SVAMP: 8,737 rows of 80 + 2 x 23 tokens; 100 rollouts of 64 completions of 48 tokens in blocks of 8, two updates."""
     monkeypatch.setattr(smollm_run, "speed_of_products", lambda: 1e12)
-    tokens = {"sft": 2 * 8737 * 2 * 103 * 3, "evaluated": 500 * (80 + 48) + 2 * 500 * (80 + 48 * 8)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tokens = {"sft": 2 * 8737 * 126 * 3, "evaluated": 500 * (80 + 48) + 2 * 500 * (80 + 48 * 8)}
     tokens["rl"] = 6400 * (80 + 48 * 8) + 6400 * 176 * (1 + 2 * 3)
-    expected = {stage: count * 2 * 134_515_584 / (0.35e12 * 3600) for stage, count in tokens.items()}
+    expected = {stage: count * 2 * 134_515_584 / (0.6e12 * 3600) for stage, count in tokens.items()}
     assert smollm_run.hours_of(problems_of("svamp"), 500) == pytest.approx(expected)
 
 

@@ -266,6 +266,11 @@ class Journal:
             known = read_object(self.record, RESTORE_ADVICE).get("identity") or {}
             self.check_identity(known, identity)
             return False
+        if not overwrite and self.results.exists() and not self.read():  # after a kill, the journal is still there
+            raise ValueError(
+                f"{self.results} has no {self.record.name}, so it is of another run or program, such as d1's own: "
+                "choose another --suffix or --output_dir, or pass --overwrite to replace it"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.take_lock(fcntl.LOCK_EX)
         identity_file = self.folder / "identity.json"

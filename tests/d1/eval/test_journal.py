@@ -118,3 +118,19 @@ def test_a_damaged_identity_or_record_is_named(tmp_path, content):
     with pytest.raises(ValueError, match=r"s_record\.json .* it is damaged: restore it, or pass --overwrite"):
         journal.prepare({"seed": 0}, overwrite=False)
     assert journal.prepare({"seed": 0}, overwrite=True)
+
+
+def test_results_without_a_record_are_not_replaced_but_on_demand(tmp_path):
+    """d1's own files have the same names."""
+    file = tmp_path / "s_0_generations.json"
+    file.write_text('{"generations": []}')
+    journal = Journal(tmp_path, "s", 0)
+    with pytest.raises(ValueError, match="s_0_generations.json has no s_record.json, so it is of another run"):
+        journal.prepare({"seed": 0}, overwrite=False)
+    assert file.read_text() == '{"generations": []}'
+    assert journal.prepare({"seed": 0}, overwrite=True)
+    # A kill between the two files of a run leaves its journal.
+    journal.append(completion(0))
+    file.write_text('{"generations": []}')
+    journal.close()
+    assert Journal(tmp_path, "s", 0).prepare({"seed": 0}, overwrite=False)
