@@ -125,7 +125,7 @@ def test_results_without_a_record_are_not_replaced_but_on_demand(tmp_path):
     file = tmp_path / "s_0_generations.json"
     file.write_text('{"generations": []}')
     journal = Journal(tmp_path, "s", 0)
-    with pytest.raises(ValueError, match="s_0_generations.json has no s_record.json, so it is of another run"):
+    with pytest.raises(ValueError, match=r"s_0_generations\.json has no s_record\.json, so it is of another run"):
         journal.prepare({"seed": 0}, overwrite=False)
     assert file.read_text() == '{"generations": []}'
     assert journal.prepare({"seed": 0}, overwrite=True)
