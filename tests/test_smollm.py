@@ -240,7 +240,7 @@ def test_the_recipe_of_sft_has_the_losses_and_the_rate_of_the_protocol():
 
 
 def test_hours_are_the_operations_divided_by_a_share_of_the_measured_speed(monkeypatch):
-    """SVAMP: 8,737 rows of 80 + 2 x 23 tokens; 100 rollouts of 64 completions of 48 tokens, blocks of 8, two updates."""
+    """SVAMP: 8,737 rows of 80 + 2 x 23 tokens; 100 rollouts of 64 completions of 48 tokens, blocks of 8, mu 2."""
     monkeypatch.setattr(smollm_run, "speed_of_products", lambda: 1e12)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tokens = {"sft": 2 * 8737 * 126 * 3, "evaluated": 500 * (80 + 48) + 2 * 500 * (80 + 48 * 8)}
