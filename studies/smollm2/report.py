@@ -10,9 +10,9 @@ import numpy as np
 
 from d1.eval.uncertainty import wilson_interval
 from d1.show.tables import markdown_table
-from pocket.uncertainty import mean_of
+from pocket.uncertainty import Mean, mean_of
 from studies.json_lines import read_lines
-from studies.reports import Interval, percent, points
+from studies.reports import Interval, holm, percent, points
 from studies.smollm2.run import DATA, jobs
 from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate
 
@@ -127,6 +127,51 @@ def contrasts_table(lines: Lines) -> str:
     return markdown_table(["contrast", "seeds", "difference on test problems, points [95%]"], rows)
 
 
+def masks_table(lines: Lines) -> str:
+    """Section 3: updates per rollout, with a fresh prompt mask each or one for all."""
+    chosen = f"rate-{best_rate(lines):g}" if all(f"rate-{rate:g}" in lines for rate in RATES) else ""
+    arms = {
+        "mu 12, fresh masks": [f"mu12-{seed}" for seed in SEEDS],
+        "mu 12, one mask": [f"mu12-one-mask-{seed}" for seed in SEEDS],
+        "mu 4, fresh masks": [chosen, *(f"rl-{seed}" for seed in SEEDS[1:])],
+        "mu 1": [f"mu1-{seed}" for seed in SEEDS],
+        "mu 4, fresh masks, compute of mu 12": [f"mu4-compute-{seed}" for seed in SEEDS],
+        "mu 1, compute of mu 12": [f"mu1-compute-{seed}" for seed in SEEDS],
+    }
+    reference = arms["mu 12, fresh masks"]
+    gaps: dict[str, Mean] = {}
+    for arm, names in arms.items():
+        pairs = [(other, name) for other, name in zip(reference, names, strict=True) if {other, name} <= {*lines}]
+        if pairs and names != reference:
+            of_reference, of_arm = ([lines[name] for name in of] for of in zip(*pairs, strict=True))
+            gaps[arm] = mean_of(right_of(of_reference, "test") - right_of(of_arm, "test"))
+    adjusted: dict[str, float] = {}
+    if len(gaps) == len(arms) - 1:
+        adjusted = dict(zip(gaps, holm([1.0 if gap.p is None else gap.p for gap in gaps.values()]), strict=True))
+
+    rows = []
+    for arm, names in arms.items():
+        runs = [lines[name] for name in names if name in lines]
+        if not runs:
+            rows.append([arm, "0", *[""] * 5])
+            continue
+        last = np.mean([np.mean(line["rewards"][-5:]) for line in runs])
+        highest = max(max(line["ratio_max"]) for line in runs)
+        rows.append(
+            [
+                arm,
+                str(len(runs)),
+                share(runs, "test"),
+                points(gaps[arm]) if arm in gaps else "",
+                f"{adjusted[arm]:.2g}" if arm in adjusted else "",
+                f"{last:.2f}",
+                f"{highest:.2f}",
+            ]
+        )
+    head = ["arm", "runs", "test, % [95%]", "mu 12 with fresh masks minus it [95%]", "p (Holm)"]
+    return markdown_table([*head, "reward, last 5 rollouts", "largest ratio"], rows)
+
+
 def texts_table(lines: Lines) -> str:
     """The first completions of test problems, by arm."""
     rows = []
@@ -146,5 +191,6 @@ def parts() -> dict[Path, str]:
     text += f"\n## Conversion, seed 0\n\n{conversion_table(lines)}"
     text += f"\n## Stages\n\n{stages_table(lines)}"
     text += f"\n## Registered contrasts\n\n{contrasts_table(lines)}"
+    text += f"\n## Prompt masks\n\n{masks_table(lines)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

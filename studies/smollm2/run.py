@@ -50,6 +50,7 @@ from studies.smollm2.steps import (
 )
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
+SHUFFLED = Path(__file__).with_name("shuffled_svamp.py")
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +96,28 @@ def jobs(arm: str) -> list[Job]:
     every.append(Job("more-0", partial(train_more, seed=0), after_sft, rates, 6.5))
     every.append(Job("base", judge_start, ("rows", f"convert-{arm}"), ("best",), 0.5))
     every.append(Job("ar-base", judge_ar_start, ("rows", "source"), (), 0.5))
-    every.append(Job("shuffled", partial(train_rl, name="shuffled", seed=0, shuffled=True), after_sft, rates, 6.5))
+    shuffled = partial(train_rl, name="shuffled", seed=0, task=SHUFFLED)
+    every.append(Job("shuffled", shuffled, after_sft, rates, 6.5))
     for seed in SEEDS[1:]:
         every.append(Job(f"more-{seed}", partial(train_more, seed=seed), after_sft, (*rates, f"rl-{seed}"), 6.5))
-    every.append(Job("rl-base", partial(train_rl, name="rl-base", seed=0, start="base"), after_sft[:2], rates, 6.5))
+    without_sft = partial(train_rl, name="rl-base", seed=0, with_sft=False)
+    every.append(Job("rl-base", without_sft, after_sft[:2], rates, 6.5))
     for seed in SEEDS:
         seconds_of = (f"rl-{seed}",) if seed else ()
         every.append(Job(f"own-{seed}", partial(train_own, seed=seed), after_sft, (*rates, *seconds_of), 7.0))
     for seed in SEEDS:
         every.append(Job(f"ar-rl-{seed}", partial(train_ar_grpo, seed=seed), ("rows", "sft-ar-0"), rates, 6.5))
+    # Section 3 of the protocol. mu 4 at equal rollouts is RL of section 2.
+    for seed in SEEDS:
+        mu12, one_mask, mu1 = f"mu12-{seed}", f"mu12-one-mask-{seed}", f"mu1-{seed}"
+        every.append(Job(mu12, partial(train_rl, name=mu12, seed=seed, mu=12), after_sft, rates, 13.0))
+        with_one_mask = partial(train_rl, name=one_mask, seed=seed, mu=12, fresh_masks=False)
+        every.append(Job(one_mask, with_one_mask, after_sft, rates, 13.0))
+        every.append(Job(mu1, partial(train_rl, name=mu1, seed=seed, mu=1), after_sft, rates, 4.0))
+        for mu in (4, 1):
+            name = f"mu{mu}-compute-{seed}"
+            at_equal_compute = partial(train_rl, name=name, seed=seed, mu=mu, compute_of=mu12)
+            every.append(Job(name, at_equal_compute, after_sft, (*rates, mu12), 13.0))
     return every
 
 

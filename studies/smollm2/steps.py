@@ -412,36 +412,62 @@ def best_rate(lines: Lines) -> float:
     return max(tried, key=lambda rate: solved(lines[f"rate-{rate:g}"]))
 
 
-def train_rl(study: Study, name: str, seed: int, rate: float | None = None, **changes: Any) -> dict[str, Any]:
+def train_rl(
+    study: Study,
+    name: str,
+    seed: int,
+    *,
+    rate: float | None = None,
+    with_sft: bool = True,
+    task: Path = TASK,
+    mu: int = MU,
+    fresh_masks: bool = True,
+    compute_of: str | None = None,
+) -> dict[str, Any]:
     """RL of the best arm by d1's method, then its judgement.
 
     Args:
         rate: None is the best one of the search.
-        changes: `start` "base" leaves out SFT; `reward_file` adds rewards; `shuffled` permutes them.
+        with_sft: start from the arm's model after SFT, not from its conversion.
+        mu: updates per rollout.
+        fresh_masks: a prompt mask for each update; False: one for all updates of a rollout.
+        compute_of: a job with as many tokens in forward and backward passes; None: 40 rollouts.
     """
     from d1.rl import train
 
-    arm = best_arm(study.lines())
-    chosen = best_rate(study.lines()) if rate is None else rate
-    start = study.path(f"{arm}-base" if changes.get("start") == "base" else f"{arm}-0")
+    lines = study.lines()
+    arm = best_arm(lines)
+    chosen = best_rate(lines) if rate is None else rate
     out = study.path(name)
     shutil.rmtree(out, ignore_errors=True)
-    task = Path(__file__).with_name("shuffled_svamp.py") if changes.get("shuffled") else TASK
-    flags: list[object] = ["--model_path", start, "--dataset", task, "--data_file", study.path("rl.jsonl")]
-    flags += ["--output_dir", out, "--seed", seed, "--learning_rate", chosen, "--num_iterations", MU]
+    flags: list[object] = ["--model_path", study.path(f"{arm}-0" if with_sft else f"{arm}-base")]
+    flags += ["--dataset", task, "--data_file", study.path("rl.jsonl")]
+    flags += ["--output_dir", out, "--seed", seed, "--learning_rate", chosen, "--num_iterations", mu]
     flags += ["--num_generations", GROUP, "--max_prompt_length", study.longest - 64, "--max_completion_length", LENGTH]
     flags += ["--per_device_train_batch_size", 16 if study.tiny else GROUP * PROMPTS, "--block_length", ARMS[arm].block]
-    flags += ["--diffusion_steps", LENGTH, "--temperature", 0.9, "--max_steps", MU * (1 if study.tiny else ROLLOUTS)]
+    flags += ["--diffusion_steps", LENGTH, "--temperature", 0.9, "--random_masking", str(fresh_masks).lower()]
     flags += ["--gradient_checkpointing", "false", "--eval_strategy", "no", "--save_strategy", "no"]
     flags += ["--logging_steps", 1, "--report_to", "none", "--bf16", str(on_gpu()).lower()]
+    if compute_of is None:
+        flags += ["--max_steps", mu * (1 if study.tiny else ROLLOUTS)]
+    else:
+        flags += ["--max_steps", 100_000, "--max_compute_tokens", lines[compute_of]["compute_tokens"]]
     args, model_args = train.make_parser().parse_args_and_config([*map(str, flags)])
     began = time.monotonic()
     train.main(args, model_args)
     seconds = time.monotonic() - began
     logs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
-    rewards = [round(log["reward"], 4) for log in logs if "reward" in log]
-    line = {"arm": arm, "rate": chosen, "settings": [*map(str, flags)], "seconds": round(seconds, 1)}
-    return line | {"rewards": rewards} | judge(study, out, ARMS[arm])
+    steps = [log for log in logs if "loss" in log]
+    line = {
+        "arm": arm,
+        "rate": chosen,
+        "settings": [*map(str, flags)],
+        "seconds": round(seconds, 1),
+        "compute_tokens": steps[-1]["compute_tokens"],
+        "rewards": [round(log["reward"], 4) for log in steps if "reward" in log],
+        "ratio_max": [round(log["ratio_max"], 4) for log in steps],
+    }
+    return line | judge(study, out, ARMS[arm])
 
 
 def train_more(study: Study, seed: int) -> dict[str, Any]:

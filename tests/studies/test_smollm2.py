@@ -12,7 +12,7 @@ import pytest
 
 from studies.json_lines import append_line, read_lines
 from studies.smollm2 import run, steps, svamp
-from studies.smollm2.report import contrasts_table, conversion_table, stages_table
+from studies.smollm2.report import contrasts_table, conversion_table, masks_table, stages_table
 
 ROW = {
     "Question": "A has number0 books in each of number1 boxes , and gives number2 away . How many are left ?",
@@ -212,6 +212,33 @@ def test_contrasts_are_paired_by_seed_and_problem():
     assert rows["2. SFT + RL minus SFT"][0] == "1 of 3"  # rl-2 is of another arm
     assert rows["2. SFT + RL minus SFT"][1].startswith("+25.0 [")
     assert rows["2. SFT + RL minus more SFT"][1].startswith("+50.0 [")
+
+
+def test_prompt_masks_are_compared_with_a_fresh_one_in_twelve_updates():
+    def line(right, **more):
+        return {
+            "test": {"right": right},
+            "validation": {"right": right},
+            "rewards": [1.0, 0.5],
+            "ratio_max": [2.0],
+            **more,
+        }
+
+    lines = {f"rate-{rate:g}": line("1000") for rate in steps.RATES}
+    for seed in steps.SEEDS:
+        lines |= {f"mu12-{seed}": line("1110"), f"mu12-one-mask-{seed}": line("0110", ratio_max=[9.0, 1.0])}
+        lines |= {f"mu1-{seed}": line("1110"), f"mu4-compute-{seed}": line("1110"), f"mu1-compute-{seed}": line("1000")}
+    rows = {}
+    for row in masks_table(lines).splitlines():
+        name, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        rows[name] = cells
+    assert rows["mu 12, fresh masks"][:1] + rows["mu 12, fresh masks"][2:] == ["3", "", "", "0.75", "2.00"]
+    assert rows["mu 12, one mask"][2].startswith("+25.0 [")
+    assert rows["mu 12, one mask"][5] == "9.00"
+    assert rows["mu 4, fresh masks"][0] == "1"  # of the search; rl-1 and rl-2 are missing
+    assert rows["mu 1, compute of mu 12"][2].startswith("+50.0 [")
+    p_values = [float(cells[3]) for cells in rows.values() if cells[3][:1].isdigit()]
+    assert len(p_values) == 5
 
 
 def test_one_job_can_be_named_and_needs_those_before_it(tmp_path, monkeypatch):
