@@ -104,25 +104,33 @@ def cells_of(lines: Lines) -> dict[tuple[str, str, str], np.ndarray]:
 
 
 def effects(cells: Mapping[tuple[str, str, str], np.ndarray]) -> dict[str, Mean]:
+    """The contrasts with intervals over seeds and problems."""
+    return {name: mean_of(table) for name, table in contrasts(cells).items()}
+
+
+def contrasts(cells: Mapping[tuple[str, str, str], np.ndarray]) -> dict[str, np.ndarray]:
     """Main effects of the three factors, and interactions of two: half of what the second adds to the first one's
-    effect (PROTOCOL.md, step 7)."""
+    effect (PROTOCOL.md, step 7). (seeds, problems) each."""
     signs = {name: {cell: 1 if level in cell else -1 for cell in cells} for name, level in FACTORS.items()}
     found = {}
     for name, sign in signs.items():
-        found[name] = mean_of(2 * np.mean([sign[cell] * table for cell, table in cells.items()], axis=0))
+        found[name] = 2 * np.mean([sign[cell] * table for cell, table in cells.items()], axis=0)
     names = [*FACTORS]
     for first in range(len(names)):
         for second in range(first + 1, len(names)):
             a, b = names[first], names[second]
             mean = np.mean([signs[a][cell] * signs[b][cell] * table for cell, table in cells.items()], axis=0)
-            found[f"{a.partition(':')[0]} x {b.partition(':')[0]}"] = mean_of(2 * mean)
+            found[f"{a.partition(':')[0]} x {b.partition(':')[0]}"] = 2 * mean
     return found
 
 
 def effect_table(lines: Lines) -> str:
-    found = effects(cells_of(lines))
-    adjusted = holm([1.0 if mean.p is None else mean.p for mean in found.values()])
-    rows = [[name, points(mean), f"{p:.2g}"] for (name, mean), p in zip(found.items(), adjusted, strict=True)]
+    """The effects with intervals over seeds and problems, and the registered test: paired t over the seeds."""
+    found = contrasts(cells_of(lines))
+    adjusted = holm([float(stats.ttest_1samp(table.mean(1), 0).pvalue) for table in found.values()])
+    rows = []
+    for (name, table), p in zip(found.items(), adjusted, strict=True):
+        rows.append([name, points(mean_of(table)), f"{p:.2g}" if p >= 1e-4 else f"{p:.6f}"])
     return markdown_table(["effect", "points [95%]", "p after Holm"], rows)
 
 
@@ -153,6 +161,11 @@ def third_lines() -> list[dict[str, Any]]:
     return [*old, *read_lines(DATA / "third.jsonl")]
 
 
+def left_out_lines() -> list[dict[str, Any]]:
+    """The lines of the other arms of the stage `tokens`."""
+    return [line for line in read_lines(DATA / "tokens.jsonl") if line["arm"] not in IN_TOKENS]
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     found = {stage: read_lines(DATA / f"{stage}.jsonl") for stage in STAGES}
@@ -165,6 +178,7 @@ def parts() -> dict[Path, str]:
         text += f"\n{verdicts(found['test'])}"
     lines = third_lines()
     text += f"\n### At a third of the tokens\n\n{table(lines, reference)}"
+    text += f"\n### At a third of the tokens, other arms of step 4\n\n{table(left_out_lines(), reference)}"
     if {"reference", "tokens", "third"} <= complete:
         text += f"\n### Fast minus exact rollouts at the same tokens\n\n{fast_minus_exact(lines)}"
         text += f"\n### Effects at a third of the tokens\n\n{effect_table(lines)}"
