@@ -267,7 +267,9 @@ class TrainerHooks(_Trainer):
       label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
       far, which Trainer forgets when it resumes. Delete this once they are part of its state.
-    - `_prepare_inputs` (called): moves a batch to the device, in the precision that DeepSpeed needs.
+    - `_prepare_inputs` (called): moves a batch to the device.
+    - `_prepare_input` (overridden): under DeepSpeed, it rounds floats to the model's precision. Those of a batch here
+      are times, weights and bounds of the loss, which no model reads. Delete this once Trainer has an argument for it.
     """
 
     resumed_from: Path | None = None
@@ -318,6 +320,11 @@ class TrainerHooks(_Trainer):
         processes; if `shifted`, without the first label of each row."""
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
+
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device)
+        return super()._prepare_input(data)
 
     def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A batch, moved to the device of this process."""

@@ -212,6 +212,26 @@ def test_one_process(tiny_model_dir, tmp_path, expected, split, eos_padding, way
     assert_same(found(tiny_model_dir, tmp_path), expected[way, eos_padding])
 
 
+def batch_in_bf16(model_dir, folder):
+    """A process of DeepSpeed in bf16."""
+    trainer = make_trainer(model_dir, folder, 4, 1, **DRAFTS)
+    assert trainer.accelerator.state.deepspeed_plugin.hf_ds_config.dtype() == torch.bfloat16
+    batch = next(iter(trainer.get_train_dataloader()))
+    prepared = trainer.on_device(batch)
+    for name in ("t", "draws"):
+        assert batch[name].dtype == torch.float32
+        assert torch.equal(prepared[name], batch[name]), name
+    trainer.accelerator.end_training()
+
+
+def test_deepspeed_in_bf16_rounds_neither_times_nor_draws(tiny_model_dir, tmp_path):
+    """Rounded, a weight 1 / t' is off by up to 0.4%, and a draw of .998 is 1: id 0, however unlikely."""
+    pytest.importorskip("deepspeed")
+    log, bf16 = tmp_path / "log", {**KINDS["ZERO2"], "ACCELERATE_MIXED_PRECISION": "bf16"}
+    how = {"log": log, "folder": tmp_path, "processes": 2, **bf16}
+    forks.finish(forks.start(batch_in_bf16, tiny_model_dir, tmp_path, **how), log)
+
+
 def test_a_batch_that_hides_nothing_calls_the_head_for_one_token_of_weight_zero(tiny_model_dir, tmp_path):
     """Where the weights are split over processes, all of them have to call it."""
     trainer = make_trainer(tiny_model_dir, tmp_path, 2, 1)
