@@ -18,7 +18,7 @@ from transformers import LlamaConfig, TrainingArguments
 from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
 from d1.models.packing import enable_packed_rows
-from d1.runs.data import IGNORED
+from d1.runs.data import IGNORED, BatchRow
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.config import CausalLoss, SFTConfig
 from d1.sft.editing import EditNoise
@@ -206,6 +206,14 @@ def test_the_first_token_of_a_text_has_no_state_before_it(source, tokenizer, tmp
     trainer.data_collator = packer
     enable_packed_rows(trainer.model)
     torch.testing.assert_close(trainer.row_losses(trainer.model, packed), losses, rtol=1e-9, atol=1e-9)
+
+
+def test_a_batch_of_empty_rows_has_no_loss_and_is_not_changed(source, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, source, tokenizer, 2, 1, causal=OURS)
+    empty = trainer.train_dataset[BatchRow(-1)]
+    inputs = trainer.data_collator([empty, empty])
+    assert trainer.row_losses(trainer.model, inputs).tolist() == [0.0, 0.0]
+    assert not inputs["masked"].any()
 
 
 def test_what_does_not_belong_together_is_refused(source, tokenizer, tmp_path, tiny_model_dir):

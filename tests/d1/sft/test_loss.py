@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from d1.models import load_model, load_tokenizer, prepare
 from d1.models.head import target_logps
-from d1.runs.data import IGNORED
+from d1.runs.data import IGNORED, BatchRow
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
@@ -248,6 +248,17 @@ def test_a_batch_that_hides_nothing_calls_the_head_for_one_token_of_weight_zero(
     assert counts == [1]
     assert losses.tolist() == [0.0, 0.0]
     losses.sum().backward()
+
+
+@pytest.mark.parametrize("edits", [None, EditNoise("draft", 0.5, 1.0, 1.0, 3)])
+def test_a_batch_of_empty_rows_has_no_loss_and_is_not_changed(tiny_model_dir, tmp_path, edits):
+    """Neither in a first pass nor in later turns, which score the same tokens."""
+    trainer = make_trainer(tiny_model_dir, tmp_path, 2, 1, edits=edits)
+    empty = trainer.train_dataset[BatchRow(-1)]
+    inputs = trainer.data_collator([empty, empty])
+    losses = trainer.row_losses(trainer.model, inputs)
+    assert losses.tolist() == [0.0, 0.0]
+    assert not inputs["masked"].any()
 
 
 def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir, tmp_path, expected):
