@@ -201,14 +201,16 @@ class SummingTrainer(RunTrainer):
 
 
 class LoadExtra(TrainerCallback):
-    """Calls `load_extra` when a resumed run begins to train."""
+    """Calls `load_extra` when a resumed run begins to train, and sets how often it logs, evaluates and saves: Trainer
+    (5.23) goes by its state, which is that of the checkpoint."""
 
     def __init__(self, trainer: RunTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = self.trainer.resumed_from
         if folder:
+            state.compute_steps(args, state.max_steps)
             self.trainer.load_extra(folder)
 
 
