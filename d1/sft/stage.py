@@ -229,7 +229,8 @@ def describe_saved_step(folder: Path, keep_last: bool) -> list[str]:
     compared = f"{losses[best]:.4f} at step {best}"
     if last != best:
         compared += f", {losses[last]:.4f} at step {last}"
-    saved = state.global_step if keep_last else best
+    takes_best = state.best_model_checkpoint is not None and not keep_last
+    saved = best if takes_best else state.global_step
     hint = ""
     if saved != state.global_step:
         hint = "; --keep_last saves those of the last step"
