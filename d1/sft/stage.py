@@ -178,6 +178,12 @@ def check_noise(args: SFTConfig, config: Any) -> None:
     if has_causal_context(config):
         if args.edit_noise is not None:
             raise ValueError(EDITS_AND_CONTEXT)
+        if args.assistant_only_loss and args.masked_weight and not args.row_noise:
+            raise ValueError(
+                "--assistant_only_loss: with a causal context, blocks begin with the first answer of a row, and those "
+                "of its later turns would not begin with theirs: leave it out, or set --row_noise, whose blocks begin "
+                "with the row, or --masked_weight 0, which has no blocks"
+            )
         if args.masked_weight == args.causal_weight == 0:
             raise ValueError(
                 "--masked_weight 0 and --causal_weight 0 leave nothing to train on: set one of them above 0"

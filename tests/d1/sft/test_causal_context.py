@@ -243,3 +243,11 @@ def test_a_causal_context_with_no_weight_has_nothing_to_train_on():
     with pytest.raises(ValueError, match="--masked_weight 0 and --causal_weight 0 leave nothing to train on"):
         check_noise(SFTConfig(masked_weight=0.0, causal_weight=0.0), config)
     check_noise(SFTConfig(masked_weight=0.0, causal_weight=1.0), config)
+
+
+def test_blocks_that_begin_with_the_first_answer_do_not_fit_those_of_later_turns():
+    config = LlamaConfig(attention_pattern="causal-context", block_size=4)
+    with pytest.raises(ValueError, match="--assistant_only_loss: with a causal context, blocks begin with the first"):
+        check_noise(SFTConfig(assistant_only_loss=True), config)
+    for other in ({"row_noise": True}, {"masked_weight": 0.0}):
+        check_noise(SFTConfig(assistant_only_loss=True, **other), config)
