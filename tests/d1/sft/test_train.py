@@ -355,6 +355,7 @@ NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
+        (["--full_finetuning", "--dtype", "bfloat16"], "--full_finetuning trains all weights in float32"),
         pytest.param(["--packing", "--attn_implementation", "flex_attention"], "trains on a GPU only", marks=NO_GPU),
     ],
 )
