@@ -267,7 +267,9 @@ class TrainerHooks(_Trainer):
       label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
       far, which Trainer forgets when it resumes. Delete this once they are part of its state.
-    - `_prepare_inputs` (called): moves a batch to the device, in the precision that DeepSpeed needs.
+    - `_prepare_inputs` (called): moves a batch to the device.
+    - `_prepare_input` (overridden): under DeepSpeed, it rounds floats to the model's precision. Those of a batch here
+      are times, weights and bounds of the loss, which no model reads. Delete this once Trainer has an argument for it.
     """
 
     resumed_from: Path | None = None
@@ -315,9 +317,18 @@ class TrainerHooks(_Trainer):
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
         """Make Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all
-        processes; if `shifted`, without the first label of each row."""
+        processes; if `shifted`, without the first label of each row. ValueError if the settings leave out the other
+        processes."""
+        if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
+            problem = "average_tokens_across_devices=False: the loss is a mean over the tokens or rows of all processes"
+            raise ValueError(f"{problem}, so leave it out of the TrainingArguments")
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
+
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device)
+        return super()._prepare_input(data)
 
     def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A batch, moved to the device of this process."""

@@ -37,7 +37,7 @@ ALSO = (
 )
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
 OF_METHODS = {name for method in METHODS.values() for name in method.values}
-ON_RESUME = on_resume("method", *{*SAMPLING, *OF_METHODS} - SCHEDULE, free=("save_steps", "views_at_once"))
+ON_RESUME = on_resume("method", "dtype", *{*SAMPLING, *OF_METHODS} - SCHEDULE, free=("save_steps", "views_at_once"))
 
 
 def stage(args: DistillConfig) -> Stage:

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,7 @@ RESUME_FILES = (
     SUMS,
 )
 
+END_SETTINGS = frozenset({"max_steps", "num_epochs", "num_train_epochs"})  # where a run ends, in all stages
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
 
 
@@ -247,12 +249,17 @@ def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
                 raise ValueError("its checksum is not that of what was saved")
 
 
-def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
-    """Whether `checkpoint` is the run's last step. A Trainer resumed there would take one step too many."""
+def is_finished(checkpoint: Path, args: TrainingArguments, changed: Iterable[str]) -> bool:
+    """Whether `checkpoint` is the run's last step. A Trainer resumed there would take one step too many.
+
+    `changed`: the settings that differ from the run's record. Trainer's state does not tell: it rounds epochs up, and
+    has the epochs that `max_steps` reached into.
+    """
     state = read_state(checkpoint)
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
-    return state.num_train_epochs == args.num_train_epochs and state.global_step >= state.max_steps
+    has_same_end = state.num_train_epochs == math.ceil(args.num_train_epochs) and END_SETTINGS.isdisjoint(changed)
+    return has_same_end and state.global_step >= state.max_steps
 
 
 def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:

@@ -399,6 +399,9 @@ class TrainingSettings:
         check_settings(self)
         if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
             raise ValueError("--merge_at_end and --load_in_4bit need LoRA: leave --full_finetuning out")
+        if self.full_finetuning and self.dtype not in (None, "float32"):
+            problem = f"--dtype {self.dtype} is for frozen weights, and --full_finetuning trains all weights in float32"
+            raise ValueError(f"{problem}: leave one of them out (--bf16 true computes in bfloat16)")
 
 
 @dataclass

@@ -87,8 +87,8 @@ class Stage:
         history = read_history(checkpoint)
         world = {"world_size": training.world_size}
         # Another run than the one in the folder is refused at once.
-        self.on_resume.changes(history, {**self.settings(), **world}, checkpoint or folder)
-        if checkpoint and (is_finished(checkpoint, training) or self.ended(checkpoint)):
+        changed = self.on_resume.changes(history, {**self.settings(), **world}, checkpoint or folder)
+        if checkpoint and (is_finished(checkpoint, training, changed) or self.ended(checkpoint)):
             self.finish_again(folder, checkpoint)
             return None
         if checkpoint:

@@ -107,9 +107,7 @@ class RunTrainer(TrainerHooks):
             self.save_extra(folder)
 
     def check_best(self, checkpoint: Path) -> None:
-        if not checkpoint.is_dir():
-            todo = "put it back, or continue with --resume and without load_best_model_at_end (SFT: --keep_last)"
-            raise ValueError(f"{checkpoint}, the best checkpoint of this run, is missing: {todo}")
+        require_best(checkpoint)
         check_sums(checkpoint, self.args.process_index, self.args.world_size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -201,15 +199,29 @@ class SummingTrainer(RunTrainer):
 
 
 class LoadExtra(TrainerCallback):
-    """Calls `load_extra` when a resumed run begins to train."""
+    """Calls `load_extra` when a resumed run begins to train.
+
+    It also sets how often the run logs, evaluates and saves, because Trainer (5.23) goes by its state, which is that of
+    the checkpoint; and it refuses (ValueError) a run whose best checkpoint is missing, which Trainer would forget.
+    """
 
     def __init__(self, trainer: RunTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = self.trainer.resumed_from
         if folder:
+            state.compute_steps(args, state.max_steps)
+            if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
+                require_best(Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}")
             self.trainer.load_extra(folder)
+
+
+def require_best(checkpoint: Path) -> None:
+    """Refuse (ValueError) a missing checkpoint from which a run is to take its model at the end."""
+    if not checkpoint.is_dir():
+        todo = "put it back, or continue with --resume and without load_best_model_at_end (SFT: --keep_last)"
+        raise ValueError(f"{checkpoint}, the best checkpoint of this run, is missing: {todo}")
 
 
 def local_part(weight: Any) -> Any:

@@ -52,7 +52,9 @@ class SFTConfig(TrainingSettings):
         None, "turns a row into messages, or prompt and completion", metavar="FILE.py:FUNCTION"
     )
     assistant_only_loss: bool = setting(
-        False, "train on all turns of the assistant that have no weight 0; otherwise on the last turn alone"
+        False,
+        "train on all turns of the assistant that have no weight 0; otherwise on the last turn alone (with a causal "
+        "context, it needs --row_noise or --masked_weight 0)",
     )
     overlong: str = setting("truncate", "rows longer than --max_length", choices=("truncate", "drop", "refuse"))
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")

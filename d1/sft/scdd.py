@@ -39,15 +39,10 @@ TIMES = 1000  # steps of the bound
 REPLACEMENTS = 1  # the last part of a random generator's key
 
 
-def grid_steps(t: Tensor) -> Tensor:
-    """The point of the grid, 2 to 999 thousandths, for t in [0, 1]. At 1000 nothing would be visible."""
-    steps = (noise_level(t.double()) * TIMES).floor().long() + 1
-    return steps.clamp(max=TIMES - 1)
-
-
 def grid_time(t: Tensor) -> Tensor:
-    """The time of the grid for t in [0, 1], in fp64."""
-    return grid_steps(t).double() / TIMES
+    """The time of the grid, 2 to 999 thousandths in fp64, for t in [0, 1]. At 1000 nothing would be visible."""
+    steps = (noise_level(t.double()) * TIMES).floor().long() + 1
+    return steps.clamp(max=TIMES - 1).double() / TIMES
 
 
 def scdd_losses(
@@ -107,10 +102,8 @@ def scdd_losses(
 class SCDDCollator(dLLMDataCollator):
     """`dLLMDataCollator` whose visible answer tokens are uniform ids in part.
 
-    `t` is a time of the grid, and `steps`, (rows,) whole numbers, are the same in thousandths: DeepSpeed rounds what is
-    no whole number.
-
-    The masks are drawn by the same random numbers as those of plain SFT. Evaluation rows have the same noise.
+    `t` is a time of the grid, in fp64. The masks are drawn by the same random numbers as those of plain SFT. Evaluation
+    rows have the same noise.
 
     Args:
         vocabulary: number of ids of the model, with the mask.
@@ -128,8 +121,7 @@ class SCDDCollator(dLLMDataCollator):
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         batch = super().__call__(features)
-        batch["steps"] = grid_steps(batch["t"])
-        batch["t"] = batch["steps"].double() / TIMES
+        batch["t"] = grid_time(batch["t"])
         noised_rows = split_rows(batch, "input_ids")
         label_rows = split_rows(batch, "labels")
         for row, noised, labels, t in zip(features, noised_rows, label_rows, batch["t"], strict=True):
@@ -172,7 +164,7 @@ class SCDDTrainer(dLLMTrainer):
         rows = row_numbers(inputs)[positions]
         clean = labels[positions].clamp(min=0)
         noised = inputs["input_ids"][positions]
-        t = (inputs["steps"].double() / TIMES)[rows]
+        t = inputs["t"][rows]
 
         def compute_losses(inner: Any) -> Tensor:
             head = backbone_and_head(inner)[1]

@@ -178,6 +178,12 @@ def check_noise(args: SFTConfig, config: Any) -> None:
     if has_causal_context(config):
         if args.edit_noise is not None:
             raise ValueError(EDITS_AND_CONTEXT)
+        if args.assistant_only_loss and args.masked_weight and not args.row_noise:
+            raise ValueError(
+                "--assistant_only_loss: with a causal context, blocks begin with the first answer of a row, and those "
+                "of its later turns would not begin with theirs: leave it out, or set --row_noise, whose blocks begin "
+                "with the row, or --masked_weight 0, which has no blocks"
+            )
         if args.masked_weight == args.causal_weight == 0:
             raise ValueError(
                 "--masked_weight 0 and --causal_weight 0 leave nothing to train on: set one of them above 0"
@@ -229,7 +235,8 @@ def describe_saved_step(folder: Path, keep_last: bool) -> list[str]:
     compared = f"{losses[best]:.4f} at step {best}"
     if last != best:
         compared += f", {losses[last]:.4f} at step {last}"
-    saved = state.global_step if keep_last else best
+    takes_best = state.best_model_checkpoint is not None and not keep_last
+    saved = best if takes_best else state.global_step
     hint = ""
     if saved != state.global_step:
         hint = "; --keep_last saves those of the last step"

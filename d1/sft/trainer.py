@@ -167,6 +167,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         for end in itertools.accumulate(inputs.get("lengths", ())):
             predicts[0, end - 1] = False  # the next token is that of another packed row
         if not (masked.any() or predicts.any()):  # as in `weighted_losses`
+            masked = masked.clone()
             masked[0, 0] = True
             weights = torch.zeros_like(weights)
 
@@ -239,6 +240,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         """Sum over each row's `scored` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
         labels = inputs["labels"]
         if not scored.any():  # score one token with weight 0, because every process has to call the head
+            scored = scored.clone()
             scored[0, 0] = True
             weights = torch.zeros_like(weights)
         positions = token_positions(scored, labels.device)

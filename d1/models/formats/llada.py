@@ -117,9 +117,14 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
         unsupported["predicts_next_token"] = True
     if getattr(config, "attention_pattern", None) == "causal-context":
         unsupported["attention_pattern"] = config.attention_pattern
+    llada_fields = getattr(config, "llada_fields", {})
+    block_size = getattr(config, "block_size", None)
+    if block_size and "block_size" not in llada_fields:  # LLaDA's code does not read it
+        unsupported["block_size"] = block_size
     if unsupported:
         raise ValueError(
-            f"only a Llama without biases, whose heads divide hidden_size, can be written as LLaDA: {unsupported}"
+            "only a Llama with full attention and without biases, whose heads divide hidden_size, can be written as "
+            f"LLaDA: {unsupported}"
         )
 
     released: dict[str, Any] = dict(LLADA_FIXED)
@@ -143,9 +148,7 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
             "use_cache": False,
         }
     )
-    if getattr(config, "block_size", None):
-        released["block_size"] = config.block_size
-    released.update(getattr(config, "llada_fields", {}))
+    released.update(llada_fields)
     return released
 
 

@@ -169,6 +169,13 @@ def test_traces_of_other_contents_are_sampled_again(flags: list[str], tiny_model
     assert prompts_and_traces(file)[1] != other[1]
 
 
+def test_a_resume_keeps_the_precision_that_its_traces_were_sampled_in(flags: list[str], tmp_path: Path) -> None:
+    run(flags, tmp_path, "--max_steps", 1, "--num_prompts", 4)
+    with pytest.raises(ValueError, match=r"a run with dtype None instead of bfloat16: continue it with its own"):
+        run(flags, tmp_path, "--max_steps", 2, "--num_prompts", 4, "--resume", "--dtype", "bfloat16")
+    assert len([*(tmp_path / "job/traces").iterdir()]) == 1
+
+
 def test_weights_that_are_not_finite_leave_no_traces(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
     damaged = with_nan(tiny_model_dir, tmp_path / "model", "lm_head.weight", (7, 1))
     with pytest.raises(

@@ -147,6 +147,13 @@ def test_export_keeps_every_field_of_the_published_config(tmp_path, llada_writer
     assert {name: value for name, value in new.items() if value != old[name]}.keys() == {"auto_map"}
 
 
+def test_export_keeps_the_blocks_of_a_config_that_had_them(tmp_path, llada_writer):
+    source = llada_writer(tmp_path / "blocks", torch.float32, block_size=4)
+    load_model(source).save_pretrained(tmp_path / "native")
+    run("export", tmp_path / "native", tmp_path / "out", "--format", "llada")
+    assert load_model(tmp_path / "out").config.block_size == 4
+
+
 def test_export_takes_the_mask_from_the_tokenizer_where_the_config_has_none(tiny_model_dir, tmp_path):
     run("export", tiny_model_dir, tmp_path / "out", "--format", "llada")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -330,6 +337,7 @@ def test_a_causal_context_needs_blocks_and_layers_without_windows(kind_dirs, tmp
     for words, reason in (
         (("--keep_shift",), "'predicts_next_token': True"),
         (("--causal_context", "--block_size", 8), "'attention_pattern': 'causal-context'"),
+        (("--block_size", 8), "'block_size': 8"),
     ):
         run("a2d", source, tmp_path / words[0], *words)
         with pytest.raises(ValueError, match=rf"can be written as LLaDA: .*{reason}"):

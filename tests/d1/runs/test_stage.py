@@ -186,6 +186,32 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     assert logged()[2:] == pytest.approx([1e-3 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
+def test_a_resume_logs_and_saves_as_often_as_its_new_settings_say(run: Run, folder: Path) -> None:
+    saves = {"sft": "--eval_steps", "rl": "--save_steps"}[run.stage]
+    run(folder, "--resume", "--lr_scheduler_type", "linear", "--logging_steps", "2", saves, "3", max_steps=6)
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 4, 6]
+    steps = {int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")}
+    assert {step for step in steps if step > 2} == {3, 6}
+
+
+def test_a_run_is_finished_at_the_last_step_of_its_own_settings(run: Run, two_steps: Path, folder: Path) -> None:
+    """A trial of two steps that is continued: for a part of an epoch, which Trainer's state has as a whole one; and for
+    the epoch that its steps reached into."""
+    epochs = {"sft": "--num_epochs", "rl": "--num_train_epochs"}[run.stage]
+    resume = ["--resume", "--lr_scheduler_type", "linear"]
+    assert run(folder, *resume, epochs, "0.3", max_steps=-1).state.global_step == {"sft": 3, "rl": 4}[run.stage]
+    weights = hash_model(str(folder))
+    for max_steps in (-1, 2, 3):
+        assert run(folder, *resume, epochs, "0.3", max_steps=max_steps) is None
+    (folder / "run.json").unlink()
+    assert run(folder, *resume, epochs, "0.3", max_steps=-1) is None
+    assert hash_model(str(folder)) == weights
+    shutil.copytree(two_steps, folder, dirs_exist_ok=True)
+    resume[1:1] = [str(folder / "checkpoint-2")]
+    assert run(folder, *resume, epochs, "1", max_steps=-1).state.global_step == {"sft": 10, "rl": 12}[run.stage]
+
+
 def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"a run with (?=.*seed 42 instead of 7).*weight_decay 0\.\d instead of 0\.5"):
         run(folder, "--resume", "--seed", "7", "--weight_decay", "0.5")

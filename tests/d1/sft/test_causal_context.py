@@ -18,7 +18,7 @@ from transformers import LlamaConfig, TrainingArguments
 from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
 from d1.models.packing import enable_packed_rows
-from d1.runs.data import IGNORED
+from d1.runs.data import IGNORED, BatchRow
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.config import CausalLoss, SFTConfig
 from d1.sft.editing import EditNoise
@@ -208,6 +208,14 @@ def test_the_first_token_of_a_text_has_no_state_before_it(source, tokenizer, tmp
     torch.testing.assert_close(trainer.row_losses(trainer.model, packed), losses, rtol=1e-9, atol=1e-9)
 
 
+def test_a_batch_of_empty_rows_has_no_loss_and_is_not_changed(source, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, source, tokenizer, 2, 1, causal=OURS)
+    empty = trainer.train_dataset[BatchRow(-1)]
+    inputs = trainer.data_collator([empty, empty])
+    assert trainer.row_losses(trainer.model, inputs).tolist() == [0.0, 0.0]
+    assert not inputs["masked"].any()
+
+
 def test_what_does_not_belong_together_is_refused(source, tokenizer, tmp_path, tiny_model_dir):
     given: dict[str, Any] = {"args": TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])}
     for model, ways, message in (
@@ -235,3 +243,11 @@ def test_a_causal_context_with_no_weight_has_nothing_to_train_on():
     with pytest.raises(ValueError, match="--masked_weight 0 and --causal_weight 0 leave nothing to train on"):
         check_noise(SFTConfig(masked_weight=0.0, causal_weight=0.0), config)
     check_noise(SFTConfig(masked_weight=0.0, causal_weight=1.0), config)
+
+
+def test_blocks_that_begin_with_the_first_answer_do_not_fit_those_of_later_turns():
+    config = LlamaConfig(attention_pattern="causal-context", block_size=4)
+    with pytest.raises(ValueError, match="--assistant_only_loss: with a causal context, blocks begin with the first"):
+        check_noise(SFTConfig(assistant_only_loss=True), config)
+    for other in ({"row_noise": True}, {"masked_weight": 0.0}):
+        check_noise(SFTConfig(assistant_only_loss=True, **other), config)

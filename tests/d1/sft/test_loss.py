@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from d1.models import load_model, load_tokenizer, prepare
 from d1.models.head import target_logps
-from d1.runs.data import IGNORED
+from d1.runs.data import IGNORED, BatchRow
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from d1.sft.editing import GOLDEN, EditNoise
 from tests import forks
@@ -192,6 +192,9 @@ def process(kind, model_dir, folder):
     state = trainer.accelerator.state
     assert state.distributed_type.value == ("MULTI_CPU" if kind == "MULTI_CPU" else "DEEPSPEED")
     assert kind == "MULTI_CPU" or state.deepspeed_plugin.zero_stage == int(kind[-1])
+    trainer.args.average_tokens_across_devices = False  # as a user may set it: the count would be that of a process
+    with pytest.raises(ValueError, match="average_tokens_across_devices=False: the loss is a mean over"):
+        trainer.count_labels_of_step(shifted=False)
     trainer.accelerator.end_training()
 
 
@@ -212,6 +215,26 @@ def test_one_process(tiny_model_dir, tmp_path, expected, split, eos_padding, way
     assert_same(found(tiny_model_dir, tmp_path), expected[way, eos_padding])
 
 
+def batch_in_bf16(model_dir, folder):
+    """A process of DeepSpeed in bf16."""
+    trainer = make_trainer(model_dir, folder, 4, 1, **DRAFTS)
+    assert trainer.accelerator.state.deepspeed_plugin.hf_ds_config.dtype() == torch.bfloat16
+    batch = next(iter(trainer.get_train_dataloader()))
+    prepared = trainer.on_device(batch)
+    for name in ("t", "draws"):
+        assert batch[name].dtype == torch.float32
+        assert torch.equal(prepared[name], batch[name]), name
+    trainer.accelerator.end_training()
+
+
+def test_deepspeed_in_bf16_rounds_neither_times_nor_draws(tiny_model_dir, tmp_path):
+    """Rounded, a weight 1 / t' is off by up to 0.4%, and a draw of .998 is 1: id 0, however unlikely."""
+    pytest.importorskip("deepspeed")
+    log, bf16 = tmp_path / "log", {**KINDS["ZERO2"], "ACCELERATE_MIXED_PRECISION": "bf16"}
+    how = {"log": log, "folder": tmp_path, "processes": 2, **bf16}
+    forks.finish(forks.start(batch_in_bf16, tiny_model_dir, tmp_path, **how), log)
+
+
 def test_a_batch_that_hides_nothing_calls_the_head_for_one_token_of_weight_zero(tiny_model_dir, tmp_path):
     """Where the weights are split over processes, all of them have to call it."""
     trainer = make_trainer(tiny_model_dir, tmp_path, 2, 1)
@@ -228,6 +251,17 @@ def test_a_batch_that_hides_nothing_calls_the_head_for_one_token_of_weight_zero(
     assert counts == [1]
     assert losses.tolist() == [0.0, 0.0]
     losses.sum().backward()
+
+
+@pytest.mark.parametrize("edits", [None, EditNoise("draft", 0.5, 1.0, 1.0, 3)])
+def test_a_batch_of_empty_rows_has_no_loss_and_is_not_changed(tiny_model_dir, tmp_path, edits):
+    """Neither in a first pass nor in later turns, which score the same tokens."""
+    trainer = make_trainer(tiny_model_dir, tmp_path, 2, 1, edits=edits)
+    empty = trainer.train_dataset[BatchRow(-1)]
+    inputs = trainer.data_collator([empty, empty])
+    losses = trainer.row_losses(trainer.model, inputs)
+    assert losses.tolist() == [0.0, 0.0]
+    assert not inputs["masked"].any()
 
 
 def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir, tmp_path, expected):

@@ -276,6 +276,26 @@ def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(fla
         run([*flags, *ruin, "--weight_decay", "0", "--resume"], tmp_path)
 
 
+def test_a_resume_needs_the_best_checkpoint_and_finds_it_in_a_folder_that_was_moved(flags, tmp_path, caplog):
+    """At a rate of 0 all evaluations are equal, and the first is the best."""
+    caplog.set_level("INFO")
+    still = ["--learning_rate", "0", "--eval_steps", "2", "--lora_r", "2"]
+    run(flags, tmp_path / "before", *still, "--max_steps", "4")
+    (tmp_path / "before").rename(tmp_path / "after")
+    trainer = run(flags, tmp_path / "after", *still, "--max_steps", "6", "--resume")
+    best = tmp_path / "after/job/checkpoint-2"
+    assert Path(trainer.state.best_model_checkpoint) == best
+    assert caplog.messages[-2].startswith("Saved: the weights of step 2 of 6.")
+    shutil.rmtree(best)
+    again = [*still, "--max_steps", "8", "--resume"]
+    with pytest.raises(ValueError, match=r"checkpoint-2, the best checkpoint of this run, is missing: .* --keep_last"):
+        run(flags, tmp_path / "after", *again)
+    assert run(flags, tmp_path / "after", *again, "--keep_last").state.global_step == 8
+    assert run(flags, tmp_path / "after", *again) is None  # finished: the model stays that of the last step
+    saved = [message for message in caplog.messages if message.startswith("Saved: ")]
+    assert [message.partition(".")[0] for message in saved[-2:]] == ["Saved: the weights of step 8 of 8"] * 2
+
+
 def test_an_adapter_gets_a_card_which_a_finished_run_keeps(flags, tiny_model_dir, tmp_path):
     """PEFT's own card names folders of this machine."""
     short, card = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"], tmp_path / "job/README.md"
@@ -335,6 +355,7 @@ NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
+        (["--full_finetuning", "--dtype", "bfloat16"], "--full_finetuning trains all weights in float32"),
         pytest.param(["--packing", "--attn_implementation", "flex_attention"], "trains on a GPU only", marks=NO_GPU),
     ],
 )
