@@ -74,12 +74,12 @@ def frontier(lines: Sequence[Line], names: Iterable[str], of: str) -> list[str]:
     return best
 
 
-def chosen(lines: Sequence[Line], reference: str) -> str | None:
-    """The setting that computes the fewest tokens, of those at most `MARGIN` points below the reference; None if there
-    is none."""
+def chosen(lines: Sequence[Line], reference: str, cache: str | None = None) -> str | None:
+    """The setting, with this cache or any, that computes the fewest tokens, of those at most `MARGIN` points below the
+    reference; None if there is none."""
     least = mean_over(lines, reference, "accuracy") - MARGIN
     good = [name for name in lines[0]["samplers"] if mean_over(lines, name, "accuracy") >= least]
-    good = [name for name in good if name not in REFERENCES]
+    good = [name for name in good if name not in REFERENCES and cache in (None, family(name))]
     return min(good, key=lambda name: mean_over(lines, name, "computed"), default=None)
 
 

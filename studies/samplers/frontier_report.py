@@ -82,12 +82,13 @@ def of_task(task: str) -> list[str]:
 
 
 def chosen_table() -> str:
-    """The page's table: per task, the references and what was chosen on validation problems."""
+    """The page's table: per task, the references and what was chosen on validation problems, also without a cache."""
     rows = []
     for task in TASKS:
         validation, test = lines_of(task, "validation"), lines_of(task, "test")
         if min(len(validation), len(test)) == len(SEEDS):
-            names = dict.fromkeys([*REFERENCES, *(chosen(validation, reference) for reference in REFERENCES)])
+            choices = [chosen(validation, reference) for reference in REFERENCES]
+            names = dict.fromkeys([*REFERENCES, *choices, chosen(validation, EXACT, "no cache")])
             for name, solved, minus_exact, _, fewer, passes, *_ in (row(test, name) for name in names if name):
                 rows.append([task, name, solved, minus_exact, fewer, passes])
     return markdown_table(["task", *HEAD[:3], *HEAD[4:6]], rows)
