@@ -52,7 +52,7 @@ KODCODE = ("question", "test")
 TRAIN, TEST = ("KodCode/KodCode-V1", None), ("openai/openai_humaneval", None)
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
-_FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)  # the rest of its first line, and its text
+_FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # its mark and its text
 _PYTHON = ("python", "python3", "py")
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
@@ -477,9 +477,8 @@ def extract(text: str) -> str | None:
     if not blocks:
         return indented(answer, text) if answer else None
     by_mark: dict[str, str] = {}
-    for first_line, program in blocks:
-        mark = first_line.split()[0].lower() if first_line.strip() else ""
-        by_mark["python" if mark in _PYTHON else mark] = program
+    for mark, program in blocks:
+        by_mark["python" if mark.lower() in _PYTHON else mark] = program
     last = blocks[-1][1]
     return by_mark.get("python", by_mark.get("", last)) or None
 

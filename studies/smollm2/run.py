@@ -82,20 +82,22 @@ def jobs(arm: str) -> list[Job]:
     every = [Job("rows", write_rows, minutes=0.5), Job("source", convert_source, minutes=0.6)]
     every += [Job(f"convert-{name}", partial(convert, name=name), ("source",), minutes=0.4) for name in DIFFUSION]
     for name in DIFFUSION:
-        every.append(Job(f"sft-{name}-0", partial(train_sft, name=name, seed=0), ("rows", f"convert-{name}"), (), 5.5))
-    every.append(Job("sft-ar-0", partial(train_ar, seed=0), ("rows", "source"), (), 3.3))
+        every.append(
+            Job(f"sft-{name}-0", partial(train_sft, name=name, seed=0), ("rows", f"convert-{name}"), minutes=5.5)
+        )
+    every.append(Job("sft-ar-0", partial(train_ar, seed=0), ("rows", "source"), minutes=3.3))
     every.append(Job("best", choose_arm, (), pilots, 0.1))
     for rate in RATES:
         name = f"rate-{rate:g}"
         every.append(Job(name, partial(train_rl, name=name, seed=0, rate=rate), after_sft, ("best",), 6.5))
     every.append(Job("sft-best-1", second_seed, ("rows", f"convert-{arm}"), ("best",), 5.5))
-    every.append(Job("sft-ar-1", partial(train_ar, seed=1), ("rows", "source"), (), 3.3))
+    every.append(Job("sft-ar-1", partial(train_ar, seed=1), ("rows", "source"), minutes=3.3))
     for seed in SEEDS[1:]:
         name = f"rl-{seed}"
         every.append(Job(name, partial(train_rl, name=name, seed=seed), after_sft, rates, 6.5))
     every.append(Job("more-0", partial(train_more, seed=0), after_sft, rates, 6.5))
     every.append(Job("base", judge_start, ("rows", f"convert-{arm}"), ("best",), 0.5))
-    every.append(Job("ar-base", judge_ar_start, ("rows", "source"), (), 0.5))
+    every.append(Job("ar-base", judge_ar_start, ("rows", "source"), minutes=0.5))
     shuffled = partial(train_rl, name="shuffled", seed=0, task=SHUFFLED)
     every.append(Job("shuffled", shuffled, after_sft, rates, 6.5))
     for seed in SEEDS[1:]:

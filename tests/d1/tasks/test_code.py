@@ -42,6 +42,7 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("```python\nA\n```\n```python\nB\n```", "B\n"),
         ("```\nA\n```\n```\nB\n```", "B\n"),
         ("```python\nA", "A"),
+        ("Use ```x``` then:\n```python\nA\n```", "A\n"),
         ("```python\nA\n```<answer>```py\nB```</answer>", "B"),
         ("<answer>\n    return 1\n</answer>", "    return 1"),
         ("<answer>x = 1</answer>", "x = 1"),
