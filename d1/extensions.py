@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from d1.commands.rl_memory import has_room_for_copy as has_room_for_copy
     from d1.report import ShowProblems as ShowProblems
     from d1.report import write_report as write_report
+    from d1.sandbox import SandboxError as SandboxError
     from d1.serve.ahead import PrefetchedRollouts as PrefetchedRollouts
     from d1.serve.rollouts import ServerRollouts as ServerRollouts
     from d1.serve.user import UserRollouts as UserRollouts
@@ -31,6 +32,8 @@ HOMES = {
     # --report true, in RL
     "ShowProblems": "report",
     "write_report": "report",
+    # A task's error, in evaluation
+    "SandboxError": "sandbox",
     # --rollout_mode server and --rollout_staleness in RL, and the trainer's `rollout_func`
     "PrefetchedRollouts": "serve.ahead",
     "ServerRollouts": "serve.rollouts",

@@ -24,6 +24,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any, NoReturn
 
+from d1 import extensions
 from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
 from d1.eval.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.ranges import setting
@@ -144,9 +145,7 @@ def score_completion(setup: GeneratedSetup, task: ModuleType | None, problem: Ge
             scores["before_edits"] = first_scores["accuracy"]
         return {**row, **scores}
     except Exception as error:
-        from d1.sandbox import SandboxError
-
-        if isinstance(error, SandboxError):  # no verdict, for any completion
+        if isinstance(error, extensions.SandboxError):  # no verdict, for any completion
             raise
         return f"{type(error).__name__}: {str(error)[:200]}"
 

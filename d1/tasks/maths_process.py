@@ -13,10 +13,9 @@ import resource
 import signal
 import sys
 from dataclasses import replace
-from math import floor, log10
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Eq, Expr, Float, N, Rational, solve
+from sympy import Eq, Expr, Float, N, Rational, floor, log, solve
 
 _MEMORY = 4 << 30  # bytes
 # Without the library's units, for which "2t" is 2. Its other config passes text to Python's eval.
@@ -72,8 +71,11 @@ def _is_rounded(a: Expr, b: Expr) -> bool:
     x, y = (_value(number, _POINTS[0]) for number in (a, b))
     if x is None or y is None or not (x.is_real and y.is_real):
         return False
-    place = floor(log10(max(abs(x), abs(y)))) - 5  # of the sixth digit
-    return bool(abs(x - y) <= 0.5000001 * 10**place)
+    largest = max(abs(x), abs(y))
+    if not largest:
+        return False
+    sixth_digit = Rational(10) ** (floor(log(largest, 10)) - 5)
+    return bool(abs(x - y) <= 0.5000001 * sixth_digit)
 
 
 def _value(expression: Expr, point: tuple[int, int]) -> Expr | None:
